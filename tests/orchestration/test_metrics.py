@@ -59,13 +59,6 @@ def test_means_are_over_graded_trajectories_and_pass_at_k_over_tasks() -> None:
     assert "reward -  success -" in line and "entropy -  gap -" in line
 
 
-def test_trajectories_without_steps_count() -> None:
-    row = trajectory_metrics([make_group(0, attempt(0.0, steps=0), attempt(1.0, steps=4))], 1.0, 0)
-    assert (row["trajectories"], row["reward_mean"], row["steps_mean"], row["steps_max"]) == (2, 0.5, 2.0, 4)
-    assert (row["completion_tokens_mean"], row["completion_tokens_max"]) == (4.0, 8)
-    assert row["ended_done"] == row["last_stop_stop"] == 1.0  # of all; of those with a last step
-
-
 def test_staleness_is_of_trajectories_and_of_trainable_tokens() -> None:
     """A trajectory is as stale as its oldest token; tokens that are not trained do not age."""
     versions = [np.array(v, np.int32) for v in ([3, 5], [4, 4])]
@@ -324,14 +317,6 @@ def test_a_log_may_have_every_nth_update(capsys: pytest.CaptureFixture[str]) -> 
         progress.updated({**(FAILED if update == 7 else ROW), "update": update}, 25)
     told = [int(line.split("/")[0].removeprefix("update")) for line in capsys.readouterr().out.splitlines()]
     assert told == [1, 7, 10, 20, 25]
-
-
-def test_an_update_line_has_all_figures_where_they_fit() -> None:
-    line = update_line({**FAILED, "update": 12}, 12)
-    assert line.startswith("update 12/12  reward 1.000  success 1.000  steps 1.00")
-    assert line.endswith("gap 2e-06  rollout 1.00s  update 0.25s  FAILED 1/2")
-    later = {name: value for name, value in ROW.items() if name != "logprob_gap_max"}  # not known of every update
-    assert "gap -  rollout" in update_line({**later, "update": 12}, 12)
 
 
 @given(st.integers(40, 160), st.booleans())

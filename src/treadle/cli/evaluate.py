@@ -27,7 +27,6 @@ Nothing is written into the run.
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
@@ -69,11 +68,11 @@ def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
     """Return a table with a row for each value of `table_by`, and one for all tasks."""
     first = table_by or "tasks of"
     several = [k for k in evaluation.result.pass_at if k != "1"]
-    passes = [f"pass@{k}" for k in several]
-    table = make_table(first, "tasks", "success", *passes, "reward", "steps", "failed", text=(first,))
+    table = make_table(
+        first, "tasks", "success", *(f"pass@{k}" for k in several), "reward", "steps", "failed", text=(first,)
+    )
     for name, r in {**evaluation.parts, "all": evaluation.result}.items():
         passed = [shown(r.pass_at.get(k)) for k in several]
-        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2))
-        style = "bold" if r is evaluation.result else ""
-        table.add_row(name, str(r.tasks), *figures, str(r.failed), style=style)
+        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
+        table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
     return table

@@ -24,7 +24,6 @@ The result is a Hugging Face directory: for transformers, for `model.path`, for 
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     summary = "supervised learning on demonstrations: a recipe's warm start, on its own"
     parser = add_command(commands, "sft", run, summary, _EXAMPLES)
     add_recipe(parser)
@@ -44,13 +43,15 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     console.line(f"loss {report.loss:.3f} nats a token ({how})")
     console.line(f"model directory: {options.out}")
-    console.line(f"evaluate it: {_command('eval', options.recipe, '--model', str(options.out))}")
-    console.line(f"train from it: {_command('train', options.recipe, *next_overrides(config, options.out))}")
+    evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
+    console.line(f"evaluate it: treadle {evaluate}")
+    train = shlex.join(["train", options.recipe, *next_overrides(config, options.out)])
+    console.line(f"train from it: treadle {train}")
     return 0
 
 
 def next_overrides(config: RunConfig, directory: Path) -> list[str]:
-    """Return the overrides with which a run of this configuration starts from the written model."""
+    """Return the overrides that make a run of this configuration start from the written model."""
     build = ["model.build=null"] if config.model.build is not None else []
     return [*build, f"model.path={directory}", "warm_start=null"]
 
@@ -63,7 +64,3 @@ def _check(config: RunConfig, recipe: str, out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
     check_model_files(config.model)
     load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-
-
-def _command(*words: str) -> str:
-    return "treadle " + shlex.join(words)

@@ -38,8 +38,8 @@ def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
         f"default-src 'none'; script-src {_hash(import_map)} {_hash(_ENTRY)} data:; style-src {_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    embedded = f'{{"route": {json.dumps(route)}, "answers": {{'
-    embedded += ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items()) + "}}"
+    held = ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items())
+    embedded = f'{{"route": {json.dumps(route)}, "answers": {{{held}}}}}'
     embedded = embedded.replace("<", "\\u003c")  # it must not end the element that holds it
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -30,6 +30,7 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+_NO_TOKEN = "open the link that `treadle view` printed: it carries the token\n"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -67,18 +68,16 @@ class Guard:
         tokens = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
         if request.url.path == "/" and tokens:
             if not self._is_token(tokens[-1]):
-                return _no_token()
+                return PlainTextResponse(_NO_TOKEN, 403)
             answer = RedirectResponse("./", 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
-        return None if self._is_token(request.cookies.get(self._cookie, "")) else _no_token()
+        if not self._is_token(request.cookies.get(self._cookie, "")):
+            return PlainTextResponse(_NO_TOKEN, 403)
+        return None
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode("utf-8", "replace"), self._token.encode())
-
-
-def _no_token() -> Response:
-    return PlainTextResponse("open the link that `treadle view` printed: it carries the token\n", 403)
 
 
 def _host(header: str) -> str:

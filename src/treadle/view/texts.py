@@ -13,7 +13,7 @@ from treadle.core.types import Ids
 from treadle.view.models import Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
-_MOST_OF_MESSAGE = 2000  # characters
+_MESSAGE = 2000  # characters
 _LONGEST = 4  # bytes of a character
 
 
@@ -51,37 +51,31 @@ class TokenTexts:
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Return (start, count, text) of runs of tokens that only together are text."""
-        joined_runs = []
+        joined = []
         at = 0
         while at < len(ids):
             count = 1
-            if self._is_piece(ids[at]):
-                limit = min(_LONGEST, len(ids) - at)
-                text = ""
-                for count in range(2, limit + 1):
-                    text = self._decode(ids[at : at + count])
+            if self._tokenizer is not None and _PIECE in self.raw(ids[at]):
+                for length in range(2, min(_LONGEST, len(ids) - at) + 1):
+                    text = self._decode(ids[at : at + length])
                     if _PIECE not in text:
-                        joined_runs.append((at, count, escape_text(_writable(text))))
+                        joined.append((at, length, escape_text(_writable(text))))
+                        count = length
                         break
-                else:
-                    count = 1
             at += count
-        return joined_runs
+        return joined
 
     def decode(self, ids: Ids) -> str:
         """Return the text of tokens in a row; without a tokenizer, their ids."""
         numbers = ids.tolist()
         return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
 
-    def _is_piece(self, ident: int) -> bool:
-        return self._tokenizer is not None and _PIECE in self.raw(ident)
-
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def clipped(text: str, most: int = _MOST_OF_MESSAGE) -> str:
+def clipped(text: str, most: int = _MESSAGE) -> str:
     """Return a message for a table, with escapes, and without its end if a tool has made it very long."""
     if len(text) <= most:
         return escape_text(text)
@@ -94,14 +88,13 @@ def _writable(text: str) -> str:
 
 # Messages, recognized by the special tokens around them.
 
+_ROLES = "system|user|assistant|tool|observation|developer"
 _HEADERS = re.compile(
-    r"<\|im_start\|>(?P<a>\w*)\n?|<\|start_header_id\|>(?P<b>\w*)<\|end_header_id\|>\n*|<start_of_turn>(?P<c>\w*)\n?"
-    r"|<\|(?P<d>system|user|assistant|tool|observation|developer)\|>\n?"
+    r"<\|im_start\|>(\w*)\n?|<\|start_header_id\|>(\w*)<\|end_header_id\|>\n*|<start_of_turn>(\w*)\n?"
+    rf"|<\|({_ROLES})\|>\n?"
 )
 _ENDS = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|</s>)\n?")
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
-_KINDS = (("call", _CALL), ("thought", _THOUGHT))
+_FOLDED = re.compile(r"(?P<thought><think>.*?(?:</think>|\Z))|(?P<call><tool_call>.*?(?:</tool_call>|\Z))", re.DOTALL)
 
 
 def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list[Span]:
@@ -140,16 +133,13 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
 
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
     """Yield where each part of a message's text begins, and its kind: text, thought or call."""
-    while start < end:
-        matches = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
-        if not matches:
+    for match in _FOLDED.finditer(text, start, end):
+        if match.start() > start:
             yield start, "text"
-            return
-        mark, kind = min(matches, key=lambda pair: pair[0].start())
-        if mark.start() > start:
-            yield start, "text"
-        yield mark.start(), kind
-        start = mark.end()
+        yield match.start(), str(match.lastgroup)
+        start = match.end()
+    if start < end:
+        yield start, "text"
 
 
 def _with_special(spans: Sequence[Span], special: Iterable[int]) -> list[Span]:

@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from fastapi import Query
+from fastapi.exceptions import RequestValidationError
 from numpy.typing import NDArray
 
 from treadle.core.errors import TreadleError
 from treadle.core.files import WrittenFile
 from treadle.orchestration.store.rollout_store import read_call_times
-from treadle.view.models import Activity, Calls
-from treadle.view.recorded_run import RecordedRun
+from treadle.view.models import Activity, Json
+from treadle.view.recorded_run import Number, RecordedRun, Run
 
 
-def calls_of_update(run: RecordedRun, update: int) -> Calls:
-    """Return when the calls of the attempts that an update trained were made. Raises RunError."""
+def calls_of_update(run: Run, update: Number) -> Json:
+    """Return when the calls of the attempts that an update trained were made. Raises RunError.
+
+    attempts, rewards: in the order of their first calls. calls: (index of the attempt, step, seconds since the first of
+    all, seconds of those waited or None, seconds). unknown: number of calls without a recorded time.
+    """
+    calls, problems = list[Json](), list[str]()
     rows = run.ledger.trained_by(run.versions_of(update))
-    result = Calls()
     rewards = {row["trajectory_id"]: row["reward"] for row in rows}
-    calls: list[dict[str, Any]] = []
     for shard in dict.fromkeys(row["shard"] for row in rows):
         try:
             times = read_call_times(run.directory.rollouts, run.ledger.shard(shard))
             calls += [call for call in times if call["trajectory_id"] in rewards]
         except TreadleError as error:
-            result.problems.append(str(error))
+            problems.append(str(error))
     timed = sorted((call for call in calls if call["started"] is not None), key=lambda call: call["started"])
-    result.unknown = len(calls) - len(timed)
-    result.attempts = list(dict.fromkeys(call["trajectory_id"] for call in timed))
-    result.rewards = [rewards[name] for name in result.attempts]
-    place = {name: at for at, name in enumerate(result.attempts)}
+    place: dict[str, int] = {}
     for call in timed:
-        began = call["started"] - timed[0]["started"]
-        result.calls.append((place[call["trajectory_id"]], call["step"], began, call["waited"], call["seconds"]))
-    return result
+        place.setdefault(call["trajectory_id"], len(place))
+    return {
+        "attempts": list(place),
+        "rewards": [rewards[name] for name in place],
+        "calls": [
+            (place[c["trajectory_id"]], c["step"], c["started"] - timed[0]["started"], c["waited"], c["seconds"])
+            for c in timed
+        ],
+        "unknown": len(calls) - len(timed),
+        "problems": problems,
+    }
 
 
 Floats = NDArray[np.float64]
 
 
-def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Activity:
+def activity(run: Run, span: Annotated[list[str], Query(max_length=200)]) -> Activity:
     """Return what attempts of training did over time. Raises RunError.
 
-    spans: (start, end, parts) of each, in seconds since 1970.
+    span: `start,end,parts` of each, in seconds since 1970.
     """
+    spans = [_parsed(text) for text in span]
     result = Activity()
     calls, result.problems = run.kept("activity", run.ledger.signature(), lambda: _train_calls(run))
     began, waited, seconds, attempts = calls
@@ -73,20 +84,30 @@ def activity(run: RecordedRun, spans: Sequence[tuple[float, float, int]]) -> Act
     return result
 
 
+def _parsed(text: str) -> tuple[float, float, int]:
+    """Return the (start, end, parts) of `1700000000.5,1700000060,100`. Raises RequestValidationError."""
+    try:
+        start, end, parts = (float(number) for number in text.split(","))
+        if -math.inf < start <= end < math.inf and 0 < parts <= 5000:
+            return start, end, int(parts)
+    except ValueError:
+        pass
+    problem = {"loc": ("query", "span"), "msg": f"{text!r} is not start,end,parts", "type": "value_error"}
+    raise RequestValidationError([problem])
+
+
 _Times = tuple[Floats, Floats, Floats, NDArray[np.int64]]
 _NO_TIMES: _Times = (np.empty(0), np.empty(0), np.empty(0), np.empty(0, np.int64))
 
 
 def _train_calls(run: RecordedRun) -> tuple[_Times, list[str]]:
     """Return when each call of training began, how long it waited and took, and the number of its attempt; problems."""
-    times, attempts = [_NO_TIMES], 0
-    problems: list[str] = []
+    times, attempts, problems = [_NO_TIMES], 0, []
     for shard in run.ledger.training_shards():
         try:
             file = run.ledger.shard(shard)
-            began, waited, seconds, numbers = run.kept(
-                f"calls {shard}", file, partial(_shard_times, run.directory.rollouts, file)
-            )
+            make = partial(_shard_times, run.directory.rollouts, file)
+            began, waited, seconds, numbers = run.kept(f"calls {shard}", file, make)
         except TreadleError as error:
             problems.append(str(error))
             continue
@@ -99,11 +120,11 @@ def _train_calls(run: RecordedRun) -> tuple[_Times, list[str]]:
 def _shard_times(directory: Path, shard: WrittenFile) -> _Times:
     """Return the times of a shard's calls, without the rest of it: a run may have made millions."""
     timed = [call for call in read_call_times(directory, shard) if call["started"] is not None]
-    names = {name: number for number, name in enumerate(dict.fromkeys(call["trajectory_id"] for call in timed))}
+    _, numbers = np.unique([call["trajectory_id"] for call in timed], return_inverse=True)
     began, waited, seconds = (
         np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")
     )
-    return began, waited, seconds, np.array([names[call["trajectory_id"]] for call in timed], np.int64)
+    return began, waited, seconds, numbers.astype(np.int64)
 
 
 def _extents(began: Floats, ends: Floats, attempts: NDArray[np.int64]) -> tuple[Floats, Floats]:

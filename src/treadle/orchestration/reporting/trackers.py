@@ -30,7 +30,7 @@ class Tracker(Callback):
     """Hands a run's figures to a tracking library: names them, stores the library's id of the run, handles its errors.
 
     An exception of the library at the start ends the run before it begins. Later the first one becomes a line of output
-    and the run goes on: no outage of a server is worth a run, and metrics.jsonl has everything.
+    and the run goes on: metrics.jsonl has everything.
     """
 
     package: ClassVar[str]
@@ -42,7 +42,7 @@ class Tracker(Callback):
 
     @abstractmethod
     def open(self, run: RunStart, known: str | None) -> str:
-        """Begin a run of the tracker, or go on with the one of the id `known`; returns the id."""
+        """Begin a run of the tracker, or continue the one with the id `known`; returns the id."""
 
     @abstractmethod
     def log(self, figures: Mapping[str, float], update: int) -> None:
@@ -107,10 +107,9 @@ class TensorBoard(Tracker):
         return folder.name
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Write the figures at once, so that a killed run has them."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, update)
-        self._writer.flush()
+        self._writer.flush()  # a killed run has them, too
 
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
@@ -151,7 +150,6 @@ class WandB(Tracker):
         return str(self._open.id)
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Log the figures; W&B's own process sends them."""
         self._open.log({**figures, "update": update})
 
     def close(self, outcome: Outcome) -> None:
@@ -179,7 +177,6 @@ class Trackio(Tracker):
         return str(self._open.name)
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Log the figures; a thread of Trackio sends them."""
         self._open.log(dict(figures), step=update)
 
     def close(self, outcome: Outcome) -> None:
@@ -212,7 +209,7 @@ class MLflow(Tracker):
         return self._id
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Log the figures; a thread of MLflow sends them. Characters that it does not take in names become `_`."""
+        """Replace characters that MLflow does not accept in names by `_`."""
         now = int(time.time() * 1000)
         metrics = [
             self._library.entities.Metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, update)
@@ -243,11 +240,10 @@ def _required(package: str) -> Any:
     """Return the library; an empty folder of its name does not count. Raises ConfigError naming the extra."""
     try:
         library = importlib.import_module(package)
-        found = library.__file__ is not None
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        found = False
-    if not found:
+        library = None
+    if library is None or library.__file__ is None:
         raise ConfigError(f"callbacks: {package!r} is not installed; {how_to_install(package)}")
     return library
