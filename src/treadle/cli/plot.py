@@ -18,9 +18,9 @@ _EXAMPLES = """examples:
   treadle plot runs/demo-seed*                             one line with a band over seeds
   treadle plot runs/chain-* runs/tree-* --output both.pdf  one line each: they differ in more than the seed
 
-Runs that differ in the seed only are one line: the mean, in a band from the lowest to the highest of them. Others have
-lines of their own, labelled by the keys in which they differ. The panels are training reward, held-out success (of all
-tasks, and of each kind of them by `data.table_by`), completion tokens and steps.
+Runs that differ only in the seed are one line: their mean, in a band from lowest to highest. Others get lines of their
+own, labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
+completion tokens and steps.
 """
 
 

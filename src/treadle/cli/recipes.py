@@ -15,7 +15,6 @@ from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 _EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
   treadle recipes show demo                              every value of one, with what it means
-  treadle recipes show demo training.group_size=16       ... as `treadle train` would resolve it
   treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
 """
 

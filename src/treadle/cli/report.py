@@ -27,18 +27,9 @@ _EXAMPLES = """examples:
 The run may be finished, in progress or killed. Every recorded step is in exactly one state:
   trained, evaluated, dropped (with a reason), or recorded: durable, but in no checkpoint yet.
 
-Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it:
-  tokenization            it holds the same text in other tokens
-  truncated               something that was there is left out
-  changed                 something else stands in its place
-  thinking stripped       the chat template leaves out an earlier thought
-  tool call rewritten     the chat template leaves out a tool call
-  rewritten by template   the chat template writes earlier messages otherwise
-  end token rewritten     the model ended its turn with another token than the template does
-  tools changed           the call has other tools, or other options of the template
-  history edited          the agent sent an earlier message in another form
-  summary                 the agent put fewer messages in the place of several
-"Computed again" is what a break costs: tokens that an appended prompt of that length would have had for nothing.
+Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it
+(docs/runs.md has the causes of breaks). "Computed again" is what a break costs: tokens that an appended prompt of that
+length would have had for nothing.
 """
 Facts = dict[str, Any]
 Columns = dict[str, list[str]]  # name -> cells

@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
     -d '{"queries": ["where is Acme Motors?"], "topk": 3, "return_scores": true}'
 
 A corpus is JSON lines: {"id": "0", "contents": "title\\ntext"}. Indexes are built once and kept in Treadle's cache. The
-server asks nobody for a password: leave it on loopback, or in a network of your own. Ctrl-C ends it.
+server has no password: keep it on loopback or in a private network. Press Ctrl-C to stop.
 """
 
 

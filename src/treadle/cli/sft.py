@@ -17,14 +17,13 @@ from treadle.training.demonstrations import load_demonstrations
 _EXAMPLES = """examples:
   treadle sft demo --out models/warm
   treadle sft demo --out models/short warm_start.steps=200 seed=3
-  treadle sft my_recipe.yaml --out models/mine model.path=/models/my-model
 
 The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
 """
 
 
 def add_parser(commands: Commands) -> None:
-    summary = "supervised learning on demonstrations: a recipe's warm start, on its own"
+    summary = "supervised learning on demonstrations: a recipe's warm start alone"
     parser = add_command(commands, "sft", run, summary, _EXAMPLES)
     add_recipe(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")

@@ -57,13 +57,13 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     if not rows:
         console.line("no trajectories yet")
         return
-    left = ("trajectory", "task", "status")
-    table = make_table(*left, "reward", "adv.", "steps", "tokens", text=left)
+    names = ("trajectory", "task", "status")
+    table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
     for row in rows:
-        names = (row["trajectory_id"], row["task_id"], row["status"])
+        texts = (row["trajectory_id"], row["task_id"], row["status"])
         figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"), str(row["steps"]))
         style = "red" if row["failure_cause"] else ""
-        table.add_row(*names, *figures, str(row["completion_tokens"]), style=style)
+        table.add_row(*texts, *figures, str(row["completion_tokens"]), style=style)
     console.table(table)
 
 
@@ -95,7 +95,6 @@ def as_json(
 def _step(
     number: int, step: Step, relation: Relation, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None
 ) -> dict[str, Any]:
-    columns = (step.completion_ids, step.mask, step.logprobs, step.policy_versions)
     return {
         "step": number,
         "prompt_tokens": len(step.prompt_ids),
@@ -104,40 +103,34 @@ def _step(
         "relation": asdict(relation),
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
-        "reward": step.reward,
-        "shaping": step.shaping,
         "components": step.given.by_name,
-        "state_key": step.state_key,
-        "started": step.started,
-        "seconds": step.seconds,
-        "waited": step.waited,
+        **{name: getattr(step, name) for name in ("reward", "shaping", "state_key", "started", "seconds", "waited")},
         "update": None if trace is None else trace.update,
-        "tokens": [
-            {
-                "id": int(ident),
-                "text": _token_text(tokenizer, int(ident)),
-                "mask": bool(mask),
-                "logprob": round(float(logprob), 6),
-                "advantage": advantage if mask else None,
-                "policy_version": int(version),
-                **(_NOT_TRACED if trace is None else _traced(trace, at, bool(mask))),
-            }
-            for at, (ident, mask, logprob, version) in enumerate(zip(*columns, strict=True))
-        ],
+        "tokens": _tokens(step, advantage, tokenizer, trace),
     }
 
 
-_NOT_TRACED = dict.fromkeys(("learner_logprob", "entropy", "ratio", "clipped"))
-
-
-def _traced(trace: StepTrace, at: int, mask: bool) -> dict[str, Any]:
-    return {
-        "advantage": float(trace.advantage[at]) if mask else None,
-        "learner_logprob": round(float(trace.logprobs[at]), 6),
-        "entropy": round(float(trace.entropy[at]), 6),
-        "ratio": None if trace.ratio is None else float(trace.ratio[at]),
-        "clipped": None if trace.clipped is None else bool(trace.clipped[at]),
+def _tokens(step: Step, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None) -> list[dict[str, Any]]:
+    ids, mask = step.completion_ids.tolist(), step.mask.tolist()
+    unknown = [None] * len(ids)
+    columns: dict[str, list[Any]] = {
+        "id": ids,
+        "text": [_token_text(tokenizer, ident) for ident in ids],
+        "mask": mask,
+        "logprob": [round(value, 6) for value in step.logprobs.tolist()],
+        "advantage": [advantage if trained else None for trained in mask],
+        "policy_version": step.policy_versions.tolist(),
+        **dict.fromkeys(("learner_logprob", "entropy", "ratio", "clipped"), unknown),
     }
+    if trace is not None:
+        columns["advantage"] = [
+            a if trained else None for a, trained in zip(trace.advantage.tolist(), mask, strict=True)
+        ]
+        columns["learner_logprob"] = [round(value, 6) for value in trace.logprobs.tolist()]
+        columns["entropy"] = [round(value, 6) for value in trace.entropy.tolist()]
+        columns["ratio"] = unknown if trace.ratio is None else trace.ratio.tolist()
+        columns["clipped"] = unknown if trace.clipped is None else trace.clipped.tolist()
+    return [dict(zip(columns, token, strict=True)) for token in zip(*columns.values(), strict=True)]
 
 
 def _token_text(tokenizer: Tokenizer, ident: int) -> str:

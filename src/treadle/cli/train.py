@@ -24,15 +24,12 @@ from treadle.orchestration.store.run_directory import RunDirectory, find_run, ma
 _EXAMPLES = """examples:
   treadle train demo
   treadle train demo seed=3 orchestration.updates=100 --name short
-  treadle train my_recipe.yaml model.path=/models/my-model
   treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
   treadle train demo --resume                 the newest unfinished run of that recipe
-  treadle train demo --resume --name short    a certain run
-  treadle train runs/short --resume           the same
-  treadle train demo --resume --name short orchestration.updates=200      with more updates
-  treadle train demo --resume-from step-000040 --name short               go back to a checkpoint that was kept
+  treadle train runs/short --resume orchestration.updates=200             a certain run, with more updates
+  treadle train demo --resume-from step-000040 --name short               back to a checkpoint that was kept
 
-Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Either way --resume goes on.
+Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Continue with --resume.
 """
 
 
@@ -60,7 +57,10 @@ def run(options: argparse.Namespace) -> int:
         config, path = _to_resume(options)
     else:
         config = load_recipe(options.recipe, options.overrides)
-        _check_unused(options)
+        path = options.runs / (options.name or "")
+        if options.name and path.exists() and (not path.is_dir() or any(path.iterdir())):  # before torch is loaded
+            problem = f"run directory {str(path)!r} is already in use"
+            raise RunError(f"{problem}; continue it with --resume or choose another --name")
     check_config(config)
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
@@ -72,9 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
                 summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
         except KeyboardInterrupt:
-            advice = (
-                f"go on from the latest checkpoint with: {command}" if _can_resume(path) else "nothing was trained yet"
-            )
+            saved = any(path.glob("checkpoints/step-*"))
+            advice = f"go on from the latest checkpoint with: {command}" if saved else "nothing was trained yet"
             Console(stderr=True).line(f"interrupted; {advice}")
             return 130
         if summary["stopped_early"]:
@@ -84,15 +83,6 @@ def run(options: argparse.Namespace) -> int:
 
         print_result(summary, path, config)
         return 0
-
-
-def _check_unused(options: argparse.Namespace) -> None:
-    """Raise RunError, as `train_run` would, but before torch is loaded."""
-    path = options.runs / (options.name or "")
-    if options.name and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(
-            f"run directory {str(path)!r} is already in use; continue it with --resume or choose another --name"
-        )
 
 
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
@@ -113,14 +103,6 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     if config.data.train.source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
     return config, path
-
-
-def _can_resume(path: Path) -> bool:
-    try:
-        find_checkpoint(path, "latest")
-    except RunError:
-        return False
-    return True
 
 
 @contextmanager

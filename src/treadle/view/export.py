@@ -20,8 +20,8 @@ _ENTRY = 'import "pages/app.js";'
 def static_files() -> dict[str, bytes]:
     """Return the pages' files: name below `static/` -> content."""
     root = files("treadle.view") / "static"
-    own = {entry.name: entry.read_bytes() for entry in root.iterdir() if entry.is_file()}
-    return own | {f"vendor/{entry.name}": entry.read_bytes() for entry in (root / "vendor").iterdir()}
+    pages = {entry.name: entry.read_bytes() for entry in root.iterdir() if entry.is_file()}
+    return pages | {f"vendor/{entry.name}": entry.read_bytes() for entry in (root / "vendor").iterdir()}
 
 
 def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:

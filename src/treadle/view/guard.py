@@ -61,7 +61,9 @@ class Guard:
 
     def _answer(self, request: Request) -> Response | None:
         """Return the refusal of a request; None if it may reach the application."""
-        if _host(request.headers.get("host", "")) not in self._hosts:
+        host = request.headers.get("host", "").lower()
+        name, colon, port = host.rpartition(":")  # `[::1]` and `8321` of `[::1]:8321`
+        if (name if colon and port.isdigit() else host) not in self._hosts:
             return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("nothing can be changed here\n", 405)
@@ -78,9 +80,3 @@ class Guard:
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode("utf-8", "replace"), self._token.encode())
-
-
-def _host(header: str) -> str:
-    """Return a Host header's name without its port: `[::1]` of `[::1]:8321`."""
-    name, colon, port = header.lower().rpartition(":")
-    return name if colon and port.isdigit() else header.lower()

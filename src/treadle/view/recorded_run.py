@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, TypeVar
@@ -13,12 +12,10 @@ from fastapi import Path as InPath
 
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
-from treadle.core.manifest import Manifest
-from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.live_status import RunStatus, duration
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
-from treadle.orchestration.store.recorded import parse_tokenizer
+from treadle.orchestration.store.recorded import load_run_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view.models import Json, RunSummary
 from treadle.view.texts import TokenTexts
@@ -29,7 +26,7 @@ Number = Annotated[int, Query(ge=0, le=LARGEST)]
 Key = Annotated[str, InPath(max_length=1000)]
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
-_MAX_OPEN = 8  # runs whose contents are kept in memory
+_MAX_OPEN = 4  # runs whose contents are kept in memory, each with its tokenizer
 
 
 class RecordedRun:
@@ -63,15 +60,15 @@ class RecordedRun:
         state, status = self.state(), RunStatus.read(self.directory.status_file)
         if status is None:
             return {"state": state, "doing": "", "left": "", "message": ""}
-        left, of_it = None, ""
+        seconds: float | None = None
         if state == "in progress" and status.phase == "warm start":
-            of_it = " of it"
             if status.done:
-                left = (status.total - status.done) * (status.written - status.since) / status.done
+                seconds = (status.total - status.done) * (status.written - status.since) / status.done
         elif state == "in progress" and (pace := self.summary().seconds_per_update) is not None:
-            left = (status.updates - status.update) * pace
-        remaining = f"about {duration(left)} left{of_it}" if left else ""
-        return {"state": state, "doing": status.doing(state), "left": remaining, "message": status.message}
+            seconds = (status.updates - status.update) * pace
+        of_it = " of it" if status.phase == "warm start" else ""
+        left = f"about {duration(seconds)} left{of_it}" if seconds else ""
+        return {"state": state, "doing": status.doing(state), "left": left, "message": status.message}
 
     def kept(self, name: str, of: object, make: Callable[[], T]) -> T:
         """Return what `make` returned last, unless `of` has changed since."""
@@ -116,14 +113,7 @@ class RecordedRun:
 
         def read() -> tuple[TokenTexts, str | None]:
             try:
-                if latest is not None and (self.directory.checkpoints / latest).is_dir():
-                    folder = self.directory.checkpoints / latest
-                    manifest = Manifest.load(folder, self.ledger.manifest_sha256(latest), "restore it from a copy")
-                    content = manifest.read("tokenizer.json")
-                else:
-                    folder = tokenizer_directory(self.config().model)
-                    content = (folder / "tokenizer.json").read_bytes()
-                return _texts_of(content), None
+                return TokenTexts(load_run_tokenizer(self.path)), None
             except (TreadleError, OSError) as error:
                 return TokenTexts(None), f"tokens are shown by their ids, there is no tokenizer: {error}"
 
@@ -158,7 +148,8 @@ class RecordedRun:
         if updates:
             summary.update = max(row["update"] for row in updates)
             summary.reward = updates[-1].get("reward_mean")
-            summary.rewards = _thinned([row.get("reward_mean") for row in updates], _SPARKLINE)
+            evenly = (round(i * (len(updates) - 1) / (_SPARKLINE - 1)) for i in range(_SPARKLINE))
+            summary.rewards = [updates[i].get("reward_mean") for i in dict.fromkeys(evenly)]
             summary.wall_seconds = updates[-1].get("wall_seconds")
             first, last = updates[-_SPEED_OVER - 1 :][0], updates[-1]
             if (done := last["update"] - first["update"]) > 0:
@@ -181,19 +172,6 @@ class RecordedRun:
         except RunError as error:
             return str(error)
         return None
-
-
-@lru_cache(maxsize=2)
-def _texts_of(content: bytes) -> TokenTexts:
-    """Return the texts of a tokenizer. It takes much memory, so that runs of the same model share it."""
-    return TokenTexts(parse_tokenizer(content, Path("tokenizer.json")))
-
-
-def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
-    """Return at most this many of the values, evenly chosen, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 class Runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -75,11 +76,11 @@ class TokenTexts:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def clipped(text: str, most: int = _MESSAGE) -> str:
+def clipped(text: str, limit: int = _MESSAGE) -> str:
     """Return a message for a table, with escapes, and without its end if a tool has made it very long."""
-    if len(text) <= most:
+    if len(text) <= limit:
         return escape_text(text)
-    return f"{escape_text(text[:most])} … ({len(text):,} characters)"
+    return f"{escape_text(text[:limit])} … ({len(text):,} characters)"
 
 
 def _writable(text: str) -> str:
@@ -106,11 +107,10 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
     pieces = [texts.raw(ident) for ident in ids]
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     text = "".join(pieces)
-    special = [at for at, ident in enumerate(ids) if ident in texts.special]
-    is_mark = {int(starts[at]) for at in special}
+    is_mark = {int(starts[at]) for at, ident in enumerate(ids) if ident in texts.special}
     parts: list[tuple[int, str, str]] = []  # where each begins, its kind and role
     at = 0
-    for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda found: found.start()):
+    for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda mark: mark.start()):
         if mark.start() not in is_mark:
             continue
         opened = next((name for name in mark.groups() if name), "") if mark.re is _HEADERS else role
@@ -124,11 +124,16 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
         role, at = opened, mark.end()
     parts += [(begin, kind, role) for begin, kind in _folded(text, at, len(text))]
     parts = parts or [(0, "text", role)]  # ids without a text
-    firsts = np.searchsorted(starts[:-1], [begin for begin, _, _ in parts])
+    part_of = np.searchsorted([begin for begin, _, _ in parts], starts[:-1], side="right") - 1
+    labels = [
+        ("template" if ident in texts.special else parts[part][1], parts[part][2])
+        for ident, part in zip(ids, part_of.tolist(), strict=True)
+    ]
     spans: list[Span] = []
-    for (_, kind, own), start, end in zip(parts, firsts.tolist(), [*firsts[1:].tolist(), len(ids)], strict=True):
-        _add_span(spans, start, end, own, kind)
-    return _with_special(spans, special)
+    for (kind, role), members in groupby(range(len(ids)), key=labels.__getitem__):
+        start, *rest = members
+        spans.append(Span(start=start, end=start + len(rest) + 1, role=role, kind=kind))
+    return spans
 
 
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
@@ -140,30 +145,6 @@ def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
         start = match.end()
     if start < end:
         yield start, "text"
-
-
-def _with_special(spans: Sequence[Span], special: Iterable[int]) -> list[Span]:
-    """Return the spans with every special token as part of the template."""
-    pieces: list[Span] = []
-    tokens = list(special)[::-1]
-    for span in spans:
-        at = span.start
-        while tokens and tokens[-1] < span.end:
-            token = tokens.pop()
-            _add_span(pieces, at, token, span.role, span.kind)
-            _add_span(pieces, token, token + 1, span.role, "template")
-            at = token + 1
-        _add_span(pieces, at, span.end, span.role, span.kind)
-    return pieces
-
-
-def _add_span(spans: list[Span], start: int, end: int, role: str, kind: str) -> None:
-    if start >= end:
-        return
-    if spans and (spans[-1].kind, spans[-1].role) == (kind, role):
-        spans[-1].end = end
-    else:
-        spans.append(Span(start=start, end=end, role=role, kind=kind))
 
 
 def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:

@@ -113,14 +113,14 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
     kinds = _kinds(groups)
     by_kind = [_success(groups, [kind], kind) for kind in kinds] if len(groups) > 1 else []
     success = _success(groups, [ALL] if len(groups) > 1 else [ALL, *kinds], "all tasks" if by_kind else "")
-    found = [
+    candidates = [
         Panel("training reward", _of_updates(groups, REWARD_MEAN.name)),
         success,
         *by_kind,
         Panel("completion tokens per trajectory, training", _of_updates(groups, COMPLETION_TOKENS_MEAN.name)),
         Panel("steps per trajectory, training", _of_updates(groups, STEPS_MEAN.name)),
     ]
-    return [panel for panel in found if panel.curves or panel.greedy]
+    return [panel for panel in candidates if panel.curves or panel.greedy]
 
 
 def _compared(one: RunConfig, other: RunConfig) -> list[str]:
@@ -205,8 +205,8 @@ def _kinds(groups: Sequence[RunGroup]) -> list[str]:
     for run in chain.from_iterable(group.runs for group in groups):
         for row in (row for row in run.rows if row["kind"] == "evaluation"):
             tasks |= Counter(_by_kind(run, row, "by_tasks"))
-    most = {kind for kind, _ in sorted(tasks.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KINDS]}
-    return [kind for kind in sorted(tasks) if kind in most]
+    largest = {kind for kind, _ in sorted(tasks.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KINDS]}
+    return [kind for kind in sorted(tasks) if kind in largest]
 
 
 def _curve(group: int, label: str, runs: Sequence[_Points], smooth: bool = False) -> Curve | None:

@@ -227,9 +227,9 @@ def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None
     """Return metrics over tasks; those without a graded attempt are left out."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     values: dict[Metric, Sequence[float]] = {
-        EQUAL_REWARDS: [len({t.reward for t in own}) == 1 for own in graded if own]
+        EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]
     }
-    passes = _passes([[_success(t, success_at, success_of) for t in own] for own in graded], groups)
+    passes = _passes([[_success(t, success_at, success_of) for t in attempts] for attempts in graded], groups)
     return measured("task", values | {PASS_AT.of(k): each for k, each in passes.items()})
 
 
@@ -237,16 +237,16 @@ def _passes(successes: Sequence[Sequence[float]], groups: Sequence[Group]) -> di
     """Return k -> pass@k of each task with k graded attempts or more, for k = 1, 2, 4, ... and the group's size."""
     size = max((len(group.trajectories) for group in groups), default=0)
     shown_for = sorted({*(2**n for n in range(size.bit_length())), size} - {0})
-    return {k: [pass_at(k, len(own), int(sum(own))) for own in successes if len(own) >= k] for k in shown_for}
+    return {k: [pass_at(k, len(won), int(sum(won))) for won in successes if len(won) >= k] for k in shown_for}
 
 
 def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
     """Return metrics of rewards beyond their mean: named components, and the trained reward if shaping did anything."""
-    given = [as_played(t).components for t in graded]
-    names = sorted({name for components in given for name in components})
+    rewards = [as_played(t).components for t in graded]
+    names = sorted({name for components in rewards for name in components})
     values: dict[Metric, Sequence[float]] = {}
     if names not in ([], [PLAIN]):
-        values |= {REWARD_COMPONENT.of(name): [c.get(name, 0.0) for c in given] for name in names}
+        values |= {REWARD_COMPONENT.of(name): [c.get(name, 0.0) for c in rewards] for name in names}
     if any(attempt_drop_reason(t) is DropReason.OVERLONG or any(step.shaping for step in t.steps) for t in graded):
         values[SHAPED_REWARD] = [reward for t in graded if (reward := as_trained(t).reward) is not None]
     return measured("trajectory", values)
@@ -270,12 +270,12 @@ def evaluation_result(
     update: the last one before it. success_at, success_of: as in `EvaluationConfig`. table_by: key of a task's extras.
     """
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
-    everyone = [t for own in graded for t in own]
-    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
+    everyone = [t for attempts in graded for t in attempts]
+    successes = [[_success(t, success_at, success_of) for t in attempts] for attempts in graded]
     parts: dict[str, list[list[float]]] = {}
-    for group, own in zip(groups, successes, strict=True):
-        if table_by is not None and own:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(own)
+    for group, won in zip(groups, successes, strict=True):
+        if table_by is not None and won:
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(won)
     passes = {str(k): mean(each) for k, each in _passes(successes, groups).items()}
     return EvaluationResult(
         update=update,
