@@ -124,8 +124,8 @@ def test_each_recorded_step_is_trained_or_dropped_and_what_was_played_stays(data
 
 
 def test_nobody_else_looks_at_the_marks() -> None:
-    """Whoever did would draw a conclusion of its own. Sessions and shards record the mark of a step."""
-    allowed = {"core/outcomes.py", "rollout/session.py", "orchestration/store/rollout_store.py"}
+    """Whoever did would draw a conclusion of its own. A session sets the mark of a step."""
+    allowed = {"core/outcomes.py", "rollout/session.py"}
     source = ROOT / "src" / "treadle"
     readers = {
         str(file.relative_to(source))

@@ -353,7 +353,8 @@ def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
         async with made.scheduler.sampling():
             return await made.next_batch(3), len(made.intake.recorded)
 
-    batch, recorded = asyncio.run(go())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        batch, recorded = runner.run(go())
     assert arrival == [2, 1, 0]  # the worlds above see to that
     assert [g.group_id for g in batch] == ["g000000", "g000001r2", "g000002"]
     assert [g.task.task_id for g in batch] == ["t0", "t1", "t2"]
