@@ -156,7 +156,7 @@ def _summary(tasks: Sequence[Task]) -> Iterator[str]:
     lengths = [sum(len(message["content"]) for message in task.prompt) for task in tasks]
     kinds = Counter(" ".join(task.player) for task in tasks if task.player[1])
     extras = Counter(name for task in tasks for name in task.extras)
-    prompts = Counter(json.dumps(task.prompt) for task in tasks)
+    prompts = Counter(hash(json.dumps(task.prompt)) for task in tasks)
     yield f"prompts of {min(lengths)} to {max(lengths)} characters, median {median(lengths):.0f}"
     if repeated := sum(count - 1 for count in prompts.values()):
         yield f"{repeated} prompts occur again"
