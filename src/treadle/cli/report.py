@@ -45,13 +45,14 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report, or with --failures every failure; returns 0."""
     directory, console = RunDirectory.open(options.run_directory), Console()
-    directory.ledger()  # or an error, before pyarrow is loaded
-    from treadle.orchestration.reporting.report import failures, report_of
-
+    ledger = directory.ledger()
     if options.failures:
-        rows = failures(directory)
+        ledger.prove()
+        rows = ledger.failures()
         console.json(rows) if options.json else _print_failures(console, rows)
         return 0
+    from treadle.orchestration.reporting.report import report_of  # pyarrow
+
     facts = report_of(directory, _track)
     console.json(facts) if options.json else _print(console, facts)
     return 0

@@ -66,13 +66,6 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
     }
 
 
-def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return every cause and message, most frequent first, each with an example trajectory and its traceback."""
-    ledger = run.ledger()
-    ledger.prove()
-    return ledger.failures()
-
-
 def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each cause once, with its most frequent message and an example trajectory."""
     causes: dict[str, dict[str, Any]] = {}
