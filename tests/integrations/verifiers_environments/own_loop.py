@@ -1,4 +1,4 @@
-"""`python own_loop.py ENVIRONMENT ARGUMENTS ROWS`: the rewards and metrics of the library's own loop, as JSON.
+"""`python own_loop.py '[[ENVIRONMENT, ARGUMENTS, ROWS], ...]'`: rewards and metrics of the library's own loop, as JSON.
 
 The model is a server in this process (`scripted_model`).
 """
@@ -92,7 +92,7 @@ if __name__ == "__main__":
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     loop = classic if importlib.metadata.version("verifiers").startswith("0.1.") else v1
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    answers = asyncio.run(loop(url, sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])))
+    answers = [asyncio.run(loop(url, *asked)) for asked in json.loads(sys.argv[1])]
     out.write(json.dumps(answers) + "\n")
     out.flush()
     os._exit(0)

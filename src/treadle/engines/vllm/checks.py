@@ -30,7 +30,7 @@ async def describe_servers(config: EngineConfig, longest: int) -> str:
     build = await asyncio.to_thread(Build.of, python)
     tested = "" if build.version == VERSION else f" (tested is {VERSION})"
     where = "on the GPU" if on_gpu() else "on the CPU: there is no GPU here"
-    return f"vLLM {build.version}{tested} of {python}, {config.vllm.servers} to be started, {where}"
+    return f"vLLM {build.version}{tested} of {python}, {config.vllm.count} to be started, {where}"
 
 
 async def _context(url: str) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import accumulate, islice
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -26,13 +29,13 @@ T = TypeVar("T")
 
 
 class Collective:
-    """Transfers weights by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
+    """Transfers weights by broadcasts. dtype: of the servers' weights.
 
     A group has the workers of all servers. It is made anew after any failure, on another port.
     """
 
-    def __init__(self, dtype: torch.dtype, address: str) -> None:
-        self._dtype, self._address = dtype, address
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._device = torch.device("cpu")  # where weights were when they were last staged
         self._group: Group | None = None
 
@@ -40,13 +43,11 @@ class Collective:
         """Form a group with all workers of these servers. Raises EngineError."""
         self.close()
         *firsts, size = accumulate((server.workers for server in servers), initial=1)  # rank 0 is this process
-        try:
-            store = listen(self._address, _TIMEOUT)
-        except OSError as error:
-            raise EngineError(f"engine.vllm.transfer_address {self._address} is not one of this machine") from error
-        group = {"host": self._address, "port": store.port, "size": size, "timeout": _TIMEOUT}
+        address = address_towards([server.url for server in servers])
+        store = listen(address, _TIMEOUT)
+        group = {"host": address, "port": store.port, "size": size, "timeout": _TIMEOUT}
         self._group = await _together(
-            lambda: Group(store, 0, size, device=self._device, address=self._address, timeout=_TIMEOUT),
+            lambda: Group(store, 0, size, device=self._device, address=address, timeout=_TIMEOUT),
             {
                 server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**group, "first": first}}})
                 for server, first in zip(servers, firsts, strict=True)
@@ -57,7 +58,7 @@ class Collective:
     async def stage(self, source: WeightSource) -> Buckets:
         """Copy the source's published weights into this machine's memory. Raises EngineError."""
         self._device, buckets = await source.stage(Packed(self._dtype))
-        return Buckets(self, buckets)
+        return Buckets(buckets)
 
     def close(self) -> None:
         """Drop the group."""
@@ -65,9 +66,9 @@ class Collective:
             self._group.close()
             self._group = None
 
-    async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
+    async def load(self, staged: Buckets, servers: Sequence[Server], label: str) -> None:
         """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
-        group = self._group
+        group, buckets = self._group, staged.buckets
         if group is None:
             raise EngineError("weights are to be broadcast, and no group was formed")
 
@@ -85,14 +86,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Holds weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
+    """Weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def message(self) -> dict[str, Any]:
-        """Return what a server must know to receive the bucket, as plain data."""
+        """What a server must know to receive the bucket, as plain data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
@@ -110,23 +111,38 @@ class Packed:
         return device, list(_packed(described, iter(weights), self.dtype))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Buckets:
-    """Holds all weights, until `discard`. They may be broadcast more than once."""
+    """All weights (a `Staged`)."""
 
-    def __init__(self, transfer: Collective, buckets: list[Bucket]) -> None:
-        self._transfer, self._buckets = transfer, buckets
+    buckets: list[Bucket]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
-
-    async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Have the servers load them and report this label. Raises EngineError; then servers may be half loaded."""
-        await self._transfer.broadcast(self._buckets, servers, label)
+        return {name: shape for bucket in self.buckets for name, shape in bucket.shapes.items()}
 
     def discard(self) -> None:
         """Release the memory."""
-        self._buckets = []
+        self.buckets.clear()
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """Return the address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
+
+    Raises EngineError.
+    """
+    for url in urls:
+        parts = urlsplit(url)
+        try:
+            family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing
+                address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise EngineError(f"there is no way from here to the vLLM server {url}: {error}") from error
+        if not ip_address(address).is_loopback:
+            return address
+    return "127.0.0.1"
 
 
 def _packed(

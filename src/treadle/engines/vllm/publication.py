@@ -33,7 +33,7 @@ LOADING = "treadle: half loaded"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Says how new weights are proven: servers must score `ids` int32[T] as the source does.
+    """How new weights are proven: servers must score `ids` int32[T] as the source does.
 
     tolerance: of the mean absolute difference of the log-probabilities of ids[1:] at temperature 1.
     """
@@ -43,7 +43,7 @@ class Probe:
 
 
 class Publication:
-    """Keeps track of the weights that vLLM's servers have, and brings them new ones (a `WeightSync`).
+    """The weights that vLLM's servers have, and how they get new ones (a `WeightSync`).
 
     servers: one that is started anew takes the place of a lost one (`join`). source: whose weights are published.
     probe: ids that new weights are proven with; None: they are not.
@@ -105,7 +105,7 @@ class Publication:
                 self._connected = []  # the others are agreed with again before the next load
                 await self._transfer.connect([server])
                 await server.post("/pause", mode="keep", clear_cache="true")
-                await self._staged.load([server], self._admitted.label)
+                await self._transfer.load(self._staged, [server], self._admitted.label)
                 await server.post("/resume")
                 await self._prove_one(server, self._expected)
             else:
@@ -175,7 +175,7 @@ class Publication:
                     self._connected = servers
                 await self._each(lambda server: server.post("/pause", mode=in_flight, clear_cache="false"))
                 await self._each(lambda server: server.post("/update_weight_version", {"new_version": LOADING}))
-                await staged.load(servers, label)
+                await self._transfer.load(staged, servers, label)
                 return
             except EngineError:
                 self._connected = []

@@ -17,8 +17,9 @@ from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.launch import Started
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
-from treadle.engines.vllm.shared_memory import SharedMemory
-from treadle.engines.vllm.transfer import Transfer
+from treadle.engines.vllm.transfer import SharedMemory, Transfer
+
+START_TIMEOUT = 1800.0  # seconds; a server that ends meanwhile is noticed at once
 
 
 async def open_engine(
@@ -41,7 +42,7 @@ async def open_engine(
     async def open_server(number: int) -> Server:
         server = Server(config.vllm.urls[number]) if serve is None else await _started(serve, number)
         try:
-            await wait_for(server, config.vllm.start_timeout)
+            await wait_for(server, START_TIMEOUT)
             await _connect(server, source.model.expert_layers)
             if config.vllm.transfer == "collective":
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
@@ -88,8 +89,8 @@ async def _started(serve: Callable[[int], Started], number: int) -> Server:
 def _transfer(config: EngineConfig) -> Transfer:
     dtype = getattr(torch, config.dtype)
     if config.vllm.transfer == "collective":
-        return Collective(dtype, config.vllm.transfer_address)
-    return SharedMemory(dtype, config.vllm.shared_directory)
+        return Collective(dtype)
+    return SharedMemory(dtype)
 
 
 async def wait_for(server: Server, timeout: float) -> None:
@@ -100,7 +101,7 @@ async def wait_for(server: Server, timeout: float) -> None:
     deadline = time.monotonic() + (timeout if server.process else 0)
     while not await server.is_well():
         if server.process is None:
-            raise EngineError(f"{server} does not answer /health; start it, or correct engine.vllm.urls")
+            raise EngineError(f"{server} does not answer /health; start it, or correct engine.options.servers")
         if not server.process.running:
             raise EngineError(f"{server} ended while it started:\n{server.process.tail()}")
         if time.monotonic() > deadline:

@@ -87,7 +87,8 @@ class Callback:
         """
 
 
-EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))
+EVENTS = tuple(name for name, member in vars(Callback).items() if inspect.isfunction(member) and name[0] != "_")
+"""The methods of a callback, in the order of a run."""
 
 
 class JsonLines(Callback):
