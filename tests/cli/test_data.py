@@ -78,7 +78,7 @@ def test_check_lists_every_row_that_is_no_task(tmp_path: Path, capsys: pytest.Ca
     assert len(lines) == 11
     assert lines[0].endswith("math.jsonl:3: prompt must be text or a JSON array of messages, got 2; write "
                              '[{"role": "user", "content": "..."}]')  # fmt: skip
-    assert lines[-1] == "error: and 4 more rows are no tasks"
+    assert lines[-1] == "error: 4 more rows are not tasks"
 
 
 def test_check_goes_on_after_a_line_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

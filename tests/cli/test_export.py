@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.conftest import Place, Trained
+from tests.cli.conftest import Trained
 from tests.cli.worlds import files, treadle
 from tests.orchestration.runs import put_config, start
 from tests.worlds import Quiet
@@ -22,15 +22,8 @@ from treadle.orchestration.store.checkpoint_retention import checkpoint_updates,
 from treadle.orchestration.store.ledger import Ledger
 from treadle.training.checkpoint import remove_others
 
-PLAIN = [
-    "SHA256SUMS",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
+PLAIN = ["SHA256SUMS", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+         "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
 
 
 def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finished: Trained, tmp_path: Path) -> None:
@@ -61,6 +54,8 @@ def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:
         assert (tmp_path / which / "model.safetensors").read_bytes() == source.read_bytes()
     done = treadle("eval", finished.path, "--checkpoint", "best", "--json")
     assert json.loads(done.out)["result"]["success"] == figures[best]
+    done = treadle("export", finished.path, tmp_path / "out", "--checkpoint", "step-000009")
+    assert done.status == 1 and "it has step-000002, step-000004" in done.error
 
 
 def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +147,3 @@ def test_a_damaged_checkpoint_leaves_nothing(finished: Trained, tmp_path: Path) 
         treadle("export", run, out).error
     )
     assert not out.exists()
-
-
-def test_wrong_input(finished: Trained, place: Place) -> None:
-    taken = place.path / "taken"
-    taken.mkdir()
-    done = treadle("export", finished.path, taken)
-    assert done.status == 2 and "exists already; choose another directory" in done.error
-    assert "is no run directory" in treadle("export", place.path, place.path / "out").error
-    done = treadle("export", finished.path, place.path / "out", "--checkpoint", "step-000009")
-    assert done.status == 1 and "it has step-000002, step-000004" in done.error

@@ -46,11 +46,11 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my-env", "'my-env' is no name of a Python package"),
-        ("a/b", "'a/b' is no name of a Python package"),
-        ("class", "'class' is no name of a Python package"),
-        ("json", "'json' is a module that Python knows already"),
-        ("treadle", "'treadle' is a module that Python knows already"),
+        ("my-env", "'my-env' is not a Python package name"),
+        ("a/b", "'a/b' is not a Python package name"),
+        ("class", "'class' is not a Python package name"),
+        ("json", "'json' would hide an installed module"),
+        ("treadle", "'treadle' would hide an installed module"),
     ],
 )
 def test_a_name_that_no_package_can_have_is_refused(

@@ -7,22 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained, make_place
 from tests.cli.worlds import files, playing, treadle
 from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
-from treadle.cli.report import _fitting
-from treadle.core.types import BreakCause
-from treadle.orchestration.reporting.report import PackingCount, RelationCount, _played
-from treadle.packing.breaks import Kind, Relation
-from treadle.packing.flat import PackedCall
 
 
 def facts(run: Trained | Path) -> dict[str, Any]:
@@ -82,20 +74,6 @@ def test_no_figure_is_cut_on_a_narrow_terminal(width: int, measured: Path, monke
             assert f" {value:.3f}" in tables
 
 
-_CELLS = st.lists(st.text("01.", max_size=7), min_size=2, max_size=2)
-
-
-@given(st.dictionaries(st.text("abc", min_size=1, max_size=9), _CELLS), st.integers(1, 60))
-def test_columns_are_grouped_whole_and_once(columns: dict[str, list[str]], width: int) -> None:
-    keys = {"update": ["0", "10"], "T": ["1", "greedy"]}
-    groups = _fitting(keys, columns, width)
-    assert [(n, c) for group in groups for n, c in group.items() if n not in keys] == list(columns.items())
-    for group in groups:
-        assert list(group)[:2] == ["update", "T"]
-        needed = sum(max(len(name), *map(len, cells)) + 2 for name, cells in group.items())
-        assert needed <= width or len(group) == 3
-
-
 def test_tokens_agree_with_the_rollouts(finished: Trained) -> None:
     found = facts(finished)
     tables = [pq.read_table(path) for path in (finished.path / "rollouts").glob("train-*.parquet")]
@@ -140,16 +118,6 @@ def test_tokens_of_every_packing(broken: Path) -> None:
     }
 
 
-def test_only_the_ends_of_a_trajectory_wait_for_the_rest_of_its_group() -> None:
-    """The others are prefixes of these; a long trajectory must not be held once per step."""
-    ids = np.arange(40, dtype=np.int32)
-    appended = [PackedCall(ids[: n + 2], n, first=0) for n in range(4, 40, 4)]
-    fork = PackedCall(ids[::-1].copy(), 8, first=0)
-    count = PackingCount()
-    assert [len(c.token_ids) for c in count.add_trajectory([*appended, fork, appended[0]])] == [38, 40]
-    assert (count.tree, count.chain) == (38 + 40, 38 + 40 + 6)
-
-
 def test_breaks_by_cause_with_the_costliest(broken: Path) -> None:
     found = facts(broken)["relations"]
     breaks = {  # cause -> (trajectory, step, the step it breaks with)
@@ -176,19 +144,6 @@ def test_breaks_by_cause_with_the_costliest(broken: Path) -> None:
     counts = {"split": "train", "steps": 10, "opens": 3, "extends": 3, "fork": 1, "break": 3}
     assert found["splits"] == [{**counts, "extra_tokens": sum(row["extra_tokens"] for row in expected)}]
     assert found["no_tokenizer"] is None
-
-
-def test_the_costliest_examples_are_kept() -> None:
-    count = RelationCount()
-    prices = [3, 9, 1, 7, 5]
-    relations = [Relation(Kind.BREAK, 0, 1, BreakCause.CHANGED, extra_tokens=price) for price in prices]
-    for n, relation in enumerate(relations):
-        count.add("train", f"g{n}", [Relation(Kind.OPENS), relation])
-    [row] = count.facts()["breaks"]
-    assert (row["count"], row["extra_tokens"]) == (5, 25)
-    assert [(e["trajectory_id"], e["step"], e["extra_tokens"]) for e in row["examples"]] == [
-        ("g1", 1, 9), ("g3", 1, 7), ("g4", 1, 5)
-    ]  # fmt: skip
 
 
 def test_the_text_of_breaks(broken: Path) -> None:
@@ -226,12 +181,6 @@ def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path
     found = facts(broken)
     monkeypatch.setattr("treadle.orchestration.reporting.report._ROWS", 3)
     assert facts(broken) == found
-    for shard in (broken / "rollouts").glob("*.parquet"):
-        rows = [row for row in pq.read_table(shard).to_pylist() if row["dropped"] is None]
-        read = [(name, step.call) for name, steps in _played(shard).items() for step in steps]
-        assert [(name, call.token_ids.tolist(), call.prompt_length) for name, call in read] == [
-            (r["trajectory_id"], r["prompt_ids"] + r["completion_ids"], len(r["prompt_ids"])) for r in rows
-        ]
 
 
 def test_the_text(finished: Trained) -> None:
@@ -352,10 +301,7 @@ def test_a_damaged_ledger(finished: Trained, place: Place) -> None:
     (place.runs / "run" / "ledger.sqlite").write_bytes(b"no database" * 100)
     for command in ("report", "show"):
         done = treadle(command, place.runs / "run")
-        assert (
-            done.status == 1
-            and "ledger.sqlite is damaged: file is not a database; restore it from a copy, or start" in done.error
-        )
+        assert done.status == 1 and "is damaged: file is not a database; restore it from a copy, or start" in done.error
 
 
 def test_looking_changes_nothing(finished: Trained) -> None:
@@ -365,10 +311,7 @@ def test_looking_changes_nothing(finished: Trained) -> None:
     assert files(finished.path) == before
 
 
-def test_no_run_and_a_run_in_its_warm_start(finished: Trained, place: Place) -> None:
-    for command in ("report", "show"):
-        done = treadle(command, place.path)
-        assert done.status == 1 and "is no run directory: it has no config.yaml" in done.error
+def test_a_run_in_its_warm_start(finished: Trained, place: Place) -> None:
     shutil.copy(finished.path / "config.yaml", place.path)
     for command in ("report", "show"):
         done = treadle(command, place.path)

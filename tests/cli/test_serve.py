@@ -2,13 +2,12 @@
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 
 from tests.cli.conftest import Trained
+from tests.cli.worlds import start_treadle
 from treadle.core.files import WrittenFile
 from treadle.models.loading import file_sha256
 from treadle.orchestration.store.rollout_store import read_shard
@@ -16,10 +15,9 @@ from treadle.orchestration.store.rollout_store import read_shard
 
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -> None:
     model = sorted((finished.path / "checkpoints").iterdir())[-1]
-    command = [sys.executable, "-m", "treadle.cli.main", "serve", str(model), "--port", "0", "--record", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with start_treadle("serve", model, "--port", "0", "--record", tmp_path) as server:
         try:
-            assert server.stdout is not None and server.stderr is not None
+            assert server.stdout is not None
             told = "".join(server.stdout.readline() for _ in range(4))
             url, key = re.findall(r"base URL +(\S+)|API key +(\S+)", told)[0][0], told.split()[-1]
             assert url.startswith("http://127.0.0.1:")

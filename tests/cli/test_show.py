@@ -3,10 +3,8 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,21 +13,7 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
 from tests.orchestration.runs import shard_of, start
 from tests.worlds import END, chatml
-from treadle.cli.show import as_json
-from treadle.core.types import SamplingParams, Step, StopReason
 from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces
-
-
-def step(prompt: list[int], completion: list[int], version: int = 0) -> Step:
-    size = len(completion)
-    return Step(
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(completion, np.int32),
-        logprobs=np.full(size, -0.5, np.float32),
-        policy_versions=np.full(size, version, np.int32),
-        sampling=SamplingParams(),
-        stop_reason=StopReason.STOP,
-    )
 
 
 def test_json_is_what_the_shard_holds(finished: Trained) -> None:
@@ -159,14 +143,3 @@ def test_how_each_step_relates_to_the_earlier_ones(broken: Path) -> None:
     assert [step["new_prompt_text"] for step in steps] == [
         text_of(prompt[known:]) for (prompt, _), known in zip(calls, shared, strict=True)
     ]
-
-
-def test_what_is_not_trained_is_shown(finished: Trained) -> None:
-    row = {"advantage": 0.5, "task": "{}", "components": "{}", "trajectory_id": "g0.0"}
-    untrained = replace(step([40, 41], [42]), mask=np.array([False]))
-    found = as_json(row, [untrained, step([50, 51, 52], [53], version=3)], load_run_tokenizer(finished.path))
-    first, second = found["steps"]
-    assert [s["relation"]["kind"] for s in (first, second)] == ["opens", "opens"]
-    assert (second["relation"]["base"], second["new_prompt_tokens"]) == (None, 3)
-    assert first["tokens"][0]["advantage"] is None and not first["tokens"][0]["mask"]
-    assert second["tokens"][0]["advantage"] == 0.5 and second["tokens"][0]["policy_version"] == 3

@@ -55,12 +55,6 @@ def test_evaluating_keeps_its_bar_off_standard_output(width: int, finished: Trai
     assert "evaluation ━" in ESCAPE.sub("", done.err)
 
 
-def test_a_recipe_has_sections_and_whole_paths_where_they_fit(width: int) -> None:
-    lines = ESCAPE.sub("", treadle("recipes", "show", "demo").out).splitlines()
-    assert sum(line.split()[:1] == ["training.optimizer"] for line in lines) == 1
-    assert any(line.startswith("* training.optimizer.learning_rate ") for line in lines) == (width > 80)
-
-
 def test_what_is_shown_cannot_steer_a_terminal_in_tables_and_in_json_either(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "a\x1b[2J\nb\x7f\u202e"
     table = make_table("x", text=("x",))

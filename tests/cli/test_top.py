@@ -58,13 +58,7 @@ def test_a_run_that_has_finished(finished: Trained) -> None:
     assert done.status == 0
     first, last = done.out.splitlines()
     assert first.endswith("run: finished, update 4 of 4")
-    assert last.startswith("it ended at 20")
-
-
-def test_a_run_that_was_stopped(stopped: Trained) -> None:
-    done = treadle("top", stopped.path)
-    assert done.status == 0
-    assert "run: stopped, update " in done.out
+    assert last.startswith("ended 20")
 
 
 def test_a_run_that_was_killed_or_failed(finished: Trained, tmp_path: Path) -> None:
@@ -85,11 +79,6 @@ def test_one_of_an_earlier_version(finished: Trained, tmp_path: Path) -> None:
     run.mkdir()
     (run / "config.yaml").write_bytes((finished.path / "config.yaml").read_bytes())
     assert "it has no status.json" in treadle("top", run).out
-
-
-def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    done = treadle("top", tmp_path)
-    assert done.status == 1 and "is no run directory" in done.err
 
 
 def test_ranks_lost_engines_silence_and_the_last_message(
@@ -119,9 +108,8 @@ def test_ranks_lost_engines_silence_and_the_last_message(
         out = treadle("top", run, "--once").out
     finally:
         holder.close()
-    assert "rollout 3/64 for 90 s" in out
     assert "versions: learner 4, published 3" in out
-    assert "no status for 30 s" in out
+    assert "no status for 30 s, since rollout" in out
     assert "60 s ago: task t, trajectory g0.1: gone" in out
     assert "engine http://b: it was killed" in out
     [first, second] = [line.split() for line in out.splitlines() if line.startswith("learner")]

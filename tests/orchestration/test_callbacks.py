@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-import treadle
 from tests.orchestration.runs import Summary, check_finished, query, updates
-from tests.orchestration.test_api import train
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
 from treadle.core.registry import names
@@ -253,22 +251,14 @@ def test_callbacks_of_the_configuration_are_there_again_on_resume(tmp_path: Path
             "unexpected keyword argument 'path'",
         ),
         ("['tests.orchestration.test_callbacks:Async']", r"async methods \(update\)"),
-        ("['tests.worlds:Quiet']", "no treadle.Callback"),
-        ("['tests.orchestration.test_callbacks:Lines', 'tests.orchestration.test_callbacks:Lines']", "once"),
+        ("['tests.worlds:Quiet']", "not a treadle.Callback"),
+        ("['tests.orchestration.test_callbacks:Lines', 'tests.orchestration.test_callbacks:Lines']", "listed twice"),
     ],
 )
 def test_what_is_no_callback_is_refused_before_there_is_a_run(given: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         go(tmp_path / "run", overrides=[f"callbacks={given}"])
     assert not (tmp_path / "run").exists()
-
-
-def test_callbacks_from_python(tmp_path: Path) -> None:
-    recording = Recording()
-    assert isinstance(recording, treadle.Callback)
-    summary = train(tmp_path / "run", callbacks=[recording])
-    assert [row["update"] for row in recording.rows] == [1, 2]
-    assert recording.ends == [(summary, None)]
 
 
 def test_the_page_has_every_method_and_every_tracker() -> None:

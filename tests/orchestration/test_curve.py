@@ -95,7 +95,7 @@ def _without_seed(config: RunConfig) -> str:
 def test_the_mean_and_the_lowest_and_highest_of_the_runs() -> None:
     runs = [a_run(f"seed={n}", rewards=rewards) for n, rewards in enumerate(([0.0, 0.3], [0.1, 0.9], [0.5, 0.6]))]
     [curve] = shown(*runs)[REWARD].curves
-    lowest, highest = curve.band
+    lowest, highest = curve.values.min(axis=0), curve.values.max(axis=0)
     np.testing.assert_allclose([curve.mean, lowest, highest], [[0.2, 0.6], [0.0, 0.3], [0.5, 0.9]])
     assert curve.updates == (1, 2) and not curve.is_smoothed
 

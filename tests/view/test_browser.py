@@ -91,15 +91,6 @@ def test_every_page_fits_and_complains_of_nothing(
     viewer.close()
 
 
-def test_the_overlay_shows_each_temperature_by_itself(viewer: Viewer) -> None:
-    page = viewer.open("#/compare?run=recorded&run=twin", ".chart")
-    page.wait_for_selector("text=Held-out success, T = 1")
-    titles = page.locator(".chart figcaption b").all_inner_texts()
-    assert sum(title.startswith("Held-out success") for title in titles) == 1  # all of these evaluations are sampled
-    page.locator("input[type=range]").fill("5")
-    viewer.until("location.hash.endsWith('?run=recorded&run=twin&smooth=5')")
-
-
 def test_a_double_click_on_a_chart_leads_nowhere(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded", ".chart .u-over")
     chart = page.locator(".chart", has_text="Entropy").locator(".u-over").first
@@ -136,14 +127,6 @@ def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
     assert "orchestration.max_staleness" in viewer.text("tr.selected")
 
 
-def test_what_a_run_does_not_record_is_said(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000000.0", ".t.s")
-    assert viewer.text(".missing") == "not recorded here: log-prob, learner, ratio, clipped, entropy"
-    assert "When each began is not recorded" in viewer.text("aside")
-    page.hover("#step-0 .t.s >> nth=0")
-    assert viewer.text(".tip").count("not recorded") == 4
-
-
 def test_the_learners_side_is_shown_where_it_is_recorded(viewer: Viewer, recorded: Path) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
     assert page.locator(".missing").all_inner_texts() == ["by the learner in update 2"]
@@ -162,35 +145,6 @@ def test_the_learners_side_is_shown_where_it_is_recorded(viewer: Viewer, recorde
     assert colour != "rgba(0, 0, 0, 0)"
 
 
-def test_calls_at_once_are_drawn_below_one_another(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000003.0", ".calls")
-    tops = [box["y"] for box in (page.locator(f".calls .samples >> nth={n}").bounding_box() for n in range(4))]
-    assert tops[0] == tops[1] == tops[3] and tops[2] > tops[0]
-    assert "waited 0.2 s" in viewer.text(".calls .tree-note")
-    page.click(".calls .samples >> nth=2")
-    page.wait_for_selector("#step-2.selected")
-
-
-def test_attempts_that_are_the_same_are_folded(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/group/g000002", ".sibling")
-    assert page.locator(".sibling").count() == 1 and page.locator(".sibling .cell").count() == 3
-    page.click("button:has-text('3 × the same')")
-    viewer.until("document.querySelectorAll('.sibling').length === 3")
-
-
-def test_cards_stay_in_the_window(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
-    page.click("#step-1 .t.s >> nth=0")
-    page.wait_for_selector(".pin")
-    page.evaluate("scrollTo(0, 0)")
-    page.hover("#step-1 .t.s >> nth=1")
-    page.wait_for_selector(".tip")
-    for card in (".pin", ".tip"):
-        box = page.locator(card).bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= WIDE["width"], card
-        assert box["y"] >= 46 and box["y"] + box["height"] <= WIDE["height"], card
-
-
 def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
     assert "<|im_end|>" in viewer.text("#step-0")
@@ -201,15 +155,6 @@ def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
     page.go_back()
     viewer.until("!document.querySelector('#step-0').innerText.includes('<|im_')")
     assert page.locator("#step-0 .message .body").all_inner_texts() == ["Search, then answer.", "What boss?", " page"]
-
-
-def test_tabs_stay_where_they_are(viewer: Viewer) -> None:
-    places = set()
-    for page in ("", "/groups", "/timeline", "/tokens", "/config", "/search"):
-        viewer.open(f"#/run/recorded{page}", ".tabs")
-        box = viewer.page.locator(".tabs a:has-text('settings')").bounding_box()
-        places.add((box["x"], box["y"]))
-    assert len(places) == 1
 
 
 @slow
@@ -242,15 +187,6 @@ def test_a_phase_of_the_timeline_leads_to_its_groups(viewer: Viewer) -> None:
     page.click(".attempts-time canvas", position={"x": 2, "y": 3})
     page.wait_for_selector(".step")
     assert page.url.endswith("/trajectory/g000001.0?step=0")
-
-
-@slow
-def test_runs_are_filtered_by_state(viewer: Viewer) -> None:
-    page = viewer.open("#/", ".run")
-    page.click(".chip:has-text('finished')")
-    page.wait_for_selector(".empty")
-    page.click(".chip:has-text('stopped')")
-    viewer.until("document.querySelectorAll('.run').length === 2")
 
 
 @slow
@@ -425,23 +361,6 @@ def test_an_exported_file_opens_without_a_server(browser: Any, base: str, tmp_pa
     viewer.close()
 
 
-@slow
-def test_what_is_damaged_is_said_on_its_page(browser: Any, recorded: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "damaged"))
-    shard = run / "rollouts" / "train-g000000.parquet"
-    shard.write_bytes(shard.read_bytes()[:-7])
-    with serving([run]) as url:
-        viewer = Viewer(browser, url, WIDE)
-        viewer.open("#/run/damaged/trajectory/g000000.0", ".problems")
-        assert "is damaged" in viewer.text(".problems") and "reward 1" in viewer.text(".verdict")
-        viewer.open("#/run/damaged/trajectory/g000003.0", ".step .t.s")
-        (run / "ledger.sqlite").write_bytes(b"rubbish" * 1000)
-        viewer.open("#/", ".run")
-        viewer.open("#/run/damaged", ".chart .u-over")
-        assert "ledger" in viewer.text(".problems")
-        viewer.close()
-
-
 def test_pure_functions(viewer: Viewer) -> None:
     """The pages' own functions, in the browser that runs them."""
     found = viewer.page.evaluate((Path(__file__).parent / "pure_functions.js").read_text())
@@ -476,8 +395,3 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert (
         found["colours"][0] == "transparent" and "--bad" in found["colours"][1] and found["colours"][2] == "transparent"
     )
-
-
-def test_updates_are_those_logged(viewer: Viewer) -> None:
-    viewer.open("#/", ".run")
-    assert f"{UPDATES} / {UPDATES + 3}" in viewer.text(".run >> nth=0").replace("\n", " ")

@@ -57,17 +57,10 @@ def test_the_token_becomes_a_cookie_that_no_script_reads(recorded: Path) -> None
     assert "unsafe" not in POLICY and "default-src 'none'" in POLICY
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost:99", 200),
-        ("[::1]:8321", 200),
-        ("127.0.0.1", 200),
-        ("evil.example", 421),
-        ("127.0.0.1.evil.example", 421),
-        ("", 421),
-    ],
-)
+HOSTS = {"localhost:99": 200, "[::1]:8321": 200, "127.0.0.1": 200, "evil.example": 421, "127.0.0.1.evil.example": 421}
+
+
+@pytest.mark.parametrize(("host", "status"), [*HOSTS.items(), ("", 421)])
 def test_other_names_are_refused(recorded: Path, host: str, status: int) -> None:
     assert opened(recorded).get("/api/runs", headers={"host": host}).status_code == status
 
@@ -77,18 +70,11 @@ def test_nothing_can_be_changed(recorded: Path, method: str) -> None:
     assert opened(recorded).request(method, "/api/runs").status_code == 405
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "../config.yaml",
-        "..%2fconfig.yaml",
-        "%2e%2e/%2e%2e/config.yaml",
-        "/etc/passwd",
-        "vendor/../../models.py",
-        "..\\guard.py",
-        "%00",
-    ],
-)
+OUTSIDE = ("../config.yaml", "..%2fconfig.yaml", "%2e%2e/%2e%2e/config.yaml", "/etc/passwd", "vendor/../../models.py",
+           "..\\guard.py", "%00")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
 def test_files_of_the_pages_alone_are_given(recorded: Path, path: str) -> None:
     assert opened(recorded).get(f"/static/{path}").status_code == 404
     assert opened(recorded).get(f"/api/runs/{path}").status_code in (404, 405)
@@ -107,22 +93,9 @@ _ROUTES = (
     "/export/{}/trajectory/{}", "/export/{}/group/{}", "/static/{}", "/{}/{}",
 )  # fmt: skip
 _NAMES = (
-    "split",
-    "preset",
-    "search",
-    "update",
-    "sort",
-    "descending",
-    "offset",
-    "limit",
-    "step",
-    "token",
-    "text",
-    "task_id",
-    "run",
-    "generation",
-    "after",
-)
+    "split", "preset", "search", "update", "sort", "descending", "offset", "limit", "step", "token", "text", "task_id",
+    "run", "generation", "after",
+)  # fmt: skip
 _VALUES = st.one_of(
     _WEIRD,
     st.integers(-(2**70), 2**70).map(str),

@@ -20,14 +20,12 @@ from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import update
 from treadle.view import trajectories
 from treadle.view.app import make_app
 from treadle.view.fates import REASONS, failure_settings
-from treadle.view.recorded_run import Runs
 
 RUN = "runs/recorded"
 
@@ -277,7 +275,7 @@ def test_text_is_found_and_a_task_followed(get: Get, recorded: Path) -> None:
 def test_of_many_attempts_the_first_and_newest_are_drawn(
     get: Get, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajectories, "_MOST_DRAWN", 1)
+    monkeypatch.setattr(trajectories, "_MAX_DRAWN", 1)
     followed = get(f"{RUN}/task", task_id="h1")
     assert {step["trajectory_id"] for step in followed["steps"]} == {"e000001-0001.0"}
     assert followed["problems"] == ["1 of 2 attempts are side by side: first ones, newest first"]
@@ -381,20 +379,6 @@ def test_a_group_of_no_update_says_why(copy: Path) -> None:
     assert get("runs/copy/groups/e000001-0000")["group"]["when"] == "update 1"
 
 
-def test_a_list_of_many_runs_keeps_their_lines_alone(copy: Path, tmp_path: Path) -> None:
-    names = [f"run{n}" for n in range(12)]
-    for name in names:
-        shutil.copytree(copy, tmp_path / "many" / name)
-    runs = Runs([tmp_path / "many"])
-    for name in names:
-        assert runs.get(name).rows("update") and runs.get(name).texts()[1] is None
-    assert [line.update for line in runs.summaries()] == [UPDATES] * 12
-    held = [run.key for run in runs.all() if run._kept.keys() - {"summary"}]
-    assert sorted(held) == sorted(names[4:])
-    assert len({id(runs.get(name).texts()[0]) for name in names}) == 1  # of one tokenizer
-    assert runs.get("run0").rows("update")
-
-
 def test_metrics_are_read_as_they_come(copy: Path) -> None:
     get, run = asking(copy), RunDirectory(copy)
     first = get("runs/copy/metrics")
@@ -456,14 +440,6 @@ def test_a_run_that_cannot_be_read_is_still_listed(copy: Path, damage: str) -> N
     assert get("runs/copy/metrics")["rows"]
     if damage != "config":
         assert "ledger" in get("runs/copy/groups", status)["detail"]
-
-
-def test_a_ledger_is_read_without_locks_or_traces(copy: Path) -> None:
-    for beside in copy.glob("ledger.sqlite-*"):
-        beside.unlink()
-    reader = LedgerReader(copy / "ledger.sqlite")
-    assert reader.query("SELECT count(*) AS n FROM groups") == [{"n": 10}]
-    assert not list(copy.glob("ledger.sqlite-*"))
 
 
 def embedded(page: str) -> dict[str, Any]:

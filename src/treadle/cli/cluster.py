@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from treadle.cli.console import Console, make_table
-from treadle.cli.options import Commands, add_command, add_recipe
+from treadle.cli.options import Commands, add_command, add_recipe, add_runs
 from treadle.core.errors import ConfigError
 from treadle.orchestration.config import load_recipe
 
@@ -19,20 +18,17 @@ It reserves what a run of the recipe would, compares versions, directory and GPU
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "cluster", run, "what a cluster has for a recipe", _EXAMPLES)
-    parser.add_argument("action", choices=["check"], help="check: say what would be placed where, or what is missing")
+    parser.add_argument("action", choices=["check"], help="check: print what would be placed where, or what is missing")
     add_recipe(parser)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
+    add_runs(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the place of each process; returns 0. Raises PlacementError for what is missing."""
     config = load_recipe(options.recipe, options.overrides)
     if config.placement.kind != "ray":
-        raise ConfigError(
-            f"placement.kind is {config.placement.kind!r}, which needs no cluster; set placement.kind=ray"
-        )
+        raise ConfigError(f"placement.kind is {config.placement.kind!r}: no cluster is used; set placement.kind=ray")
     from treadle.placement.runtime import placed  # ray
 
     console = Console()

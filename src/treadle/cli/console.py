@@ -21,21 +21,21 @@ Part = str | tuple[str, str]  # some text; or some text and its style
 
 
 class Table:
-    """Holds a table whose cells, one line each, are escaped."""
+    """Table whose cells, one line each, are escaped."""
 
     def __init__(self, rich_table: rich.table.Table) -> None:
         self.rich = rich_table
 
     def add_row(self, *cells: Part, style: str = "") -> None:
-        """Add a row; one without cells is a blank line."""
+        """Add a row; without cells, a blank line."""
         self.rich.add_row(*(_styled(escape_line, [cell]) for cell in cells), style=style)
 
 
 class Console:
-    """Writes to standard output or standard error; all that a command shows goes through here.
+    """Standard output or standard error; every command prints through it.
 
-    Much of what is shown comes from models, tasks, environments and file names. Control sequences are therefore shown
-    escaped (`treadle.core.text`): each method takes text as it is, never markup or escape sequences.
+    Much of what is printed comes from models, tasks, environments and file names, so control sequences are escaped
+    (`treadle.core.text`): each method takes plain text, never markup or escape sequences.
     """
 
     def __init__(self, stderr: bool = False) -> None:
@@ -46,17 +46,15 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Return whether the output is a terminal."""
         return self.rich.is_terminal
 
     @property
     def width(self) -> int:
-        """Return the width in columns."""
         return self.rich.width
 
     def line(self, *parts: Part, style: str = "", wrap: bool = False) -> None:
-        """Print one line, of parts in their own styles. One that is too long for the terminal is left to the terminal,
-        so that paths and commands can be copied; with `wrap` it is wrapped at words."""
+        """Print one line, of parts in their own styles. Long lines are not wrapped, so that paths and commands can be
+        copied; with `wrap` they wrap at words."""
         self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 
     def text(self, *parts: Part, style: str = "") -> None:
@@ -74,7 +72,7 @@ class Console:
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[str | Table]], None]]:
-        """Yield what shows lines and tables in the place of those before; on leaving they vanish. For a terminal."""
+        """Yield a function that shows lines and tables in place of the previous ones, on a terminal, until the end."""
 
         def show(parts: Sequence[str | Table]) -> None:
             shown = (_styled(escape_line, [part]) if isinstance(part, str) else part.rich for part in parts)
@@ -93,18 +91,18 @@ class Console:
 
 
 def indented(text: str) -> str:
-    """Return a text with its lines indented by two columns, so that none can pass for the command's own output."""
+    """Indent lines by two columns, so that none can pass for the command's own output."""
     return "".join(f"  {line}\n" for line in text.strip("\n").split("\n"))
 
 
 def make_table(*columns: str, title: str | None = None, text: Sequence[str] = ()) -> Table:
-    """Return an empty table in Treadle's style. Columns are figures, aligned right, but for those named in `text`."""
+    """Return an empty table. Columns are figures, aligned right, except those named in `text`."""
     shown = None if title is None else escape_line(title)
     table = rich.table.Table(title=shown, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.show_edge, table.padding = False, (0, 1, 0, 0)
     for name in columns:
-        left = name in text
-        table.add_column(escape_line(name), justify="left" if left else "right", overflow="fold", no_wrap=not left)
+        wraps = name in text
+        table.add_column(escape_line(name), justify="left" if wraps else "right", overflow="fold", no_wrap=not wraps)
     return Table(table)
 
 

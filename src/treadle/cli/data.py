@@ -6,7 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,42 +27,36 @@ from treadle.orchestration.config import load_recipe, recipe_names
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
 
 _EXAMPLES = """examples:
-  treadle data head train.parquet                                  its first row as stored, and the task that it is
-  treadle data head gsm8k/train.jsonl data.columns.prompt=question data.columns.ground_truth=answer -n 2
+  treadle data head train.parquet -n 2                             its first rows as stored, and the tasks made of them
   treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
   treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
-  treadle data check my_recipe.yaml                                all that a recipe trains on and evaluates with
+  treadle data check my_recipe.yaml                                everything a recipe trains on and evaluates with
   treadle data prepare harbor-tasks code_contests.parquet tasks    packed tasks of Harbor's, a directory each
 """
-_MOST = 10  # problems that are listed
-_TEXT = 300  # characters of a value that are shown
+_MAX_PROBLEMS = 10
+_TEXT = 300  # characters shown of a value
 
 
 class _Source(Config):
-    """Configures a source that is looked at by itself, with the keys that it has in a recipe."""
+    """A single source, with the keys that it has in a recipe."""
 
     data: DataConfig = Field(description="tasks")
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
-    parser = add_command(commands, "data", run_check, "look at data sets, and check them", _EXAMPLES)
+    parser = add_command(commands, "data", run_check, "show and check data sets", _EXAMPLES)
     below = parser.add_subparsers(metavar="{head,check,prepare}", required=True)
-    head = add_command(below, "head", run_head, "show the first rows, and the tasks that they are", _EXAMPLES)
-    _add_source(head)
+    head = add_command(below, "head", run_head, "show the first rows, and the tasks made of them", _EXAMPLES)
+    check = add_command(below, "check", run_check, "read every row, and list those that are not tasks", _EXAMPLES)
+    for parser in (head, check):
+        what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
+        parser.add_argument("source", metavar="SOURCE", help=what)
+        add_overrides(parser)
     head.add_argument("-n", type=positive, default=1, metavar="ROWS", help="how many (default: 1)")
-    check = add_command(below, "check", run_check, "read every row, and list those that are no tasks", _EXAMPLES)
-    _add_source(check)
-    prepare = add_command(below, "prepare", run_prepare, "turn published data into what a recipe takes", _EXAMPLES)
-    prepare.add_argument("kind", choices=["harbor-tasks"], help="packed tasks of Harbor's -> a directory of tasks")
+    prepare = add_command(below, "prepare", run_prepare, "convert published data to what a recipe takes", _EXAMPLES)
+    prepare.add_argument("kind", choices=["harbor-tasks"], help="Harbor's packed tasks -> a directory of tasks")
     prepare.add_argument("source", metavar="PARQUET", type=Path, help="a file with columns path and task_binary")
     prepare.add_argument("directory", metavar="DIR", type=Path, help="a new directory")
-
-
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
-    parser.add_argument("source", metavar="SOURCE", help=what)
-    add_overrides(parser)
 
 
 def run_head(options: argparse.Namespace) -> int:
@@ -81,20 +75,21 @@ def run_head(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     """Read every row; return 0 if all are tasks, 2 if not."""
     sections, context = _sections(options)
-    console, status, found = Console(), 0, list[Sequence[Task]]()
+    console, status, splits = Console(), 0, list[Sequence[Task]]()
     for split, section in sections.items():
         try:
-            found.append(load_tasks(section, split, context))
+            tasks = load_tasks(section, split, context)
         except DataError as error:
             _print_problems(section, split, context, error)
             status = 2
             continue
+        splits.append(tasks)
         name = ", ".join(part.source for part in sources_of(section))
-        console.line(f"{split}: ", (f"{len(found[-1])} tasks", "bold"), f" of {name}")
-        for line in _summary(found[-1]):
+        console.line(f"{split}: ", (f"{len(tasks)} tasks", "bold"), f" of {name}")
+        for line in _summary(tasks):
             console.line(f"  {line}")
-    if len(found) == 2:
-        check_disjoint(*found)
+    if len(splits) == 2:
+        check_disjoint(*splits)
     return status
 
 
@@ -108,15 +103,14 @@ def run_prepare(options: argparse.Namespace) -> int:
 
 
 def _sections(options: argparse.Namespace) -> tuple[dict[str, Section], LoadContext]:
-    """Return the sections to look at, by split, and what their sources have in common."""
+    """Return the sections by split, and what their sources have in common."""
     if options.source in recipe_names() or options.source.endswith((".yaml", ".yml")):
         config = load_recipe(options.source, options.overrides)
         if sources_of(config.data.train)[0].source == IN_MEMORY:
-            raise ConfigError(f"{options.source}: its tasks were made in Python and are in no file")
+            raise ConfigError(f"{options.source}: its tasks were made in Python, not read from a file")
         data, context = config.data, load_context(config)
     else:
-        given = {"data": {"train": {"source": options.source}}}
-        data = build(_Source, given, options.source, options.overrides).data
+        data = build(_Source, {"data": {"train": {"source": options.source}}}, options.source, options.overrides).data
         context = LoadContext(data.columns)
     sections = {"train": data.train, "held_out": data.held_out}
     return {split: section for split, section in sections.items() if section is not None}, context
@@ -151,32 +145,24 @@ def _print_value(console: Console, name: str, value: Any) -> None:
 def _print_problems(section: Section, split: str, context: LoadContext, first: DataError) -> None:
     """List what is wrong, row by row; at least the error that loading ended with."""
     errors = Console(stderr=True)
-    problems = _problems(section, split, context)
-    listed = list(islice(problems, _MOST)) or [str(first)]
-    for problem in listed:
+    sources = named_sources(section, split)
+    problems = chain.from_iterable(find_problems(source, split, setting, context) for setting, source in sources)
+    for problem in list(islice(problems, _MAX_PROBLEMS)) or [str(first)]:
         errors.line(f"error: {problem}")
     if more := sum(1 for _ in problems):
-        errors.line(f"error: and {more} more rows are no tasks")
-
-
-def _problems(section: Section, split: str, context: LoadContext) -> Iterator[str]:
-    for setting, source in named_sources(section, split):
-        yield from find_problems(source, split, setting, context)
+        errors.line(f"error: {more} more rows are not tasks")
 
 
 def _summary(tasks: Sequence[Task]) -> Iterator[str]:
     """Yield lines on what the tasks hold."""
-    lengths, kinds, extras, graded, prompts = [], Counter[str](), Counter[str](), 0, Counter[int]()
-    for task in tasks:
-        lengths.append(sum(len(message["content"]) for message in task.prompt))
-        kinds.update([" ".join(task.player)] if task.player[1] else [])
-        extras.update(task.extras.keys())
-        graded += task.ground_truth is not None
-        prompts[hash(json.dumps(task.prompt))] += 1
+    lengths = [sum(len(message["content"]) for message in task.prompt) for task in tasks]
+    kinds = Counter(" ".join(task.player) for task in tasks if task.player[1])
+    extras = Counter(name for task in tasks for name in task.extras)
+    prompts = Counter(hash(json.dumps(task.prompt)) for task in tasks)
     yield f"prompts of {min(lengths)} to {max(lengths)} characters, median {median(lengths):.0f}"
     if repeated := sum(count - 1 for count in prompts.values()):
         yield f"{repeated} prompts occur again"
-    yield f"{graded} have a ground truth"
+    yield f"{sum(task.ground_truth is not None for task in tasks)} have a ground truth"
     if extras:
         yield "extras: " + ", ".join(f"{name} ({count})" for name, count in extras.most_common())
     if kinds:

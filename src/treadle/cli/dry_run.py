@@ -16,27 +16,25 @@ if TYPE_CHECKING:
     from treadle.orchestration.setup.dry_run import DryRun
     from treadle.orchestration.setup.memory import MemoryPart
 
-_STRUCTURAL = "bold cyan"
-
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
-    """Try what the run needs, and print what was found; returns 0 if all is there, 1 if something is missing."""
+    """Check and print what the run needs; returns 0 if everything is there, 1 if something is missing."""
     console = Console()
     with _offline():
         from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
 
-        found = dry_run(config, runs, Console(stderr=True).line)
-    _print_prompt(console, found)
-    _print_memory(console, found.memory)
-    for check in found.checks:
+        result = dry_run(config, runs, Console(stderr=True).line)
+    _print_prompt(console, result)
+    _print_memory(console, result.memory)
+    for check in result.checks:
         style = "bold red" if check.is_missing else "green"
         console.line(f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), check.text)
-    return 0 if found.is_complete else 1
+    return 0 if result.is_complete else 1
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Have the libraries of the hub, which read this when they are loaded, download nothing."""
+    """Keep the hub's libraries, which read these variables when they are imported, from downloading."""
     before = {variable: os.environ.get(variable) for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
     os.environ.update(dict.fromkeys(before, "1"))
     try:
@@ -44,19 +42,19 @@ def _offline() -> Iterator[None]:
     finally:
         for variable, value in before.items():
             os.environ.pop(variable)
-            if value is not None:
-                os.environ[variable] = value
+            os.environ.update({} if value is None else {variable: value})
 
 
-def _print_prompt(console: Console, found: DryRun) -> None:
-    """Print the first prompt token for token; structural tokens, which only the template writes, in colour."""
-    if found.prompt is None or found.chat is None:
+def _print_prompt(console: Console, result: DryRun) -> None:
+    """Print the first prompt; structural tokens, which only the template writes, in color."""
+    if result.prompt is None or result.chat is None:
         return
-    structure = found.chat.renderer.structure
-    parts: list[Part] = []
-    for structural, ids in groupby(found.prompt.ids.tolist(), structure.is_structural):
-        parts.append((structure.decode(ids), _STRUCTURAL if structural else ""))
-    console.line(("first prompt", "bold"), f", task {found.prompt.task_id}, {len(found.prompt.ids)} tokens")
+    structure = result.chat.renderer.structure
+    parts: list[Part] = [
+        (structure.decode(ids), "bold cyan" if structural else "")
+        for structural, ids in groupby(result.prompt.ids.tolist(), structure.is_structural)
+    ]
+    console.line(("first prompt", "bold"), f", task {result.prompt.task_id}, {len(result.prompt.ids)} tokens")
     console.text(*parts)
     console.line()
 
@@ -68,8 +66,9 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
     for part in parts:
         table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
     console.table(table)
-    console.line(
-        "P weights, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate size;", style="dim"
+    console.text(
+        "P weights, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate size;\n"
+        "q, k widths of all query and all key heads, V vocabulary",
+        style="dim",
     )
-    console.line("q, k widths of all query and all key heads, V vocabulary", style="dim")
     console.line()

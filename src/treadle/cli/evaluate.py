@@ -15,19 +15,16 @@ from treadle.orchestration.reporting.metrics import shown
 
 _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
-  treadle eval runs/demo evaluation.temperature=0             greedy
   treadle eval runs/demo --checkpoint step-000100 data.held_out.options.count=64
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
   treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
 
-Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures.
-Nothing is written into the run.
+Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
 """
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
@@ -69,11 +66,11 @@ def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
     """Return a table with a row for each value of `table_by`, and one for all tasks."""
     first = table_by or "tasks of"
     several = [k for k in evaluation.result.pass_at if k != "1"]
-    passes = [f"pass@{k}" for k in several]
-    table = make_table(first, "tasks", "success", *passes, "reward", "steps", "failed", text=(first,))
+    table = make_table(
+        first, "tasks", "success", *(f"pass@{k}" for k in several), "reward", "steps", "failed", text=(first,)
+    )
     for name, r in {**evaluation.parts, "all": evaluation.result}.items():
         passed = [shown(r.pass_at.get(k)) for k in several]
-        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2))
-        style = "bold" if r is evaluation.result else ""
-        table.add_row(name, str(r.tasks), *figures, str(r.failed), style=style)
+        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
+        table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
     return table

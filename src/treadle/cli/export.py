@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_command
+from treadle.cli.options import Commands, add_command, add_run
 from treadle.core.errors import ConfigError
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 
@@ -17,14 +17,13 @@ _EXAMPLES = """examples:
   treadle export runs/demo models/early --checkpoint step-000100
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
-The run may go on meanwhile.
+The run may still be in progress.
 """
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "export", run, "write a run's model as a plain Hugging Face directory", _EXAMPLES)
-    parser.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    add_run(parser)
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
     parser.add_argument(
         "--checkpoint", default="latest", metavar="NAME", help="such as step-000100, best or latest (default: latest)"
@@ -35,11 +34,11 @@ def run(options: argparse.Namespace) -> int:
     """Write the model; returns 0."""
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
-    find_checkpoint(options.directory, options.checkpoint)  # or an error, before torch is loaded
+    find_checkpoint(options.run_directory, options.checkpoint)  # or an error, before torch is loaded
 
     from treadle.orchestration.export import export_checkpoint
 
-    checkpoint = export_checkpoint(options.directory, options.out, options.checkpoint)
+    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint)
     console = Console()
     console.line(f"model of {checkpoint}: {options.out}")
     console.line(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={options.out}')} model.build=null")

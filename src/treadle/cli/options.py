@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.core.config import build
+from treadle.core.errors import ConfigError
+from treadle.rollout.gateway.address import GatewayConfig
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
@@ -16,7 +20,7 @@ else:
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command that calls `run`, with its help and examples; returns its sub-parser, to be given arguments."""
+    """Add a command that calls `run`, with its help and examples; returns its parser."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -39,9 +43,33 @@ def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration va
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=what)
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument `RUN`."""
+    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--runs`."""
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the options `--host` and `--port` of a server."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=port, help=f"0: any free one (default: {port})")
+
+
+def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
+    """Return where a server listens, from its options. Raises ConfigError."""
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port}: ports are 0 to 65535")
+    fields = {name: vars(options).get(name) for name in ("host", "port", "advertised_url")}
+    return build(GatewayConfig, fields, command)
 
 
 def positive(text: str) -> int:
@@ -49,10 +77,3 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def require_record(run: Path) -> None:
-    """Raise RunError, with the reason, if the run has no ledger to read."""
-    from treadle.orchestration.store.run_directory import RunDirectory
-
-    RunDirectory.open(run).ledger()

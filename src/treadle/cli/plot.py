@@ -18,14 +18,13 @@ _EXAMPLES = """examples:
   treadle plot runs/demo-seed*                             one line with a band over seeds
   treadle plot runs/chain-* runs/tree-* --output both.pdf  one line each: they differ in more than the seed
 
-Runs that differ in the seed only are one line: the mean, in a band from the lowest to the highest of them. Others have
-lines of their own, labelled by the keys in which they differ. The panels are training reward, held-out success (of all
-tasks, and of each kind of them by `data.table_by`), completion tokens and steps.
+Runs that differ only in the seed are one line: their mean, in a band from lowest to highest. Others get lines of their
+own, labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
+completion tokens and steps.
 """
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "plot", run, "draw the learning curves of one or several runs", _EXAMPLES)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not")
     parser.add_argument(
@@ -37,20 +36,17 @@ def run(options: argparse.Namespace) -> int:
     """Draw the runs, and print which of them are one line; returns 0."""
     from treadle.orchestration.reporting.picture import FORMATS, draw_runs
 
-    if options.output.suffix not in FORMATS:
-        raise ConfigError(
-            f"--output {str(options.output)!r} does not end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-        )
-    if not options.output.parent.is_dir():
-        raise ConfigError(
-            f"--output {str(options.output)!r}: no directory {str(options.output.parent)!r}; make it first"
-        )
+    output = options.output
+    if output.suffix not in FORMATS:
+        raise ConfigError(f"--output {str(output)!r} must end in one of {', '.join(FORMATS)}")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {str(output)!r}: no directory {str(output.parent)!r}; create it first")
     paths = list({path.resolve(): path for path in options.runs}.values())
-    groups = draw_runs([read_run(path) for path in paths], options.output)
+    groups = draw_runs([read_run(path) for path in paths], output)
     console = Console()
     for group in groups:
         console.line(_line(group))
-    console.line(("picture  ", "bold"), str(options.output))
+    console.line(("picture  ", "bold"), str(output))
     return 0
 
 
@@ -64,15 +60,15 @@ def read_run(path: Path) -> RunMetrics:
 
     directory = RunDirectory.open(path)
     log = directory.metrics_log()
-    found = RunMetrics(directory.config(), log.rows)
-    problem = log.problem(found.updates)
-    if not found.updates:
+    run = RunMetrics(directory.config(), log.rows)
+    problem = log.problem(run.updates)
+    if not run.updates:
         if problem:
             raise DamageError(f"run {str(path)!r}: {problem}; restore it, or leave the run out")
         raise RunError(f"run {str(path)!r} has no updates yet; plot it after its first update, or leave it out")
     if problem:
         Console(stderr=True).line(f"warning: run {str(path)!r}: {problem}; left out of the picture")
-    return found
+    return run
 
 
 def _line(group: RunGroup) -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.cli.console import Console, indented, make_table
-from treadle.cli.options import Commands, add_command, add_json, require_record
+import rich.progress
+
+from treadle.cli.console import Console, Table, indented, make_table
+from treadle.cli.options import Commands, add_command, add_json, add_run
 from treadle.cli.show import shown_tokens
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.reporting.progress import update_line
 from treadle.orchestration.store.ledger_reader import no_checkpoint
+from treadle.orchestration.store.run_directory import RunDirectory
 
 _EXAMPLES = """examples:
   treadle report runs/demo
@@ -25,62 +27,41 @@ _EXAMPLES = """examples:
 The run may be finished, in progress or killed. Every recorded step is in exactly one state:
   trained, evaluated, dropped (with a reason), or recorded: durable, but in no checkpoint yet.
 
-Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it:
-  tokenization            it holds the same text in other tokens
-  truncated               something that was there is left out
-  changed                 something else stands in its place
-  thinking stripped       the chat template leaves out an earlier thought
-  tool call rewritten     the chat template leaves out a tool call
-  rewritten by template   the chat template writes earlier messages otherwise
-  end token rewritten     the model ended its turn with another token than the template does
-  tools changed           the call has other tools, or other options of the template
-  history edited          the agent sent an earlier message in another form
-  summary                 the agent put fewer messages in the place of several
-"Computed again" is what a break costs: tokens that an appended prompt of that length would have had for nothing.
+Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it
+(docs/runs.md has the causes of breaks). "Computed again" is what a break costs: tokens that an appended prompt of that
+length would have had for nothing.
 """
 Facts = dict[str, Any]
 Columns = dict[str, list[str]]  # name -> cells
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "report", run, "account for every step, failure and token of a run", _EXAMPLES)
-    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
+    add_run(parser)
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report, or with --failures every failure; returns 0."""
-    require_record(options.run_directory)
-    from treadle.orchestration.reporting.report import failures, report_of
-    from treadle.orchestration.store.run_directory import RunDirectory
-
+    directory, console = RunDirectory.open(options.run_directory), Console()
+    ledger = directory.ledger()
     if options.failures:
-        found = failures(RunDirectory(options.run_directory))
-        Console().json(found) if options.json else _print_failures(Console(), found)
+        ledger.prove()
+        rows = ledger.failures()
+        console.json(rows) if options.json else _print_failures(console, rows)
         return 0
-    with _shard_progress() as on_shard:
-        facts = report_of(RunDirectory(options.run_directory), on_shard)
-    if options.json:
-        Console().json(facts)
-    else:
-        _print(Console(), facts)
+    from treadle.orchestration.reporting.report import report_of  # pyarrow
+
+    facts = report_of(directory, _track)
+    console.json(facts) if options.json else _print(console, facts)
     return 0
 
 
-@contextmanager
-def _shard_progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error while shards are read; without a terminal, nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from treadle.cli.live_progress import make_bars
-
-    with make_bars(console) as bars:
-        task = bars.add_task("reading rollouts", total=None, note="")
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+def _track(rows: list[Facts]) -> Iterable[Facts]:
+    """Show a bar on standard error while rows are read; without a terminal, nothing."""
+    console, hidden = Console(stderr=True).rich, not sys.stderr.isatty()
+    return rich.progress.track(rows, "reading rollouts", console=console, transient=True, disable=hidden)
 
 
 def _print(console: Console, facts: Facts) -> None:
@@ -89,41 +70,38 @@ def _print(console: Console, facts: Facts) -> None:
         f"{facts['update']} of {facts['updates']} updates",
         style="bold",
     )
-    if facts["state"] == "stopped":
-        _print_way_on(console, facts)
+    latest = facts["latest_checkpoint"]
+    if facts["state"] == "stopped" and latest is not None:
+        path = Path(facts["run"])
+        runs = [] if str(path.parent) == "runs" else ["--runs", str(path.parent)]
+        command = ["treadle", "train", facts["recipe"], "--resume", "--name", path.name, *runs]
+        console.line(f"go on from {latest} with: {shlex.join(command)}")
     console.line()
     _print_last_update(console, facts["last_update"], facts["updates"])
-    _print_counts(console, facts)
+    names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")
+    table = make_table("split", "groups", "trajectories", "steps", "prompt tokens", "sampled", text=("split",))
+    _print_figures(console, table, facts["splits"], "split", names)
     _print_breakdown(console, facts)
     _print_trouble(console, facts)
     _print_packing(console, facts["packing"])
     _print_relations(console, facts["relations"])
-    for what in ("missing", "damaged"):
-        if shards := facts[f"{what}_shards"]:
-            console.line(f"{what}, not counted: {', '.join(shards)}", style="red")
-            console.line()
-    if facts["metrics_problem"]:
-        console.line(facts["metrics_problem"], style="red")
+    problems = [
+        f"{what}, not counted: {', '.join(facts[f'{what}_shards'])}"
+        for what in ("missing", "damaged")
+        if facts[f"{what}_shards"]
+    ]
+    for problem in filter(None, [*problems, facts["metrics_problem"]]):
+        console.line(problem, style="red")
         console.line()
     _print_evaluations(console, facts["evaluations"], facts["table_by"])
-    checkpoints = ", ".join(n + (" (latest)" if n == facts["latest_checkpoint"] else "") for n in facts["checkpoints"])
+    checkpoints = ", ".join(f"{name} (latest)" if name == latest else name for name in facts["checkpoints"])
     console.line(f"checkpoints: {checkpoints}" if checkpoints else f"the run {no_checkpoint(Path(facts['run']))}")
 
 
-def _print_way_on(console: Console, facts: Facts) -> None:
-    if facts["latest_checkpoint"] is None:
-        return
-    path = Path(facts["run"])
-    command = shlex.join(["treadle", "train", facts["recipe"], "--resume", "--name", path.name])
-    runs = "" if str(path.parent) == "runs" else f" --runs {shlex.quote(str(path.parent))}"
-    console.line(f"go on from {facts['latest_checkpoint']} with: {command}{runs}")
-
-
-def _print_counts(console: Console, facts: Facts) -> None:
-    table = make_table("split", "groups", "trajectories", "steps", "prompt tokens", "sampled", text=("split",))
-    for row in facts["splits"]:
-        names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")
-        table.add_row(row["split"], *(f"{row[name]:,}" for name in names))
+def _print_figures(console: Console, table: Table, rows: Sequence[Facts], key: str, names: Sequence[str]) -> None:
+    """Print a table with a row for each of `rows`: its `key`, then the counts with these names."""
+    for row in rows:
+        table.add_row(row[key], *(f"{row[name]:,}" for name in names))
     console.table(table)
     console.line()
 
@@ -133,12 +111,12 @@ def _print_breakdown(console: Console, facts: Facts) -> None:
     for row in facts["steps"]:
         row["what"] = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
     for split in [row["split"] for row in facts["splits"]]:
-        for title, rows, key in (
-            ("steps", facts["steps"], "what"),
-            ("statuses", facts["statuses"], "status"),
-            ("stop reasons", facts["stop_reasons"], "stop_reason"),
+        for title, name, key in (
+            ("steps", "steps", "what"),
+            ("statuses", "statuses", "status"),
+            ("stop reasons", "stop_reasons", "stop_reason"),
         ):
-            parts = [f"{row[key]} {row['count']:,}" for row in rows if row["split"] == split]
+            parts = [f"{row[key]} {row['count']:,}" for row in facts[name] if row["split"] == split]
             console.line(f"{split:<9} {title:<13} {', '.join(parts)}")
     console.line()
 
@@ -149,8 +127,7 @@ def _print_trouble(console: Console, facts: Facts) -> None:
     if facts["failures"]:
         console.line(f"with tracebacks: {shlex.join(['treadle', 'report', facts['run'], '--failures'])}")
     for row in facts["warnings"]:
-        line = f"warning {row['count']:,}x, as {row['trajectory_id']}: {row['message']}"
-        console.line(line, style="yellow")
+        console.line(f"warning {row['count']:,}x, as {row['trajectory_id']}: {row['message']}", style="yellow")
     if (blocked := facts["blocked"])["count"]:
         what = f"{blocked['count']:,} trajectories blocked the event loop for {blocked['seconds']:.0f} s in all"
         console.line(f"{what}, as {blocked['trajectory_id']}", style="yellow")
@@ -158,10 +135,10 @@ def _print_trouble(console: Console, facts: Facts) -> None:
         console.line()
 
 
-def _print_failures(console: Console, found: list[Facts]) -> None:
-    if not found:
+def _print_failures(console: Console, rows: list[Facts]) -> None:
+    if not rows:
         console.line("no attempt failed")
-    for row in found:
+    for row in rows:
         console.line(_failure_line(row), style="red")
         if row["traceback"]:
             console.text(indented(row["traceback"]))
@@ -190,29 +167,21 @@ def _print_packing(console: Console, packing: Facts) -> None:
 def _print_relations(console: Console, relations: Facts) -> None:
     """Print how steps relate to the earlier ones of their trajectories, and what broke."""
     if relations["no_tokenizer"]:
-        line = f"breaks not counted, there is no tokenizer: {relations['no_tokenizer']}"
-        console.line(line, style="red")
+        console.line(f"breaks not counted, there is no tokenizer: {relations['no_tokenizer']}", style="red")
         console.line()
     if not relations["splits"]:
         return
     kinds = ("opens", "extends", "fork", "break")
     title = "steps and the earlier tokens of their trajectories"
     table = make_table("split", "steps", *kinds, "computed again", title=title, text=("split",))
-    for row in relations["splits"]:
-        figures = (row[name] for name in ("steps", *kinds, "extra_tokens"))
-        table.add_row(row["split"], *(f"{figure:,}" for figure in figures))
-    console.table(table)
-    console.line()
+    _print_figures(console, table, relations["splits"], "split", ("steps", *kinds, "extra_tokens"))
     if relations["breaks"]:
         _print_breaks(console, relations["breaks"])
 
 
 def _print_breaks(console: Console, breaks: list[Facts]) -> None:
     table = make_table("cause", "breaks", "computed again", title="breaks", text=("cause",))
-    for row in breaks:
-        table.add_row(row["cause"], f"{row['count']:,}", f"{row['extra_tokens']:,}")
-    console.table(table)
-    console.line()
+    _print_figures(console, table, breaks, "cause", ("count", "extra_tokens"))
     text = ("trajectory", "cause", "was", "now")
     columns = ("trajectory", "step", "cause", "at token", "computed again", "was", "now")
     table = make_table(*columns, title="costliest breaks of each cause", text=text)
@@ -229,10 +198,9 @@ def _print_last_update(console: Console, row: Facts | None, updates: int) -> Non
     """Print the last update's figures, with pass@k and what its environments measured."""
     if row is None:
         return
-    passes = {name: value for name, value in row.items() if name.startswith("pass_at_") and name != "pass_at_1"}
-    measured = {name: value for name, value in row.items() if name.startswith("env/")}
-    figures = [f"pass@{name.removeprefix('pass_at_')} {shown(value)}" for name, value in passes.items()]
-    figures += [f"{name} {shown(value)}" for name, value in measured.items()]
+    passes = [name for name in row if name.startswith("pass_at_") and name != "pass_at_1"]
+    figures = [f"pass@{name.removeprefix('pass_at_')} {shown(row[name])}" for name in passes]
+    figures += [f"{name} {shown(value)}" for name, value in row.items() if name.startswith("env/")]
     console.line(update_line(row, updates, console.width))
     if figures:
         console.line("  ".join(figures), wrap=True)

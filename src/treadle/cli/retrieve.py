@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.progress import TaskID
@@ -13,11 +13,9 @@ from rich.progress import TaskID
 from treadle.cli.console import Console
 from treadle.cli.exit_status import Parser, exit_status
 from treadle.cli.live_progress import make_bars
-from treadle.core.config import build
+from treadle.cli.options import add_address, address_of
 from treadle.core.errors import ConfigError
-from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
-
-_KEEP_ALIVE = 60  # seconds: a client comes back when its model has written the next query
+from treadle.rollout.gateway.address import listen, url_of
 
 _EXAMPLES = """examples:
   treadle-retrieve corpus.jsonl                                    BM25, no model needed
@@ -28,7 +26,7 @@ _EXAMPLES = """examples:
     -d '{"queries": ["where is Acme Motors?"], "topk": 3, "return_scores": true}'
 
 A corpus is JSON lines: {"id": "0", "contents": "title\\ntext"}. Indexes are built once and kept in Treadle's cache. The
-server asks nobody for a password: leave it on loopback, or in a network of your own. Ctrl-C ends it.
+server has no password: keep it on loopback or in a private network. Press Ctrl-C to stop.
 """
 
 
@@ -48,8 +46,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, metavar="DIR", help="sentence-embedding model (default: none, BM25)")
     parser.add_argument("--index", type=Path, metavar="FILE", help="FAISS index of the corpus's vectors that exists")
     parser.add_argument("--topk", type=int, default=3, help="passages for queries that name no number (default: 3)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
+    add_address(parser, 8000)
     parser.add_argument(
         "--most-waiting", type=int, default=4096, help="queries that may wait before others get a 503 (default: 4096)"
     )
@@ -59,73 +56,54 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options)
+    for name in ("topk", "most_waiting", "timeout"):
+        if not (value := getattr(options, name)) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    address = address_of(options, "treadle-retrieve")
     from treadle.retrieval.index import open_corpus  # bm25s
 
     console = Console()
-    if options.build_only:
+    with nullcontext() if options.build_only else listen(address, "--{} {}") as listening:  # before an index is built
         with _progress(console) as progress:
             corpus = open_corpus(options.corpus, options.model, options.index, progress)
-        console.line(f"{len(corpus.passages):,} passages, indexed")
-        return 0
-    import uvicorn
+        if listening is None:
+            console.line(f"{len(corpus.passages):,} passages, indexed")
+            return 0
+        import uvicorn
 
-    from treadle.retrieval.queue import RetrievalQueue
-    from treadle.retrieval.server import make_app  # FastAPI
+        from treadle.retrieval.queue import RetrievalQueue
+        from treadle.retrieval.server import make_app  # FastAPI
 
-    address = build(GatewayConfig, {"host": options.host, "port": options.port}, "treadle-retrieve")
-    with listen(address, "--{} {}") as listening:  # now: a busy port is an error before an index is built
-        with _progress(console) as progress:
-            corpus = open_corpus(options.corpus, options.model, options.index, progress)
-        queue = RetrievalQueue(corpus.passages, corpus.retriever, options.most_waiting, options.timeout)
-        console.line(f"{len(corpus.passages):,} passages of {options.corpus}; Ctrl-C ends it")
+        app = make_app(
+            RetrievalQueue(corpus.passages, corpus.retriever, options.most_waiting, options.timeout), options.topk
+        )
+        console.line(f"{len(corpus.passages):,} passages of {options.corpus}; press Ctrl-C to stop")
         console.line(f"url  {url_of(listening)}/retrieve")
         sys.stdout.flush()
-        config = uvicorn.Config(
-            make_app(queue, options.topk),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_keep_alive=_KEEP_ALIVE,
-        )
+        # a client comes back when its model has written the next query
+        config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=60)
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for what can be checked before libraries are loaded."""
-    if not 0 <= options.port < 2**16:
-        raise ConfigError(f"--port {options.port}: ports lie in [0, 65535]")
-    for name in ("topk", "most_waiting", "timeout"):
-        if not (value := getattr(options, name)) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be above 0")
-
-
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what is told how far an index is: a bar on a terminal, else a line at each tenth."""
-    if not console.is_terminal:
-        tenths: dict[str, int] = {}
+    """Yield a function that shows how far an index is: a bar on a terminal, else a line at each tenth."""
+    tenths: dict[str, int] = {}
+    with make_bars(console) if console.is_terminal else nullcontext() as bars:
+        tasks: dict[str, TaskID] = {}
 
-        def line(what: str, done: int, total: int) -> None:
-            tenth = 10 * done // max(total, 1)
-            if tenths.setdefault(what, 0) < tenth:
+        def show(what: str, done: int, total: int) -> None:
+            if bars is not None:
+                if what not in tasks:
+                    tasks[what] = bars.add_task(what, total=total, note="")
+                bars.update(tasks[what], completed=done)
+            elif tenths.setdefault(what, 0) < (tenth := 10 * done // max(total, 1)):
                 tenths[what] = tenth
                 console.line(f"{what}: {done:,} of {total:,}")
                 sys.stdout.flush()
 
-        yield line
-        return
-    with make_bars(console) as bars:
-        shown: dict[str, TaskID] = {}
-
-        def bar(what: str, done: int, total: int) -> None:
-            if what not in shown:
-                shown[what] = bars.add_task(what, total=total, note="")
-            bars.update(shown[what], completed=done)
-
-        yield bar
+        yield show
 
 
 if __name__ == "__main__":

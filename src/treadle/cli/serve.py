@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_command, add_overrides
+from treadle.cli.options import Commands, add_address, add_command, add_overrides, address_of
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
@@ -25,7 +25,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import require_model, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
-from treadle.rollout.gateway.address import GatewayConfig, listen
+from treadle.rollout.gateway.address import listen
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   treadle serve runs/demo/checkpoints/step-000040
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
-  treadle serve models/warm --record recorded
   treadle serve models/warm engine.kind=vllm engine.options.servers=2
 
 Then, with the base URL and the key that it prints:
@@ -45,31 +44,25 @@ Then, with the base URL and the key that it prints:
     -d '{"messages": [{"role": "user", "content": "Where does Anna live?"}]}'
 
 It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
-every call in memory: it is meant for trying models and agents out, not for serving the public. Ctrl-C ends it.
+every call in memory: it is meant for trying models and agents out, not for serving the public. Press Ctrl-C to stop.
 """
 
 
 class ServeConfig(Config):
-    """Configures the server, by the same keys as in a recipe."""
+    """Configuration of the server, with the same keys as in a recipe."""
 
     engine: EngineConfig = Field(description="what samples")
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "serve", run, "serve a model to OpenAI's and Anthropic's clients", _EXAMPLES)
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a model directory, or a name of model.path")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
-    parser.add_argument(
-        "--advertised-url", metavar="URL", help="base URL to print, where clients reach it under another name"
-    )
+    add_address(parser, 8000)
+    parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
-    parser.add_argument(
-        "--chat-template", metavar="FILE", help="another template, or the name of one of the tokenizer's"
-    )
+    parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
     add_overrides(parser, "settings of the engine, such as engine.kind=vllm (`treadle recipes show demo` lists them)")
 
@@ -81,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options, engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
-    address = _address(options)
+    address = address_of(options, "treadle serve")
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
         from treadle.orchestration.setup.chat_interface import load_chat_interface
         from treadle.training.make import load_source
@@ -99,7 +92,7 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
         raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
     if options.record is not None and options.record.exists() and not options.record.is_dir():
-        raise ConfigError(f"--record {options.record}: is no directory")
+        raise ConfigError(f"--record {options.record}: not a directory")
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
@@ -107,14 +100,6 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     if options.parser != AUTO:
         reply_parser(options.parser, "--parser")
     check_engine_config(engine)
-
-
-def _address(options: argparse.Namespace) -> GatewayConfig:
-    """Return where the server listens, from the options. Raises ConfigError."""
-    if not 0 <= options.port < 2**16:
-        raise ConfigError(f"--port {options.port}: ports lie in [0, 65535]")
-    given = {"host": options.host, "port": options.port, "advertised_url": options.advertised_url}
-    return build(GatewayConfig, given, "treadle serve")
 
 
 async def _serve(
@@ -135,9 +120,11 @@ async def _serve(
         session = _session(options, chat, source.model.context, engine)
         async with server as url:
             address = gateway.attach(session)
-            console.line(f"serving {options.model}; Ctrl-C ends it")
+            problem = session.renderer.tools_problem(parse=session.parse)
+            refused = f"; tools are refused: {problem}" if problem else ""
+            console.line(f"serving {options.model}; press Ctrl-C to stop")
             console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
-            console.line(f"replies   {_reading(session)}")
+            console.line(f"replies   read by {parser_name(session.parse)}{refused}")
             console.line(f"API key   {address.secret}")
             await stop.wait()
         session.close()
@@ -147,28 +134,12 @@ async def _serve(
         await engine.close()
 
 
-def _reading(session: Session) -> str:
-    """Return how replies are read, and whether requests with tools are refused."""
-    problem = session.renderer.tools_problem(parse=session.parse)
-    return f"read by {parser_name(session.parse)}" + (f"; tools are refused: {problem}" if problem else "")
-
-
 def _session(options: argparse.Namespace, chat: ChatInterface, context: int, engine: Engine) -> Session:
     """Return the one session that all clients with the key share."""
-    spec = SessionSpec(
-        "serve",
-        engine,
-        chat.renderer,
-        SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens),
-        context - 1,
-        Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0),
-    )
-    return Session(
-        spec,
-        chat.renderer.parser(options.parser, "--parser"),
-        callers_sampling=True,
-        context=context,
-    )
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    address = Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0)
+    spec = SessionSpec("serve", engine, chat.renderer, sampling, context - 1, address)
+    return Session(spec, chat.renderer.parser(options.parser, "--parser"), callers_sampling=True, context=context)
 
 
 def _write(directory: Path, session: Session) -> Path:

@@ -17,15 +17,13 @@ from treadle.training.demonstrations import load_demonstrations
 _EXAMPLES = """examples:
   treadle sft demo --out models/warm
   treadle sft demo --out models/short warm_start.steps=200 seed=3
-  treadle sft my_recipe.yaml --out models/mine model.path=/models/my-model
 
 The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
 """
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
-    summary = "supervised learning on demonstrations: a recipe's warm start, on its own"
+    summary = "supervised learning on demonstrations: a recipe's warm start alone"
     parser = add_command(commands, "sft", run, summary, _EXAMPLES)
     add_recipe(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
@@ -44,13 +42,15 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     console.line(f"loss {report.loss:.3f} nats a token ({how})")
     console.line(f"model directory: {options.out}")
-    console.line(f"evaluate it: {_command('eval', options.recipe, '--model', str(options.out))}")
-    console.line(f"train from it: {_command('train', options.recipe, *next_overrides(config, options.out))}")
+    evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
+    console.line(f"evaluate it: treadle {evaluate}")
+    train = shlex.join(["train", options.recipe, *next_overrides(config, options.out)])
+    console.line(f"train from it: treadle {train}")
     return 0
 
 
 def next_overrides(config: RunConfig, directory: Path) -> list[str]:
-    """Return the overrides with which a run of this configuration starts from the written model."""
+    """Return the overrides that make a run of this configuration start from the written model."""
     build = ["model.build=null"] if config.model.build is not None else []
     return [*build, f"model.path={directory}", "warm_start=null"]
 
@@ -63,7 +63,3 @@ def _check(config: RunConfig, recipe: str, out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
     check_model_files(config.model)
     load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-
-
-def _command(*words: str) -> str:
-    return "treadle " + shlex.join(words)

@@ -6,12 +6,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Table, indented, make_table
-from treadle.cli.options import Commands, add_command, add_json, require_record
+from treadle.cli.options import Commands, add_command, add_json, add_run
 from treadle.core.types import PLAYERS
+from treadle.orchestration.store.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,61 +29,46 @@ _NEWEST = 20
 
 
 def add_parser(commands: Commands) -> None:
-    """Declare the command."""
     parser = add_command(commands, "show", run, "print one recorded trajectory token by token", _EXAMPLES)
-    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
+    add_run(parser)
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """List trajectories, or print one."""
-    require_record(options.run_directory)
-    console = Console()
+    console, run_path = Console(), options.run_directory
+    ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
-        rows = newest(options.run_directory)
+        ledger.prove("groups", "trajectories")
+        rows = ledger.newest(_NEWEST)
         console.json(rows) if options.json else _print_list(console, rows)
         return 0
     from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces, load_trajectory
 
-    row, steps = load_trajectory(options.run_directory, options.trajectory)
-    traces = load_traces(options.run_directory, options.trajectory)
-    found = as_json(row, steps, load_run_tokenizer(options.run_directory), traces)
-    if options.json:
-        console.json(found)
-    else:
-        _print_trajectory(console, found)
+    row, steps = load_trajectory(run_path, options.trajectory)
+    traces = load_traces(run_path, options.trajectory)
+    trajectory = as_json(row, steps, load_run_tokenizer(run_path), traces)
+    console.json(trajectory) if options.json else _print_trajectory(console, trajectory)
     return 0
-
-
-def newest(run: Path) -> list[dict[str, Any]]:
-    """Return the last trajectories on record, newest first."""
-    from treadle.orchestration.store.run_directory import RunDirectory
-
-    ledger = RunDirectory(run).ledger()
-    ledger.prove("groups", "trajectories")
-    return ledger.newest(_NEWEST)
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     if not rows:
         console.line("no trajectories yet")
         return
-    left = ("trajectory", "task", "status")
-    table = make_table(*left, "reward", "adv.", "steps", "tokens", text=left)
+    names = ("trajectory", "task", "status")
+    table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
     for row in rows:
-        figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"))
-        counts = (str(row["steps"]), str(row["completion_tokens"]))
+        texts = (row["trajectory_id"], row["task_id"], row["status"])
+        figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"), str(row["steps"]))
         style = "red" if row["failure_cause"] else ""
-        table.add_row(row["trajectory_id"], row["task_id"], row["status"], *figures, *counts, style=style)
+        table.add_row(*texts, *figures, str(row["completion_tokens"]), style=style)
     console.table(table)
 
 
 def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-# --- one trajectory ---------------------------------------------------------------------------------------------------
 
 
 def as_json(
@@ -100,22 +85,16 @@ def as_json(
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
     related = step_relations(steps, decoder(tokenizer))
     traced = {trace.step: trace for trace in traces}
-    numbered = enumerate(zip(steps, related, strict=True))
-    return {
-        **head,
-        "steps": [_step(n, step, r, row["advantage"], tokenizer, traced.get(n)) for n, (step, r) in numbered],
-    }
+    steps_json = [
+        _step(number, step, relation, row["advantage"], tokenizer, traced.get(number))
+        for number, (step, relation) in enumerate(zip(steps, related, strict=True))
+    ]
+    return {**head, "steps": steps_json}
 
 
 def _step(
-    number: int,
-    step: Step,
-    relation: Relation,
-    advantage: float | None,
-    tokenizer: Tokenizer,
-    trace: StepTrace | None,
+    number: int, step: Step, relation: Relation, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None
 ) -> dict[str, Any]:
-    columns = (step.completion_ids, step.mask, step.logprobs, step.policy_versions)
     return {
         "step": number,
         "prompt_tokens": len(step.prompt_ids),
@@ -124,99 +103,83 @@ def _step(
         "relation": asdict(relation),
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
-        "reward": step.reward,
-        "shaping": step.shaping,
         "components": step.given.by_name,
-        "state_key": step.state_key,
-        "started": step.started,
-        "seconds": step.seconds,
-        "waited": step.waited,
+        **{name: getattr(step, name) for name in ("reward", "shaping", "state_key", "started", "seconds", "waited")},
         "update": None if trace is None else trace.update,
-        "tokens": [
-            {
-                "id": int(ident),
-                "text": _token_text(tokenizer, int(ident)),
-                "mask": bool(mask),
-                "logprob": round(float(logprob), 6),
-                "advantage": advantage if mask else None,
-                "policy_version": int(version),
-                **(_NOT_TRACED if trace is None else _traced(trace, at, bool(mask))),
-            }
-            for at, (ident, mask, logprob, version) in enumerate(zip(*columns, strict=True))
-        ],
+        "tokens": _tokens(step, advantage, tokenizer, trace),
     }
 
 
-_NOT_TRACED = dict.fromkeys(("learner_logprob", "entropy", "ratio", "clipped"))
-
-
-def _traced(trace: StepTrace, at: int, mask: bool) -> dict[str, Any]:
-    """Return what is known of a token of a traced step, its own advantage too."""
-    return {
-        "advantage": float(trace.advantage[at]) if mask else None,
-        "learner_logprob": round(float(trace.logprobs[at]), 6),
-        "entropy": round(float(trace.entropy[at]), 6),
-        "ratio": None if trace.ratio is None else float(trace.ratio[at]),
-        "clipped": None if trace.clipped is None else bool(trace.clipped[at]),
+def _tokens(step: Step, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None) -> list[dict[str, Any]]:
+    ids, mask = step.completion_ids.tolist(), step.mask.tolist()
+    unknown = [None] * len(ids)
+    columns: dict[str, list[Any]] = {
+        "id": ids,
+        "text": [_token_text(tokenizer, ident) for ident in ids],
+        "mask": mask,
+        "logprob": [round(value, 6) for value in step.logprobs.tolist()],
+        "advantage": [advantage if trained else None for trained in mask],
+        "policy_version": step.policy_versions.tolist(),
+        **dict.fromkeys(("learner_logprob", "entropy", "ratio", "clipped"), unknown),
     }
+    if trace is not None:
+        columns["advantage"] = [
+            a if trained else None for a, trained in zip(trace.advantage.tolist(), mask, strict=True)
+        ]
+        columns["learner_logprob"] = [round(value, 6) for value in trace.logprobs.tolist()]
+        columns["entropy"] = [round(value, 6) for value in trace.entropy.tolist()]
+        columns["ratio"] = unknown if trace.ratio is None else trace.ratio.tolist()
+        columns["clipped"] = unknown if trace.clipped is None else trace.clipped.tolist()
+    return [dict(zip(columns, token, strict=True)) for token in zip(*columns.values(), strict=True)]
 
 
 def _token_text(tokenizer: Tokenizer, ident: int) -> str:
-    """Return a token's text; of a piece of a character, which has none of its own, what the vocabulary writes."""
+    """Return a token's text; for a piece of a character, the vocabulary's entry."""
     text: str = tokenizer.decode([ident], skip_special_tokens=False)
     return text if text and "\ufffd" not in text else str(tokenizer.id_to_token(ident))
 
 
-def _print_trajectory(console: Console, found: dict[str, Any]) -> None:
-    from treadle.cli.transcript import ending
+def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
+    from treadle.cli.summary import ending
 
-    task = found["task"]
-    console.line((found["trajectory_id"], "bold"), f"   {found['split']}, {ending(found)}")
+    task = row["task"]
+    console.line((row["trajectory_id"], "bold"), f"   {row['split']}, {ending(row)}")
     kind = next((kind for kind in PLAYERS if task.get(kind)), "environment")
     console.line(f"task {task['task_id']}, {kind} {task[kind]}")
     if task["ground_truth"] is not None:
         console.line(f"ground truth {task['ground_truth']!r}")
-    advantage = "" if found["advantage"] is None else f", advantage {found['advantage']:.4f}"
-    console.line(f"{found['completion_tokens']} sampled tokens in {len(found['steps'])} steps{advantage}")
-    if found["trained_reward"] is not None and found["trained_reward"] != found["reward"]:
-        console.line(f"reward in training {found['trained_reward']:g}")
-    if found["warning"]:
-        console.line(f"warning: {found['warning']}", style="yellow")
-    if found["failure_traceback"]:
-        console.text(indented(found["failure_traceback"]), style="red")
-    for step in found["steps"]:
+    advantage = "" if row["advantage"] is None else f", advantage {row['advantage']:.4f}"
+    console.line(f"{row['completion_tokens']} sampled tokens in {len(row['steps'])} steps{advantage}")
+    if row["trained_reward"] is not None and row["trained_reward"] != row["reward"]:
+        console.line(f"reward in training {row['trained_reward']:g}")
+    if row["warning"]:
+        console.line(f"warning: {row['warning']}", style="yellow")
+    if row["failure_traceback"]:
+        console.text(indented(row["failure_traceback"]), style="red")
+    for step in row["steps"]:
         _print_step(console, step)
 
 
 def _print_step(console: Console, step: dict[str, Any]) -> None:
     versions = sorted({token["policy_version"] for token in step["tokens"]})
     version = "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "none"
+    parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())
+    trained = f"; {step['reward'] + step['shaping']:g} in training" if step["shaping"] else ""
+    made_of = f" ({parts}{trained})" if trained or step["components"].keys() - {"reward"} else ""
+    waited = "" if step["waited"] is None else f" (waited {step['waited']:.2f})"
     line = (
         f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new), "
         f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
-        f"reward {step['reward']:g}{_made_of(step)}, version {version}, {_duration(step)}"
+        f"reward {step['reward']:g}{made_of}, version {version}, {step['seconds']:.2f} s{waited}"
     )
     if step["update"] is not None:
         line += f", traced in update {step['update']}"
     console.line()
     console.line((f"step {step['step']}", "bold"), f"  {line}", wrap=True)
-    if said := relation_line(step["relation"], step["step"]):
-        console.line(said, style="yellow")
+    if relation := relation_line(step["relation"], step["step"]):
+        console.line(relation, style="yellow")
     console.text(indented(step["new_prompt_text"]), style="dim")
     console.table(_token_table(step["tokens"]))
-
-
-def _duration(step: dict[str, Any]) -> str:
-    """Return `1.32 s`, or `1.32 s (waited 0.41)` where the engine reports that."""
-    waited = "" if step["waited"] is None else f" (waited {step['waited']:.2f})"
-    return f"{step['seconds']:.2f} s{waited}"
-
-
-def _made_of(step: dict[str, Any]) -> str:
-    """Return ` (page 0.2, length_penalty -0.1; 0.1 in training)`; an empty text for a plain reward."""
-    parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())
-    trained = f"; {step['reward'] + step['shaping']:g} in training" if step["shaping"] else ""
-    return f" ({parts}{trained})" if trained or step["components"].keys() - {"reward"} else ""
 
 
 def relation_line(relation: dict[str, Any], step: int) -> str:
@@ -249,11 +212,8 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
     table = make_table("#", "id", "token", "mask", "logprob", "advantage", "version", *more, text=("token",))
     for number, token in enumerate(tokens):
         row = (str(number), str(token["id"]), (repr(token["text"]), "bold cyan" if token["mask"] else ""))
-        figures = [
-            f"{round(token['logprob'], 4) + 0.0:.4f}",
-            _figure(token["advantage"], ".4f"),
-            str(token["policy_version"]),
-        ]
+        logprob = f"{round(token['logprob'], 4) + 0.0:.4f}"
+        figures = [logprob, _figure(token["advantage"], ".4f"), str(token["policy_version"])]
         if traced:
             logprob, ratio, entropy = (_figure(token[name], ".4f") for name in ("learner_logprob", "ratio", "entropy"))
             figures += [logprob, ratio, "-" if token["clipped"] is None else str(int(token["clipped"])), entropy]

@@ -1,6 +1,6 @@
 """`treadle view`: a run directory in the browser. It reads what runs have recorded and writes nothing.
 
-    RunDirectory, LedgerReader, shards --recorded_run, groups, trajectory--> models --app--> JSON --static/--> pages
+    run directory --recorded_run--> run_pages, groups, trajectories, ... --app--> JSON --static/--> pages
 
-models.py says what each page is given. A page asks for it by path, and a file made by `export` carries the answers.
+A page asks for its answer by path; a file made by `export` carries the answers.
 """

@@ -12,45 +12,26 @@ from treadle.core.trainer import StepTrace
 from treadle.core.types import Step
 from treadle.view.models import Column
 
-COLUMNS = (
-    Column(
-        name="logprob",
-        label="log-prob, engine",
-        help="log-probability under the distribution that the token was sampled from",
-        scale="low",
-    ),
-    Column(
-        name="learner_logprob",
-        label="log-prob, learner",
-        help="log-probability by the learner, before the update",
-        scale="low",
-    ),
-    Column(
-        name="ratio",
-        label="ratio",
-        help="probability by the learner over the one that the loss compares with",
-        scale="around_one",
-    ),
-    Column(name="clipped", label="clipped", help="whether the loss bounded the ratio", scale="flag"),
-    Column(
-        name="advantage",
-        label="advantage",
-        help="what the loss weighs the token with; none if masked",
-        scale="diverging",
-    ),
-    Column(name="mask", label="mask", help="whether the token may be trained", scale="flag"),
-    Column(name="version", label="version", help="of the policy that sampled the token", scale="steps"),
-    Column(
-        name="entropy",
-        label="entropy",
-        help="of the distribution that the token is drawn from, by the learner, in nats",
-        scale="high",
-    ),
-    Column(name="reward", label="token reward", help="given for this very token", scale="diverging"),
+COLUMNS = tuple(
+    Column(name=name, label=label, scale=scale, help=text)
+    for name, label, scale, text in (
+        (
+            "logprob",
+            "log-prob, engine",
+            "low",
+            "log-probability in the distribution that it was sampled from",
+        ),
+        ("learner_logprob", "log-prob, learner", "low", "log-probability by the learner, before the update"),
+        ("ratio", "ratio", "around_one", "probability by the learner over the one that the loss compares with"),
+        ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
+        ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
+        ("mask", "mask", "flag", "whether the token may be trained"),
+        ("version", "version", "steps", "of the policy that sampled the token"),
+        ("entropy", "entropy", "high", "of the distribution that the token is drawn from, by the learner, in nats"),
+        ("reward", "token reward", "diverging", "given for this very token"),
+    )
 )
 """All columns. Traces are recorded for a share of the groups only."""
-
-_OPTIONAL = frozenset({"reward"})  # columns that most environments do not give
 
 
 def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
@@ -79,15 +60,11 @@ def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -
 def columns_of(recorded: Iterable[str], split: str) -> list[Column]:
     """Return the columns to show, given the names of those that some step has.
 
-    In training, a column that could have been recorded is shown as missing.
+    In training, a column that could have been recorded is shown as missing; few environments reward single tokens.
     """
-    there = set(recorded)
-    missing = {column.name for column in COLUMNS} - there - _OPTIONAL if split == "train" else set()
-    return [
-        column.model_copy(update={"is_recorded": column.name in there})
-        for column in COLUMNS
-        if column.name in there | missing
-    ]
+    names = set(recorded)
+    shown = names | ({column.name for column in COLUMNS} - {"reward"} if split == "train" else set())
+    return [c.model_copy(update={"is_recorded": c.name in names}) for c in COLUMNS if c.name in shown]
 
 
 def _rounded(values: NDArray[np.float32]) -> list[float]:

@@ -9,53 +9,51 @@ from typing import Any
 from treadle.core.errors import RunError
 from treadle.core.outcomes import given
 from treadle.view.groups import group_rows
-from treadle.view.models import Evaluation, GroupRow, TaskChange, TaskChanges
+from treadle.view.models import GroupRow, Json
 from treadle.view.recorded_run import RecordedRun
 
 _NAME = re.compile(r"e(\d+)(g?)(?:r(\d+))?")
 
 
-def compare_tasks(
-    before: RecordedRun, after: RecordedRun, first: str | None = None, second: str | None = None
-) -> TaskChanges:
+def compare_tasks(before: RecordedRun, after: RecordedRun, first: str | None = None, second: str | None = None) -> Json:
     """Compare the evaluation `first` of one run with `second` of another, or of the same. Raises RunError.
 
-    By default they are the first one of `before` and the last one of `after` that is of the same kind.
+    By default they are the first one of `before` and the last one of `after` that is of the same kind. before, after:
+    all evaluations to choose from. rows: each task's change (gained, lost, unchanged), share of attempts solved, and
+    group, in both. only_before, only_after: number of tasks that only one of them has, or with another prompt.
     """
     firsts, seconds = evaluations_of(before), evaluations_of(after)
     old = _chosen(firsts, first, before) if first or not firsts else firsts[0]
-    alike = [other for other in seconds if other.is_greedy == old.is_greedy]
+    alike = [other for other in seconds if other["is_greedy"] == old["is_greedy"]]
     new = _chosen(seconds, second, after) if second or not alike else alike[-1]
-    changes = TaskChanges(before=firsts, after=seconds, first=old.name, second=new.name)
-    old_rows, new_rows = _tasks(before, old.name), _tasks(after, new.name)
+    old_rows, new_rows = _tasks(before, old["name"]), _tasks(after, new["name"])
+    rows = []
     for task_id, (prompt, row) in new_rows.items():
-        if task_id not in old_rows or old_rows[task_id][0] != prompt:
-            changes.only_after += 1
-            continue
-        was = old_rows[task_id][1]
-        shares = _solved(before, was), _solved(after, row)
-        change = "unchanged" if shares[0] == shares[1] else "gained" if shares[1] > shares[0] else "lost"
-        changes.rows.append(TaskChange(change=change, solved=shares, before=was, after=row))
-    changes.only_before = len(old_rows) - len(changes.rows)
-    return changes
+        if task_id in old_rows and old_rows[task_id][0] == prompt:
+            was = old_rows[task_id][1]
+            solved = _solved(before, was), _solved(after, row)
+            change = "unchanged" if solved[0] == solved[1] else "gained" if solved[1] > solved[0] else "lost"
+            rows.append({"change": change, "solved": solved, "before": was, "after": row})
+    only = {"only_before": len(old_rows) - len(rows), "only_after": len(new_rows) - len(rows)}
+    return {"before": firsts, "after": seconds, "first": old["name"], "second": new["name"], "rows": rows, **only}
 
 
-def evaluations_of(run: RecordedRun) -> list[Evaluation]:
-    """Return the evaluations that the ledger holds, the oldest first. Raises RunError."""
+def evaluations_of(run: RecordedRun) -> list[Json]:
+    """Return the evaluations on record, the oldest first: name (prefix of group ids), label, is_greedy."""
     evaluations = []
     for name in run.ledger.evaluations():
         if (parts := _NAME.fullmatch(name)) is not None:
-            label = f"update {int(parts[1])}{', greedy' if parts[2] else ''}"
-            label += f", repeated: {parts[3]}" if parts[3] else ""
-            evaluations.append(Evaluation(name=name, label=label, is_greedy=bool(parts[2])))
+            repeated = f", repeated: {parts[3]}" if parts[3] else ""
+            label = f"update {int(parts[1])}{', greedy' if parts[2] else ''}{repeated}"
+            evaluations.append({"name": name, "label": label, "is_greedy": bool(parts[2])})
     return evaluations
 
 
-def _chosen(evaluations: list[Evaluation], name: str | None, run: RecordedRun) -> Evaluation:
+def _chosen(evaluations: list[Json], name: str | None, run: RecordedRun) -> Json:
     for evaluation in evaluations:
-        if evaluation.name == name:
+        if evaluation["name"] == name:
             return evaluation
-    names = ", ".join(evaluation.name for evaluation in evaluations) or "none"
+    names = ", ".join(evaluation["name"] for evaluation in evaluations) or "none"
     raise RunError(f"run {run.key!r} has no evaluation {name or 'of this kind'}; it has {names}")
 
 

@@ -20,8 +20,8 @@ _ENTRY = 'import "pages/app.js";'
 def static_files() -> dict[str, bytes]:
     """Return the pages' files: name below `static/` -> content."""
     root = files("treadle.view") / "static"
-    own = {entry.name: entry.read_bytes() for entry in root.iterdir() if entry.is_file()}
-    return own | {f"vendor/{entry.name}": entry.read_bytes() for entry in (root / "vendor").iterdir()}
+    pages = {entry.name: entry.read_bytes() for entry in root.iterdir() if entry.is_file()}
+    return pages | {f"vendor/{entry.name}": entry.read_bytes() for entry in (root / "vendor").iterdir()}
 
 
 def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
@@ -38,8 +38,8 @@ def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
         f"default-src 'none'; script-src {_hash(import_map)} {_hash(_ENTRY)} data:; style-src {_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    embedded = f'{{"route": {json.dumps(route)}, "answers": {{'
-    embedded += ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items()) + "}}"
+    held = ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items())
+    embedded = f'{{"route": {json.dumps(route)}, "answers": {{{held}}}}}'
     embedded = embedded.replace("<", "\\u003c")  # it must not end the element that holds it
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason, StepState
-from treadle.view.models import Fate
+from treadle.view.models import Json
 from treadle.view.texts import clipped
 
-_MOST_OF_REASON = 200  # characters
+_REASON = 200  # characters
 
 
 class Explanation(NamedTuple):
@@ -89,13 +89,11 @@ def explain(state: str, reason: str | None) -> Explanation:
         return Explanation(f"{state}: {reason}" if reason else state)
 
 
-def fate(
-    step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int | None = None
-) -> Fate:
+def fate(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> Json:
     """Explain what became of a step.
 
-    step, trajectory: rows of the ledger. update: the one that trained its group, if known. trainable: how many of its
-    sampled tokens may be trained; None where its tokens cannot be read.
+    step, trajectory: rows of the ledger. update: the one that trained its group, if known. trainable: number of its
+    sampled tokens that may be trained.
     """
     text, settings = explain(step["state"], step["reason"])
     if step["state"] == StepState.TRAINED:
@@ -104,21 +102,20 @@ def fate(
         text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
     elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
         message = trajectory["failure_message"] or ""
-        why = clipped(message, _MOST_OF_REASON)  # the trajectory's page has all of it
+        why = clipped(message, _REASON)  # the trajectory's page has all of it
         text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
         settings = failure_settings(trajectory["failure_cause"], message)
     elif step["reason"] == DropReason.REFUSED and trajectory["warning"]:
         text = f"Not trained: the learner's model cannot take its trajectory: {clipped(trajectory['warning'])}"
-    return Fate(state=step["state"], reason=step["reason"], text=text, settings=list(settings))
+    return {"state": step["state"], "reason": step["reason"], "text": text, "settings": settings}
 
 
-def _trained(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int | None) -> str:
+def _trained(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> str:
     where = "" if update is None else f" in update {update}"
-    tokens = f"{trainable} of its {step['completion_tokens']} sampled tokens" if trainable is not None else "its tokens"
+    text = f"Trained{where}: {trainable} of its {step['completion_tokens']} sampled tokens are in the loss"
     advantage = trajectory["advantage"]
     if advantage is None:
-        return f"Trained{where}: {tokens} are in the loss."
+        return f"{text}."
     if advantage == 0:
-        return f"Trained{where}: {tokens} are in the loss, but with advantage 0 they push nothing either way."
-    way = "more" if advantage > 0 else "less"
-    return f"Trained{where}: {tokens} are in the loss, made {way} likely by an advantage of {advantage:+.3g}."
+        return f"{text}, but with advantage 0 they push nothing either way."
+    return f"{text}, made {'more' if advantage > 0 else 'less'} likely by an advantage of {advantage:+.3g}."

@@ -8,17 +8,17 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from fastapi import Query
 from pydantic import BaseModel, Field
 
 from treadle.core.errors import Cause, RunError
 from treadle.core.text import escape_line
 from treadle.core.types import PLAYERS, DropReason, Status, StepState
 from treadle.orchestration.store.group_search import find_groups
-from treadle.view.models import Attempt, GroupRow, Groups
-from treadle.view.recorded_run import RecordedRun
+from treadle.view.models import Attempt, GroupRow, Json
+from treadle.view.recorded_run import LARGEST, RecordedRun, Run
 from treadle.view.texts import clipped
 
-LARGEST = 2**31 - 1
 Split = Literal["train", "held_out"]
 Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
 Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
@@ -48,19 +48,19 @@ class GroupQuery(BaseModel):
 
 
 _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
-_MOST_CHARACTERS = 240  # of a question in the table
+_QUESTION = 240  # characters of a question in the table
 
 
-def list_groups(run: RecordedRun, query: GroupQuery) -> Groups:
-    """Return a page of the table. Raises RunError."""
+def list_groups(run: Run, query: Annotated[GroupQuery, Query()]) -> Json:
+    """Return a page of the table, and the neighbors of `around`; total: groups that match. Raises RunError."""
     versions = [] if query.update is None else run.versions_of(query.update)
     page = find_groups(run.ledger, versions=versions, **query.model_dump())
-    rows = group_rows(run, page.rows)
-    return Groups(total=page.total, offset=query.offset, rows=rows, previous=page.previous, next=page.next)
+    neighbors = {"previous": page.previous, "next": page.next}
+    return {"total": page.total, "offset": query.offset, "rows": group_rows(run, page.rows), **neighbors}
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
-    """Return the lines of groups, given their rows of the ledger, with their attempts."""
+    """Return the lines of groups with their attempts, given their rows of the ledger."""
     names = [row["group_id"] for row in rows]
     states: dict[str, dict[str, int]] = defaultdict(dict)
     for row in run.ledger.attempts_states(names):
@@ -68,16 +68,12 @@ def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[Grou
         states[row["trajectory_id"]][name] = row["count"]
     members: dict[str, list[Attempt]] = defaultdict(list)
     for row in run.ledger.attempts(names):
-        members[row["group_id"]].append(attempt_of(row, states[row["trajectory_id"]]))
+        fields = {name: row[name] for name in Attempt.model_fields if name != "states"}
+        fields |= {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
+        fields |= {"components": json.loads(row["components"]), "states": states[row["trajectory_id"]]}
+        members[row["group_id"]].append(Attempt(**fields))
     state = run.state()
     return [_group_row(run, row, members[row["group_id"]], state) for row in rows]
-
-
-def attempt_of(row: Mapping[str, Any], states: dict[str, int]) -> Attempt:
-    """Return an attempt, given its row of the ledger and how many of its steps ended how."""
-    fields = {name: row[name] for name in Attempt.model_fields if name != "states"}
-    texts = {name: row[name] and clipped(row[name]) for name in ("failure_message", "warning")}
-    return Attempt(**{**fields, **texts, "components": json.loads(row["components"]), "states": states})
 
 
 def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt], state: str) -> GroupRow:
@@ -113,8 +109,8 @@ def _question(task: Mapping[str, Any]) -> str:
     """Return what a task asks, in a line: its last message of a user, or all its extras."""
     asked = [m.get("content") for m in task.get("prompt") or () if isinstance(m, dict) and m.get("role") == "user"]
     text = str(asked[-1]) if asked else json.dumps(task.get("extras") or {}, ensure_ascii=False)
-    text = escape_line(" ".join(text[: 4 * _MOST_CHARACTERS].split()))
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} …"
+    text = escape_line(" ".join(text[: 4 * _QUESTION].split()))
+    return text if len(text) <= _QUESTION else f"{text[:_QUESTION]} …"
 
 
 def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:

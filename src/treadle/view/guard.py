@@ -30,6 +30,7 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+_NO_TOKEN = "open the link that `treadle view` printed: it carries the token\n"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -60,28 +61,22 @@ class Guard:
 
     def _answer(self, request: Request) -> Response | None:
         """Return the refusal of a request; None if it may reach the application."""
-        if _host(request.headers.get("host", "")) not in self._hosts:
+        host = request.headers.get("host", "").lower()
+        name, colon, port = host.rpartition(":")  # `[::1]` and `8321` of `[::1]:8321`
+        if (name if colon and port.isdigit() else host) not in self._hosts:
             return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("nothing can be changed here\n", 405)
         tokens = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
         if request.url.path == "/" and tokens:
             if not self._is_token(tokens[-1]):
-                return _no_token()
+                return PlainTextResponse(_NO_TOKEN, 403)
             answer = RedirectResponse("./", 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
-        return None if self._is_token(request.cookies.get(self._cookie, "")) else _no_token()
+        if not self._is_token(request.cookies.get(self._cookie, "")):
+            return PlainTextResponse(_NO_TOKEN, 403)
+        return None
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode("utf-8", "replace"), self._token.encode())
-
-
-def _no_token() -> Response:
-    return PlainTextResponse("open the link that `treadle view` printed: it carries the token\n", 403)
-
-
-def _host(header: str) -> str:
-    """Return a Host header's name without its port: `[::1]` of `[::1]:8321`."""
-    name, colon, port = header.lower().rpartition(":")
-    return name if colon and port.isdigit() else header.lower()

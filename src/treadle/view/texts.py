@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -13,7 +14,7 @@ from treadle.core.types import Ids
 from treadle.view.models import Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
-_MOST_OF_MESSAGE = 2000  # characters
+_MESSAGE = 2000  # characters
 _LONGEST = 4  # bytes of a character
 
 
@@ -51,41 +52,35 @@ class TokenTexts:
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
         """Return (start, count, text) of runs of tokens that only together are text."""
-        joined_runs = []
+        joined = []
         at = 0
         while at < len(ids):
             count = 1
-            if self._is_piece(ids[at]):
-                limit = min(_LONGEST, len(ids) - at)
-                text = ""
-                for count in range(2, limit + 1):
-                    text = self._decode(ids[at : at + count])
+            if self._tokenizer is not None and _PIECE in self.raw(ids[at]):
+                for length in range(2, min(_LONGEST, len(ids) - at) + 1):
+                    text = self._decode(ids[at : at + length])
                     if _PIECE not in text:
-                        joined_runs.append((at, count, escape_text(_writable(text))))
+                        joined.append((at, length, escape_text(_writable(text))))
+                        count = length
                         break
-                else:
-                    count = 1
             at += count
-        return joined_runs
+        return joined
 
     def decode(self, ids: Ids) -> str:
         """Return the text of tokens in a row; without a tokenizer, their ids."""
         numbers = ids.tolist()
         return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
 
-    def _is_piece(self, ident: int) -> bool:
-        return self._tokenizer is not None and _PIECE in self.raw(ident)
-
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def clipped(text: str, most: int = _MOST_OF_MESSAGE) -> str:
+def clipped(text: str, limit: int = _MESSAGE) -> str:
     """Return a message for a table, with escapes, and without its end if a tool has made it very long."""
-    if len(text) <= most:
+    if len(text) <= limit:
         return escape_text(text)
-    return f"{escape_text(text[:most])} … ({len(text):,} characters)"
+    return f"{escape_text(text[:limit])} … ({len(text):,} characters)"
 
 
 def _writable(text: str) -> str:
@@ -94,14 +89,13 @@ def _writable(text: str) -> str:
 
 # Messages, recognized by the special tokens around them.
 
+_ROLES = "system|user|assistant|tool|observation|developer"
 _HEADERS = re.compile(
-    r"<\|im_start\|>(?P<a>\w*)\n?|<\|start_header_id\|>(?P<b>\w*)<\|end_header_id\|>\n*|<start_of_turn>(?P<c>\w*)\n?"
-    r"|<\|(?P<d>system|user|assistant|tool|observation|developer)\|>\n?"
+    r"<\|im_start\|>(\w*)\n?|<\|start_header_id\|>(\w*)<\|end_header_id\|>\n*|<start_of_turn>(\w*)\n?"
+    rf"|<\|({_ROLES})\|>\n?"
 )
 _ENDS = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|</s>)\n?")
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
-_KINDS = (("call", _CALL), ("thought", _THOUGHT))
+_FOLDED = re.compile(r"(?P<thought><think>.*?(?:</think>|\Z))|(?P<call><tool_call>.*?(?:</tool_call>|\Z))", re.DOTALL)
 
 
 def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list[Span]:
@@ -113,11 +107,10 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
     pieces = [texts.raw(ident) for ident in ids]
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     text = "".join(pieces)
-    special = [at for at, ident in enumerate(ids) if ident in texts.special]
-    is_mark = {int(starts[at]) for at in special}
+    is_mark = {int(starts[at]) for at, ident in enumerate(ids) if ident in texts.special}
     parts: list[tuple[int, str, str]] = []  # where each begins, its kind and role
     at = 0
-    for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda found: found.start()):
+    for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda mark: mark.start()):
         if mark.start() not in is_mark:
             continue
         opened = next((name for name in mark.groups() if name), "") if mark.re is _HEADERS else role
@@ -131,49 +124,27 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
         role, at = opened, mark.end()
     parts += [(begin, kind, role) for begin, kind in _folded(text, at, len(text))]
     parts = parts or [(0, "text", role)]  # ids without a text
-    firsts = np.searchsorted(starts[:-1], [begin for begin, _, _ in parts])
+    part_of = np.searchsorted([begin for begin, _, _ in parts], starts[:-1], side="right") - 1
+    labels = [
+        ("template" if ident in texts.special else parts[part][1], parts[part][2])
+        for ident, part in zip(ids, part_of.tolist(), strict=True)
+    ]
     spans: list[Span] = []
-    for (_, kind, own), start, end in zip(parts, firsts.tolist(), [*firsts[1:].tolist(), len(ids)], strict=True):
-        _add_span(spans, start, end, own, kind)
-    return _with_special(spans, special)
+    for (kind, role), members in groupby(range(len(ids)), key=labels.__getitem__):
+        start, *rest = members
+        spans.append(Span(start=start, end=start + len(rest) + 1, role=role, kind=kind))
+    return spans
 
 
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
     """Yield where each part of a message's text begins, and its kind: text, thought or call."""
-    while start < end:
-        matches = [(m, kind) for kind, pattern in _KINDS for m in [pattern.search(text, start, end)] if m]
-        if not matches:
+    for match in _FOLDED.finditer(text, start, end):
+        if match.start() > start:
             yield start, "text"
-            return
-        mark, kind = min(matches, key=lambda pair: pair[0].start())
-        if mark.start() > start:
-            yield start, "text"
-        yield mark.start(), kind
-        start = mark.end()
-
-
-def _with_special(spans: Sequence[Span], special: Iterable[int]) -> list[Span]:
-    """Return the spans with every special token as part of the template."""
-    pieces: list[Span] = []
-    tokens = list(special)[::-1]
-    for span in spans:
-        at = span.start
-        while tokens and tokens[-1] < span.end:
-            token = tokens.pop()
-            _add_span(pieces, at, token, span.role, span.kind)
-            _add_span(pieces, token, token + 1, span.role, "template")
-            at = token + 1
-        _add_span(pieces, at, span.end, span.role, span.kind)
-    return pieces
-
-
-def _add_span(spans: list[Span], start: int, end: int, role: str, kind: str) -> None:
-    if start >= end:
-        return
-    if spans and (spans[-1].kind, spans[-1].role) == (kind, role):
-        spans[-1].end = end
-    else:
-        spans.append(Span(start=start, end=end, role=role, kind=kind))
+        yield match.start(), str(match.lastgroup)
+        start = match.end()
+    if start < end:
+        yield start, "text"
 
 
 def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:

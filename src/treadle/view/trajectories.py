@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import Query
 
 from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.prefix import common_prefix
@@ -20,18 +24,19 @@ from treadle.packing.flat import PackedCall
 from treadle.view import models
 from treadle.view.columns import columns_of, step_columns
 from treadle.view.fates import fate
-from treadle.view.groups import group_rows, groups_of_task
-from treadle.view.recorded_run import RecordedRun
+from treadle.view.groups import Split, group_rows, groups_of_task
+from treadle.view.models import Json
+from treadle.view.recorded_run import Key, Number, RecordedRun, Run
 from treadle.view.segments import prefix_segments
 from treadle.view.texts import TokenTexts, extended_spans, message_spans
 
 _SNIPPET = 60  # characters on either side of what was found
-_MOST_FOUND = 200
-_MOST_DRAWN = 24  # attempts side by side
-_COMPUTED = (StepState.TRAINED, StepState.RECORDED)  # steps that are in an update, or still will be
+_MAX_FOUND = 200
+_MAX_DRAWN = 24  # attempts side by side
+_COMPUTED = (StepState.TRAINED, StepState.RECORDED)  # states of steps that are in an update, or still may be
 
 
-def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryView:
+def view_trajectory(run: Run, trajectory_id: Key) -> models.TrajectoryView:
     """Return a trajectory; where its tokens cannot be read, the rest of it and why. Raises RunError."""
     row, group_row = _rows_of(run, trajectory_id)
     [group] = group_rows(run, [group_row])
@@ -44,7 +49,7 @@ def view_trajectory(run: RecordedRun, trajectory_id: str) -> models.TrajectoryVi
         split=group.split,
         ground_truth=json.loads(group_row["task"]).get("ground_truth"),
         traceback=escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
-        metrics=_measured(row["metrics"]),
+        metrics={name: e["value"] for name, e in json.loads(row["metrics"]).items()},  # {"tool_calls": 2.0}
         siblings=names,
         **run.ledger.neighbors("trajectories", trajectory_id),
     )
@@ -72,11 +77,6 @@ def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict
     return rows[0], groups[0]
 
 
-def _measured(text: str) -> dict[str, Any]:
-    """Return the metrics of the environment by name: `{"tool_calls": 2.0}`."""
-    return {name: entry.get("value") for name, entry in json.loads(text).items() if isinstance(entry, dict)}
-
-
 def _add_tokens(
     view: models.TrajectoryView,
     run: RecordedRun,
@@ -90,8 +90,7 @@ def _add_tokens(
     view.problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-    view.segments, ends = _segments(calls, texts)
-    view.texts, view.special = _vocabulary(view.segments, texts)
+    ends = _add_tree(view, calls, texts)
     related = step_relations(steps, texts.decode)
     spans: list[list[models.Span]] = []
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
@@ -138,44 +137,33 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
     return {trace.step: trace for trace in sorted(traces, key=lambda trace: trace.update)}, None
 
 
-def _segments(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[list[models.Segment], list[int]]:
-    segments, ends = prefix_segments(calls)
-    for segment in segments:
+def _add_tree(view: models.TokenTree, calls: Sequence[PackedCall], texts: TokenTexts) -> list[int]:
+    """Add the prefix tree of some calls; returns the segment in which each ends."""
+    view.segments, ends = prefix_segments(calls)
+    for segment in view.segments:
         segment.joined = texts.joined(segment.ids)
-    return segments, ends
+    view.texts = texts.all(ident for segment in view.segments for ident in segment.ids)
+    view.special = sorted(view.texts.keys() & texts.special)
+    return ends
 
 
-def _vocabulary(segments: Sequence[models.Segment], texts: TokenTexts) -> tuple[dict[int, str], list[int]]:
-    used = texts.all(ident for segment in segments for ident in segment.ids)
-    return used, sorted(used.keys() & texts.special)
-
-
-def _relation(relation: Relation) -> models.Relation:
+def _relation(relation: Relation) -> Json:
     was, now = (escape_text(side.text) if side else None for side in (relation.was, relation.now))
-    return models.Relation(
-        kind=str(relation.kind),
-        base=relation.base,
-        shared=relation.shared,
-        cause=str(relation.cause) if relation.cause else None,
-        was=was,
-        now=now,
-        extra_tokens=relation.extra_tokens,
-    )
+    return {**asdict(relation), "was": was, "now": now}
 
 
-def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> models.Cost:
-    """Count what training computes of some attempts' steps, by what it shares; `tree` within a group."""
+def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> Json:
+    """Count the tokens that training computes of some attempts' steps with each packing; `tree` within a group."""
     count = PackingCount()
     count.add_group([call for calls in attempts for call in count.add_trajectory(calls)])
     try:
-        config = run.config()
-        used = str(config.training.packing)
+        used = str(run.config().training.packing)
     except TreadleError:
         used = ""
-    return models.Cost(step=count.step, chain=count.chain, tree=count.group_tree, used=used)
+    return {"step": count.step, "chain": count.chain, "tree": count.group_tree, "used": used}
 
 
-def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
+def view_group(run: Run, group_id: Key) -> models.GroupView:
     """Return a group, with the tree of all steps whose tokens can be read. Raises RunError."""
     rows = run.ledger.rows("groups", "WHERE group_id = ?", group_id)
     if not rows:
@@ -193,12 +181,14 @@ def view_group(run: RecordedRun, group_id: str) -> models.GroupView:
     return view
 
 
-def follow_task(run: RecordedRun, task_id: str, split: str) -> models.Followed:
+def follow_task(
+    run: Run, task_id: Annotated[str, Query(max_length=1000)], split: Split = "held_out"
+) -> models.Followed:
     """Return all groups of a task, oldest first, and the tree of attempts of each. Raises RunError if there is none."""
     groups = groups_of_task(run, task_id, split)
     view = models.Followed(task_id=task_id, question=groups[0].question, groups=groups)
     attempts = [(attempt.attempt, -n, attempt) for n, group in enumerate(groups) for attempt in group.attempts]
-    drawn = sorted(attempts, key=lambda one: one[:2])[:_MOST_DRAWN]
+    drawn = sorted(attempts, key=lambda one: one[:2])[:_MAX_DRAWN]
     if len(drawn) < len(attempts):
         view.problems.append(f"{len(drawn)} of {len(attempts)} attempts are side by side: first ones, newest first")
     _add_attempts(view, run, [attempt for *_, attempt in sorted(drawn, key=lambda one: (-one[1], one[0]))])
@@ -214,7 +204,14 @@ def _add_attempts(
     trained: list[list[PackedCall]] = []
     calls: list[PackedCall] = []
     whole: dict[str, Ids] = {}
-    for number, (attempt, steps) in enumerate(_read_attempts(run, attempts, view.problems)):
+    for number, attempt in enumerate(attempts):
+        try:
+            [trajectory] = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", attempt.trajectory_id)
+            shard = run.ledger.shard(trajectory["shard"])
+            steps = read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
+        except TreadleError as error:
+            view.problems += [str(error)] if str(error) not in view.problems else []
+            steps = []
         rows = run.ledger.steps(attempt.trajectory_id)
         outcomes = {row["step"]: (row["state"], row["reason"]) for row in rows}
         trained.append([])
@@ -223,86 +220,61 @@ def _add_attempts(
             calls.append(PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number))
             if state in _COMPUTED:
                 trained[-1].append(calls[-1])
-            view.steps.append(
-                models.TreeStep(
-                    trajectory_id=attempt.trajectory_id,
-                    step=at,
-                    prompt_tokens=len(step.prompt_ids),
-                    relation=_relation(relation),
-                    state=state,
-                    reason=reason,
-                )
-            )
+            names = {"trajectory_id": attempt.trajectory_id, "step": at, "prompt_tokens": len(step.prompt_ids)}
+            view.steps.append({**names, "relation": _relation(relation), "state": state, "reason": reason})
         if steps:
             whole[attempt.trajectory_id] = steps[-1].full_ids
-    view.segments, ends = _segments(calls, texts)
-    view.texts, view.special = _vocabulary(view.segments, texts)
+    ends = _add_tree(view, calls, texts)
     for tree_step, end in zip(view.steps, ends, strict=True):
-        tree_step.segment = end
+        tree_step["segment"] = end
     first = next(iter(whole.values()), None)
     if first is not None:
         view.apart = {name: common_prefix(first, ids) for name, ids in whole.items()}
     return trained
 
 
-def _read_attempts(
-    run: RecordedRun, attempts: Sequence[models.Attempt], problems: list[str]
-) -> Iterator[tuple[models.Attempt, list[Step]]]:
-    """Yield the attempts with their steps; what cannot be read is said in `problems`, once."""
-    for attempt in attempts:
-        try:
-            [row] = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", attempt.trajectory_id)
-            shard = run.ledger.shard(row["shard"])
-            yield attempt, read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
-        except TreadleError as error:
-            if str(error) not in problems:
-                problems.append(str(error))
-            yield attempt, []
+def search_update(run: Run, update: Number, text: Annotated[str, Query(min_length=1, max_length=200)]) -> Json:
+    """Return where the trajectories of an update hold a text, sampled or newly read by a step. Raises RunError.
 
-
-def search_update(run: RecordedRun, update: int, text: str) -> models.SearchResult:
-    """Return where the trajectories of an update hold a text, sampled or read anew by a step. Raises RunError."""
+    found: trajectory, step, the match and the text around it. is_complete: False if there are more places.
+    """
     rows = run.ledger.trained_by(run.versions_of(update), f"e{update:06d}")
     texts, problem = run.texts()
-    result = models.SearchResult(found=[], searched=0, is_complete=True, problems=[problem] if problem else [])
-    shards: dict[str, dict[str, list[Step]]] = {}
-    for row in rows:
-        if row["shard"] not in shards:
-            try:
-                shards = {row["shard"]: read_shard(run.directory.rollouts, run.ledger.shard(row["shard"]))}
-            except TreadleError as error:
-                result.problems.append(str(error))
-                shards = {row["shard"]: {}}
-        steps = shards[row["shard"]].get(row["trajectory_id"], [])
-        result.searched += 1
-        for place in _places(row["trajectory_id"], steps, text, texts):
-            if len(result.found) == _MOST_FOUND:
-                result.is_complete = False
-                return result
-            result.found.append(place)
+    found: list[Json] = []
+    result: Json = {"found": found, "searched": 0, "is_complete": True, "problems": [problem] if problem else []}
+    for shard, members in itertools.groupby(rows, lambda row: row["shard"]):
+        try:
+            steps = read_shard(run.directory.rollouts, run.ledger.shard(shard))
+        except TreadleError as error:
+            result["problems"].append(str(error))
+            steps = {}
+        for row in members:
+            result["searched"] += 1
+            found += _places(row["trajectory_id"], steps.get(row["trajectory_id"], []), text, texts)
+            if len(found) > _MAX_FOUND:
+                return {**result, "found": found[:_MAX_FOUND], "is_complete": False}
     return result
 
 
-def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts) -> Iterator[models.Found]:
+def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts) -> Iterator[Json]:
     before = None
     for number, step in enumerate(steps):
         ids = step.full_ids
-        shared = common_prefix(before, ids) if before is not None else 0
+        decoded = texts.decode(ids[common_prefix(before, ids) if before is not None else 0 :])
         before = ids
-        decoded = texts.decode(ids[shared:])
-        at = decoded.lower().find(text.lower())
-        if at >= 0:
-            end = at + len(text)
-            parts = (decoded[max(at - _SNIPPET, 0) : at], decoded[at:end], decoded[end : end + _SNIPPET])
-            sides = [escape_text(part) for part in parts]
-            yield models.Found(trajectory_id=trajectory, step=number, before=sides[0], match=sides[1], after=sides[2])
+        start = decoded.lower().find(text.lower())
+        if start >= 0:
+            end = start + len(text)
+            parts = (decoded[max(start - _SNIPPET, 0) : start], decoded[start:end], decoded[end : end + _SNIPPET])
+            sides = dict(zip(("before", "match", "after"), map(escape_text, parts), strict=True))
+            yield {"trajectory_id": trajectory, "step": number, **sides}
 
 
-def experts_of(run: RecordedRun, trajectory_id: str, step: int, token: int) -> models.Experts:
-    """Return the experts of one sampled token. Raises RunError where none are on record."""
+def experts_of(run: Run, trajectory_id: Key, step: Number, token: Number) -> Json:
+    """Return the experts chosen for one sampled token, by layer: [M][k]. Raises RunError if none are on record."""
     row, _ = _rows_of(run, trajectory_id)
     steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
     routing = steps[step].routing if step < len(steps) else None
     if routing is None or token >= len(routing):
         raise RunError(f"no experts are on record for token {token} of step {step} of {trajectory_id!r}")
-    return models.Experts(layers=routing[token].tolist())
+    return {"layers": routing[token].tolist()}

@@ -4,7 +4,7 @@
           -> (rollout ... -> batch -> update ... -> publish -> [evaluate] -> [checkpoint]) ...
           -> [checkpoint] -> [evaluate] -> end
 
-With `orchestration.max_staleness` above 0 `rollout` comes at any time in between; `phase`, `interval` and `message`
+With `orchestration.max_staleness` above 0, `rollout` comes at any time in between; `phase`, `interval` and `message`
 always may.
 """
 
@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
@@ -30,9 +30,9 @@ from treadle.rollout.isolation.user_code import raised
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Holds what a callback gets at the start of a run.
+    """What a callback gets at the start of a run.
 
-    update: number of the last update that is already made; 0 in a new run. log: puts a line into the run's output.
+    update: number of the last update already made; 0 in a new run. log: adds a line to the run's output.
     """
 
     directory: Path
@@ -41,62 +41,50 @@ class RunStart:
     log: Callable[[str], None]
 
 
-@runtime_checkable
-class Callback(Protocol):
-    """Follows a run. Subclass it and write the methods you want; the others do nothing.
+class Callback:
+    """Follows a run. Subclass it and override the methods you want.
 
-    All are called on the thread of the run's event loop, which waits for them: return soon. Arguments are read-only and
-    return values ignored: a callback cannot change what is trained. An exception in `start` ends the run before it
+    All methods run on the thread of the run's event loop, which waits for them: return soon. Arguments are read-only
+    and return values ignored: a callback cannot change what is trained. An exception in `start` ends the run before it
     begins. One in another method switches the callback off and stops the run after the current update, with a
-    checkpoint; but a TreadleError stops it at once.
+    checkpoint; a TreadleError stops it at once.
     """
 
     def start(self, run: RunStart) -> None:
-        """Handle the start of a run, also of a resumed one, before anything is computed."""
-        return
+        """Start of a run, also of a resumed one, before anything is computed."""
 
     def rollout(self, trajectory: Trajectory) -> None:
-        """Handle a training attempt that has finished and is on record."""
-        return
+        """A training attempt has finished and is on record."""
 
     def batch(self, groups: Sequence[Group], version: int) -> None:
-        """Handle the groups that are trained next, starting from the weights of this version."""
-        return
+        """These groups are trained next, starting from the weights of this version."""
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Handle an optimizer update that was made; `row` is its line of metrics.jsonl."""
-        return
+        """An optimizer update was made; `row` is its line of metrics.jsonl."""
 
     def publish(self, version: int) -> None:
-        """Handle a publication: from now on the engine samples with the weights of this version."""
-        return
+        """From now on the engine samples with the weights of this version."""
 
     def evaluate(self, result: EvaluationResult) -> None:
-        """Handle the result of an evaluation on the held-out tasks."""
-        return
+        """Result of an evaluation on the held-out tasks."""
 
     def checkpoint(self, directory: Path, update: int) -> None:
-        """Handle a complete checkpoint after this update; later ones remove it, as `orchestration.keep_last` says."""
-        return
+        """Complete checkpoint after this update; later ones remove it, as `orchestration.keep_last` says."""
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Handle a phase's progress (rollout, update, evaluation): `done` of `total` equal pieces; 0: it begins."""
-        return
+        """Progress of a phase (rollout, update, evaluation): `done` of `total` equal pieces; 0: it begins."""
 
     def interval(self, row: Mapping[str, Any]) -> None:
-        """Handle a phase that has ended, publications and checkpoints among them: its line of intervals.jsonl."""
-        return
+        """A phase has ended, publications and checkpoints among them: its line of intervals.jsonl."""
 
     def message(self, line: str) -> None:
-        """Handle a line of the run's output: what failed for the first time, which task is left out."""
-        return
+        """A line of the run's output: a failure seen for the first time, a task that is left out."""
 
     def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
-        """Handle the end of the run, or its interruption: with its summary, or with an error.
+        """End of the run, or its interruption: with its summary, or with an error.
 
         An exception in this method only becomes a line of output.
         """
-        return
 
 
 EVENTS = tuple(name for name, member in vars(Callback).items() if inspect.isfunction(member) and name[0] != "_")
@@ -104,7 +92,7 @@ EVENTS = tuple(name for name, member in vars(Callback).items() if inspect.isfunc
 
 
 class JsonLines(Callback):
-    """Writes metrics.jsonl: one line per update and per evaluation; and intervals.jsonl. Every run has them."""
+    """Writes metrics.jsonl, a line per update and evaluation, and intervals.jsonl. Every run has them."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -120,9 +108,9 @@ class JsonLines(Callback):
 
 
 class Callbacks(Callback):
-    """Passes each event on to `members` (name -> callback), in their order, and attributes what one of them raises.
+    """Passes each event on to `members` (name -> callback) in order, and attributes what one of them raises.
 
-    progress: Treadle's own, which comes last: what it raises is a bug, and ends the run.
+    progress: Treadle's own, called last: what it raises is a bug, and ends the run.
     """
 
     def __init__(self, members: Mapping[str, Callback], stop: StopRequest, progress: Callback | None = None) -> None:
@@ -137,7 +125,11 @@ class Callbacks(Callback):
         try:
             for name, callback in self._members.items():
                 started[name] = callback
-                _start(name, callback, run)
+                error = _raised_by(callback.start, run)
+                if isinstance(error, TreadleError):
+                    raise error
+                if error is not None:
+                    raise RunError(raised(f"callback {name}: start", error)) from error
             summary = work()
         except BaseException as error:
             _end(started, run, None, error)
@@ -145,98 +137,77 @@ class Callbacks(Callback):
         _end(started, run, MappingProxyType(summary), None)
         return summary
 
-    def rollout(self, trajectory: Trajectory) -> None:
-        self._notify("rollout", lambda callback: callback.rollout(trajectory))
-
-    def batch(self, groups: Sequence[Group], version: int) -> None:
-        self._notify("batch", lambda callback: callback.batch(tuple(groups), version))
-
-    def update(self, row: Mapping[str, Any]) -> None:
-        self._notify("update", lambda callback: callback.update(MappingProxyType(dict(row))))
-
-    def publish(self, version: int) -> None:
-        self._notify("publish", lambda callback: callback.publish(version))
-
-    def evaluate(self, result: EvaluationResult) -> None:
-        self._notify("evaluate", lambda callback: callback.evaluate(deepcopy(result)))
-
-    def checkpoint(self, directory: Path, update: int) -> None:
-        self._notify("checkpoint", lambda callback: callback.checkpoint(directory, update))
-
-    def phase(self, name: str, done: int, total: int) -> None:
-        self._notify("phase", lambda callback: callback.phase(name, done, total))
-
-    def interval(self, row: Mapping[str, Any]) -> None:
-        self._notify("interval", lambda callback: callback.interval(MappingProxyType(dict(row))))
-
-    def message(self, line: str) -> None:
-        self._notify("message", lambda callback: callback.message(line))
-
-    def _notify(self, event: str, notify: Callable[[Callback], None]) -> None:
+    def notify(self, event: str, *arguments: Any) -> None:
         """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
         for name, callback in list(self._members.items()):
-            error = _raised_by(notify, callback)
+            error = _raised_by(getattr(callback, event), *map(_read_only, arguments))
             if isinstance(error, TreadleError):
                 raise error
             if error is not None:
                 del self._members[name]
                 self.stop.request(raised(f"callback {name}: {event}", error), error)
         if self._progress is not None:
-            notify(self._progress)
+            getattr(self._progress, event)(*arguments)
+
+
+def _passing_on(event: str) -> Callable[..., None]:
+    def method(self: Callbacks, *arguments: Any) -> None:
+        self.notify(event, *arguments)
+
+    return method
+
+
+for _event in EVENTS[1:-1]:  # `around` calls `start` and `end`
+    setattr(Callbacks, _event, _passing_on(_event))
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = ()) -> dict[str, Callback]:
     """Return name -> callback: those configured, then the user's `own`. Raises ConfigError."""
-    members = {config.name: _load(config) for config in configs}
-    if len(members) < len(configs):
-        names = ", ".join(config.name for config in configs)
-        raise ConfigError(f"callbacks: {names}: each may be there once")
+    members: dict[str, Callback] = {}
+    for config in configs:
+        if config.name in members:
+            raise ConfigError(f"callbacks: {config.name!r} is listed twice; keep one")
+        make = resolve("callbacks", config.name)
+        try:
+            inspect.signature(make).bind(**config.options)
+        except TypeError as error:
+            raise ConfigError(f"callbacks: {config.name!r} does not accept these options: {error}") from error
+        members[config.name] = make(**config.options)
     for number, callback in enumerate(own, 1):
         members[f"{type(callback).__qualname__} ({number} of callbacks=)"] = callback
     for name, callback in members.items():
-        _check(name, callback)
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks: {name!r} made {callback!r}, not a treadle.Callback; subclass that")
+        waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
+        if waiting:
+            raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")
     return members
-
-
-def _load(config: CallbackConfig) -> Callback:
-    make = resolve("callbacks", config.name)
-    try:
-        inspect.signature(make).bind(**config.options)
-    except TypeError as error:
-        raise ConfigError(f"callbacks: {config.name!r} is called with its options, but: {error}") from error
-    made: Callback = make(**config.options)
-    return made
-
-
-def _check(name: str, callback: object) -> None:
-    if isinstance(callback, type) or not isinstance(callback, Callback):
-        raise ConfigError(f"callbacks: {name!r} made {callback!r}, which is no treadle.Callback; subclass that")
-    waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
-    if waiting:
-        raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write them as plain ones")
-
-
-def _start(name: str, callback: Callback, run: RunStart) -> None:
-    error = _raised_by(lambda callback: callback.start(run), callback)
-    if isinstance(error, TreadleError):
-        raise error
-    if error is not None:
-        raise RunError(raised(f"callback {name}: start", error)) from error
 
 
 def _end(
     started: Mapping[str, Callback], run: RunStart, summary: Mapping[str, Any] | None, error: BaseException | None
 ) -> None:
     for name, callback in started.items():
-        own = _raised_by(lambda callback: callback.end(summary, error), callback)
-        if own is not None:
-            run.log(raised(f"callback {name}: end", own))
+        if (problem := _raised_by(callback.end, summary, error)) is not None:
+            run.log(raised(f"callback {name}: end", problem))
 
 
-def _raised_by(tell: Callable[[Callback], None], callback: Callback) -> BaseException | None:
+def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | None:
     """Return what the callback raises, if anything: user code's exceptions are caught here, and only here."""
     try:
-        tell(callback)
+        method(*arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed by the caller
         return error
     return None
+
+
+def _read_only(argument: Any) -> Any:
+    """Return a copy of what a callback might change."""
+    match argument:
+        case Mapping():
+            return MappingProxyType(dict(argument))
+        case list():
+            return tuple(argument)
+        case EvaluationResult():
+            return deepcopy(argument)
+    return argument

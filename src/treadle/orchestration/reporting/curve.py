@@ -25,26 +25,25 @@ _SMOOTHED_FROM = 2 * WIDTH  # an average over nearly all there is would say noth
 _MAX_KINDS = 7  # curves of success by a key of the tasks: as many colours as can be told apart, beside `all`
 _MAX_KEYS = 3  # in a label, unless more are needed to tell the groups apart
 _MAX_VALUE = 40  # characters of a value in a label
-_NOT_COMPARED = ("seed", "about")
 _Points = Mapping[int, float]  # update -> value
 
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """Holds what is drawn of one run: its configuration, and the rows of its metrics.jsonl."""
+    """One run: its configuration, and the rows of its metrics.jsonl."""
 
     config: RunConfig
     rows: Sequence[Mapping[str, Any]]
 
     @property
     def updates(self) -> int:
-        """Return the last update that is logged; 0 without any."""
+        """The last update that is logged; 0 without any."""
         return max((row["update"] for row in self.rows if row["kind"] == "update"), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RunGroup:
-    """Holds runs that differ in the seed only, and the label that tells them from the other groups."""
+    """Runs that differ in the seed only, and the label that tells them from the other groups."""
 
     label: str
     runs: tuple[RunMetrics, ...]
@@ -52,7 +51,7 @@ class RunGroup:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Holds a metric of a group's runs at the updates where all of them have it, so that each mean is over all runs.
+    """A metric of a group's runs at the updates where all of them have it, so that each mean is over all runs.
 
     group: its index. measured, values [runs, points]: as logged, and as drawn: moving averages in a long run.
     """
@@ -65,24 +64,17 @@ class Curve:
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
-        """Return the mean over the runs, [points]."""
-        mean: npt.NDArray[np.float64] = self.values.mean(axis=0)
-        return mean
+        """Mean over the runs, [points]."""
+        return np.asarray(self.values.mean(axis=0))
 
     @property
     def is_smoothed(self) -> bool:
-        """Return whether the values are moving averages."""
         return self.values is not self.measured
-
-    @property
-    def band(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Return the lowest and the highest of the runs, [points] each."""
-        return self.values.min(axis=0), self.values.max(axis=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Holds the curves that share a pair of axes.
+    """Curves that share a pair of axes.
 
     greedy: those of greedy evaluations, before and after training. is_share: whether values are between 0 and 1.
     """
@@ -103,13 +95,13 @@ def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
     """Return the runs in groups that differ in the seed only, in the order of their first runs."""
     groups: list[list[RunMetrics]] = []
     for run in runs:
-        same = (own for own in groups if not _compared(own[0].config, run.config))
-        if (group := next(same, None)) is None:
+        same = next((group for group in groups if not _compared(group[0].config, run.config)), None)
+        if same is None:
             groups.append([run])
         else:
-            group.append(run)
-    labels = _labels([own[0].config for own in groups])
-    return [RunGroup(label, tuple(own)) for label, own in zip(labels, groups, strict=True)]
+            same.append(run)
+    labels = _labels([group[0].config for group in groups])
+    return [RunGroup(label, tuple(group)) for label, group in zip(labels, groups, strict=True)]
 
 
 def panels(groups: Sequence[RunGroup]) -> list[Panel]:
@@ -121,28 +113,28 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
     kinds = _kinds(groups)
     by_kind = [_success(groups, [kind], kind) for kind in kinds] if len(groups) > 1 else []
     success = _success(groups, [ALL] if len(groups) > 1 else [ALL, *kinds], "all tasks" if by_kind else "")
-    found = [
+    candidates = [
         Panel("training reward", _of_updates(groups, REWARD_MEAN.name)),
         success,
         *by_kind,
         Panel("completion tokens per trajectory, training", _of_updates(groups, COMPLETION_TOKENS_MEAN.name)),
         Panel("steps per trajectory, training", _of_updates(groups, STEPS_MEAN.name)),
     ]
-    return [panel for panel in found if panel.curves or panel.greedy]
+    return [panel for panel in candidates if panel.curves or panel.greedy]
 
 
 def _compared(one: RunConfig, other: RunConfig) -> list[str]:
     """Return the paths in which two configurations differ, beside the seed."""
-    return [change.path for change in changes(one, other) if change.path not in _NOT_COMPARED]
+    return [change.path for change in changes(one, other) if change.path not in ("seed", "about")]
 
 
 def _labels(configs: Sequence[RunConfig]) -> list[str]:
     """Return what tells the configurations apart: `training.packing=tree, orchestration.updates=60, 4 more keys`."""
-    leaves = [{line.path: as_override(line.value) for line in describe(config)} for config in configs]
+    values = [{line.path: as_override(line.value) for line in describe(config)} for config in configs]
     paths = list(dict.fromkeys(chain.from_iterable(_compared(configs[0], other) for other in configs[1:])))
 
     def told_apart(by: Sequence[str]) -> int:
-        return len({tuple(own.get(path) for path in by) for own in leaves})
+        return len({tuple(run.get(path) for path in by) for run in values})
 
     needed: list[str] = []
     for path in paths:
@@ -150,9 +142,9 @@ def _labels(configs: Sequence[RunConfig]) -> list[str]:
             needed.append(path)
     others = [path for path in paths if path not in needed]
     shown = needed + others[: max(0, _MAX_KEYS - len(needed))]
-    left = len(paths) - len(shown)
-    more = [f"{left} more {'key' if left == 1 else 'keys'}"] if left else []
-    return [", ".join([f"{path}={_short(own.get(path, 'null'))}" for path in shown] + more) for own in leaves]
+    hidden = len(paths) - len(shown)
+    more = [f"{hidden} more {'key' if hidden == 1 else 'keys'}"] if hidden else []
+    return [", ".join([f"{path}={_short(run.get(path, 'null'))}" for path in shown] + more) for run in values]
 
 
 def _short(value: str) -> str:
@@ -162,15 +154,12 @@ def _short(value: str) -> str:
 
 def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
     """Return a curve of the metric for each group that has it."""
-    found = (
-        _curve(index, group.label, [_points(run.rows, "update", metric) for run in group.runs], smooth=True)
-        for index, group in enumerate(groups)
-    )
-    return tuple(curve for curve in found if curve is not None)
-
-
-def _points(rows: Iterable[Mapping[str, Any]], kind: str, metric: str) -> _Points:
-    return {r["update"]: r[metric] for r in rows if r["kind"] == kind and r.get(metric) is not None}
+    curves = []
+    for index, group in enumerate(groups):
+        rows = [[row for row in run.rows if row["kind"] == "update"] for run in group.runs]
+        points = [{row["update"]: row[metric] for row in run if row.get(metric) is not None} for run in rows]
+        curves.append(_curve(index, group.label, points, smooth=True))
+    return tuple(curve for curve in curves if curve is not None)
 
 
 def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel:
@@ -196,13 +185,13 @@ def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
     greedy: of the evaluations at temperature 0 that are made beside those at `evaluation.temperature`.
     """
     always_greedy = run.config.evaluation.temperature == 0
-    found = {}
+    points = {}
     for row in run.rows:
         if row["kind"] == "evaluation" and (row["temperature"] == 0 and not always_greedy) == greedy:
             value = row["success"] if kind == ALL else _by_kind(run, row, "by").get(kind)
             if value is not None:
-                found[row["update"]] = value
-    return found
+                points[row["update"]] = value
+    return points
 
 
 def _by_kind(run: RunMetrics, row: Mapping[str, Any], column: str) -> dict[str, Any]:
@@ -216,8 +205,8 @@ def _kinds(groups: Sequence[RunGroup]) -> list[str]:
     for run in chain.from_iterable(group.runs for group in groups):
         for row in (row for row in run.rows if row["kind"] == "evaluation"):
             tasks |= Counter(_by_kind(run, row, "by_tasks"))
-    most = {kind for kind, _ in sorted(tasks.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KINDS]}
-    return [kind for kind in sorted(tasks) if kind in most]
+    largest = {kind for kind, _ in sorted(tasks.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KINDS]}
+    return [kind for kind in sorted(tasks) if kind in largest]
 
 
 def _curve(group: int, label: str, runs: Sequence[_Points], smooth: bool = False) -> Curve | None:

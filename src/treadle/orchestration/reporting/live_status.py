@@ -1,4 +1,4 @@
-"""What a run does now: `status.json` in its directory, for `treadle top`.
+"""What a run does now: `status.json` in its directory, for `treadle top` and the viewer.
 
 events of the run ----+
 engine.status, ... ---+--> LiveStatus --(a thread, each second)--> status.json --> RunStatus.read
@@ -16,20 +16,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from treadle.core.status import ComponentStatus, ProcessId
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
 
 _PERIOD = 1.0  # seconds
+_STALE = 10.0  # seconds without a status after which `doing` says so
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Says what a run does at a moment.
+    """What a run does at one moment.
 
-    written: that moment, in seconds since 1970. update: the last one that is made, of `updates`. phase: what is under
-    way, `done` of `total` pieces of it, since that time. trained, published: policy versions of the learner and the
-    engines; None before the first publication. message: the last line of the run's output, and when. error: what ended
-    the run.
+    written: that moment, in seconds since 1970. update: the last one made, of `updates`. phase: in progress since
+    `since`, `done` of `total` pieces of it. trained, published: policy versions of the learner and the engines; None
+    before the first publication. message: the last line of the run's output, and when. error: what ended the run.
     """
 
     process: ProcessId
@@ -49,21 +51,34 @@ class RunStatus:
 
     @classmethod
     def read(cls, path: Path) -> RunStatus | None:
-        """Return what a run wrote last; None if it never did, as runs of earlier versions. Raises OSError."""
-        if not path.is_file():
+        """Return what a run wrote last; None if there is nothing that can be read."""
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError):
             return None
-        data: dict[str, Any] = json.loads(path.read_bytes())
-        components = tuple(_component(entry) for entry in data.pop("components"))
-        return cls(**{**data, "process": ProcessId(**data["process"]), "components": components})
+
+    def doing(self, state: str) -> str:
+        """Return in words what the run does, or how it ended: `rollout 12/64 for 8 s`. state: `RunDirectory.state`."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))
+        if state != "in progress":
+            if self.error:
+                return f"ended {when}: {self.error}"
+            return f"ended {when}" if state == "finished" else f"last status {when}, during {self.phase}"
+        if (silent := time.time() - self.written) > _STALE:
+            return f"no status for {duration(silent)}, since {self.phase}: the process may be stopped, or its disk full"
+        pieces = f" {self.done}/{self.total}" if self.total > 1 else ""
+        return f"{self.phase}{pieces} for {duration(time.time() - self.since)}"
 
 
-def _component(entry: Mapping[str, Any]) -> ComponentStatus:
-    own = entry["process"]
-    return ComponentStatus(**{**entry, "process": None if own is None else ProcessId(**own)})
+def duration(seconds: float) -> str:
+    """Return `8 s`, `12 min` or `3.5 h`."""
+    if seconds < 90:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class LiveStatus(Callback):
-    """Follows a run's events, and writes what it does each second, on a thread: also while the event loop computes.
+    """Writes what the run does each second, on a thread: also while the event loop computes.
 
     sources: called for the status of the run's components.
     """
@@ -75,7 +90,7 @@ class LiveStatus(Callback):
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Within, the file is written again and again; and once more on leaving, with what was raised."""
+        """Write the file each second within the context, and once more on leaving, with what was raised."""
         ended = threading.Event()
 
         def work() -> None:
@@ -88,37 +103,38 @@ class LiveStatus(Callback):
         try:
             yield
         except BaseException as error:
-            self._status = replace(self._status, error=f"{type(error).__name__}: {error}".rstrip(": "))
+            self._change(error=f"{type(error).__name__}: {error}".rstrip(": "))
             raise
         finally:
             ended.set()
             thread.join()
-            self.sources.clear()  # nothing is under way any more
+            self.sources.clear()  # the components have ended
             self._write(path)
 
     def start(self, run: RunStart) -> None:
-        self._status = replace(self._status, update=run.update, updates=run.config.orchestration.updates)
+        self._change(update=run.update, updates=run.config.orchestration.updates)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        self._status = replace(self._status, update=row["update"])
+        self._change(update=row["update"])
 
     def publish(self, version: int) -> None:
-        self._status = replace(self._status, trained=version, published=version)
+        self._change(trained=version, published=version)
 
     def phase(self, name: str, done: int, total: int) -> None:
-        since = time.time() if done == 0 else self._status.since
-        self._status = replace(self._status, phase=name, done=done, total=total, since=since)
+        self._change(phase=name, done=done, total=total, since=time.time() if done == 0 else self._status.since)
 
     def interval(self, row: Mapping[str, Any]) -> None:
-        """Note the end of a phase: the learner is a version ahead of the engines until its weights are published."""
-        before = self._status
-        if row["phase"] == "update" and before.published is not None:
-            self._status = replace(before, trained=before.published + 1, phase="publish", done=0, total=0)
+        """End of a phase: the learner is a version ahead of the engines until its weights are published."""
+        if row["phase"] == "update" and self._status.published is not None:
+            self._change(trained=self._status.published + 1, phase="publish", done=0, total=0)
         elif row["phase"] == "publish":
-            self._status = replace(before, published=before.trained)
+            self._change(published=self._status.trained)
 
     def message(self, line: str) -> None:
-        self._status = replace(self._status, message=line, message_at=time.time())
+        self._change(message=line, message_at=time.time())
+
+    def _change(self, **fields: Any) -> None:
+        self._status = replace(self._status, **fields)
 
     def _write(self, path: Path) -> None:
         components = tuple(component for source in tuple(self.sources) for component in source())

@@ -23,19 +23,10 @@ from treadle.training import metrics as training_metrics
 REWARD_MEAN = Metric("reward_mean", "trajectory", "mean", "", "reward")
 REWARD_POSITIVE = Metric("reward_positive", "trajectory", "mean", "share", "reward above 0")
 REWARD_COMPONENT = Metric(
-    "reward_*_mean",
-    "trajectory",
-    "mean",
-    "",
-    "sum of one component of the reward, before weights, if there are named ones",
+    "reward_*_mean", "trajectory", "mean", "", "one component of the reward, before weights, if there are named ones"
 )
 SHAPED_REWARD = Metric(
-    "shaped_reward_mean",
-    "trajectory",
-    "mean",
-    "",
-    "reward as it is in the baseline, where shaping did anything",
-    view="trained",
+    "shaped_reward_mean", "trajectory", "mean", "", "reward in the baseline, where shaping did anything", view="trained"
 )
 SUCCESS = Metric(
     "success", "trajectory", "mean", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`"
@@ -51,11 +42,7 @@ TRAJECTORY_SECONDS = Metric(
     "trajectory_seconds_mean", "trajectory", "mean", "seconds", "from its first to its last moment"
 )
 ENGINE_SHARE = Metric(
-    "engine_share",
-    "trajectory",
-    "mean",
-    "share",
-    "of those seconds with a call in the engine; calls side by side add up",
+    "engine_share", "trajectory", "mean", "share", "of those seconds in engine calls; concurrent calls add up"
 )
 LAST_STOP = Metric("last_stop_*", "trajectory", "mean", "share", "why the last completion ended, if there is any step")
 STALENESS_MEAN = Metric(
@@ -65,14 +52,8 @@ STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "larges
 TOKEN_STALENESS = Metric(
     "token_staleness_mean", "token", "mean", "versions", "learner's version less the one that sampled the token"
 )
-TRAINED_STALENESS_MEAN = Metric(
-    "trained_staleness_mean",
-    "trajectory",
-    "mean",
-    "versions",
-    "the same of `staleness_mean`, without steps that were dropped; at most `orchestration.max_staleness`",
-    view="trained",
-)
+_TRAINED = "`staleness_mean` without dropped steps; at most `orchestration.max_staleness`"
+TRAINED_STALENESS_MEAN = Metric("trained_staleness_mean", "trajectory", "mean", "versions", _TRAINED, view="trained")
 TRAINED_STALENESS_MAX = Metric(
     "trained_staleness_max", "trajectory", "max", "versions", "largest such difference", view="trained"
 )
@@ -91,7 +72,7 @@ BLOCKED = Metric(
     "trajectory",
     "sum",
     "seconds",
-    "for which environments and agents held up the event loop, a second or longer at a time",
+    "environments and agents held up the event loop, a second or more",
 )
 ENDED = Metric("ended_*", "trajectory", "mean", "share", "how it ended, failed ones too")
 DROPPED = Metric(
@@ -113,12 +94,7 @@ SECONDS = Metric(
 WALL_SECONDS = Metric("wall_seconds", "run", "max", "seconds", "of the run so far, over all its processes", view="run")
 CPU_SECONDS = Metric("cpu_seconds", "run", "max", "seconds", "of this process, and those before it", view="run")
 ABANDONED_THREADS = Metric(
-    "abandoned_threads",
-    "run",
-    "max",
-    "threads",
-    "of environments and agents, now in calls that took too long and have not returned",
-    view="run",
+    "abandoned_threads", "run", "max", "threads", "of user code, in calls that timed out and did not return", view="run"
 )
 
 DECLARED: tuple[Metric, ...] = (*declared(globals()), *declared(vars(training_metrics)))
@@ -137,7 +113,7 @@ def shown(value: Figure, digits: int = 3) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Holds the result of an evaluation: held-out tasks, played by one attempt each or several.
+    """Result of an evaluation: held-out tasks, played by one attempt each or several.
 
     failed: attempts. success: share of graded attempts, None without any; by: the same per value of `table_by`.
     metrics: the environment's, `env/<name>` -> value. pass_at: with several attempts, k -> share of tasks of which one
@@ -167,6 +143,8 @@ def trajectory_metrics(
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
+    versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
+    token_staleness = [version - sampled_by for part in versions for sampled_by in part.tolist()]
     return (
         _of_graded(graded, success_at, success_of, version)
         + _of_rewards(graded)
@@ -174,7 +152,7 @@ def trajectory_metrics(
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + _of_tasks(groups, success_at, success_of)
         + environment_metrics(graded)
-        + measured("token", {TOKEN_STALENESS: _token_staleness(graded, version)})
+        + measured("token", {TOKEN_STALENESS: token_staleness})
     )
 
 
@@ -248,47 +226,30 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
 def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
     """Return metrics over tasks; those without a graded attempt are left out."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
-    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
     values: dict[Metric, Sequence[float]] = {
-        EQUAL_REWARDS: [len({t.reward for t in own}) == 1 for own in graded if own]
+        EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]
     }
-    return measured("task", values | {PASS_AT.of(k): each for k, each in _passes(successes, _size(groups)).items()})
+    passes = _passes([[_success(t, success_at, success_of) for t in attempts] for attempts in graded], groups)
+    return measured("task", values | {PASS_AT.of(k): each for k, each in passes.items()})
 
 
-def _size(groups: Sequence[Group]) -> int:
-    return max((len(group.trajectories) for group in groups), default=0)
-
-
-def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, list[float]]:
-    """Return k -> pass@k of each task with k graded attempts or more."""
-    return {
-        k: [pass_at(k, len(own), int(sum(own))) for own in successes if len(own) >= k]
-        for k in _attempts_shown(attempts)
-    }
+def _passes(successes: Sequence[Sequence[float]], groups: Sequence[Group]) -> dict[int, list[float]]:
+    """Return k -> pass@k of each task with k graded attempts or more, for k = 1, 2, 4, ... and the group's size."""
+    size = max((len(group.trajectories) for group in groups), default=0)
+    shown_for = sorted({*(2**n for n in range(size.bit_length())), size} - {0})
+    return {k: [pass_at(k, len(won), int(sum(won))) for won in successes if len(won) >= k] for k in shown_for}
 
 
 def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
     """Return metrics of rewards beyond their mean: named components, and the trained reward if shaping did anything."""
-    given = [as_played(t).components for t in graded]
-    names = sorted({name for components in given for name in components})
+    rewards = [as_played(t).components for t in graded]
+    names = sorted({name for components in rewards for name in components})
     values: dict[Metric, Sequence[float]] = {}
     if names not in ([], [PLAIN]):
-        values |= {REWARD_COMPONENT.of(name): [c.get(name, 0.0) for c in given] for name in names}
+        values |= {REWARD_COMPONENT.of(name): [c.get(name, 0.0) for c in rewards] for name in names}
     if any(attempt_drop_reason(t) is DropReason.OVERLONG or any(step.shaping for step in t.steps) for t in graded):
         values[SHAPED_REWARD] = [reward for t in graded if (reward := as_trained(t).reward) is not None]
     return measured("trajectory", values)
-
-
-def _attempts_shown(group_size: int) -> list[int]:
-    """Return 1, 2, 4, ... and the size itself."""
-    powers = [2**n for n in range(group_size.bit_length())]
-    return powers if group_size in powers or not group_size else [*powers, group_size]
-
-
-def _token_staleness(graded: Sequence[Trajectory], version: int) -> list[int]:
-    """Return the staleness of each trainable token."""
-    versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
-    return [version - own for part in versions for own in part.tolist()]
 
 
 def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
@@ -309,13 +270,13 @@ def evaluation_result(
     update: the last one before it. success_at, success_of: as in `EvaluationConfig`. table_by: key of a task's extras.
     """
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
-    everyone = [t for own in graded for t in own]
-    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
+    everyone = [t for attempts in graded for t in attempts]
+    successes = [[_success(t, success_at, success_of) for t in attempts] for attempts in graded]
     parts: dict[str, list[list[float]]] = {}
-    for group, own in zip(groups, successes, strict=True):
-        if table_by is not None and own:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(own)
-    attempts = _size(groups)
+    for group, won in zip(groups, successes, strict=True):
+        if table_by is not None and won:
+            parts.setdefault(str(group.task.extras.get(table_by)), []).append(won)
+    passes = {str(k): mean(each) for k, each in _passes(successes, groups).items()}
     return EvaluationResult(
         update=update,
         temperature=temperature,
@@ -327,8 +288,8 @@ def evaluation_result(
         by={key: mean(list(chain(*parts[key]))) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
         metrics=dict(environment_metrics(everyone)),
-        attempts=attempts,
-        pass_at={str(k): mean(each) for k, each in _passes(successes, attempts).items()} if attempts > 1 else {},
+        attempts=max(map(int, passes), default=0),
+        pass_at=passes if len(passes) > 1 else {},
     )
 
 

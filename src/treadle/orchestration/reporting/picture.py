@@ -51,11 +51,11 @@ def make_figure(groups: Sequence[RunGroup], shown: Sequence[Panel]) -> Figure:
     figure.suptitle(_text(_title(groups), 42 * columns), fontsize=12)
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     last = max((curve.updates[-1] for panel in shown for curve in (*panel.curves, *panel.greedy)), default=1)
-    for own, panel in zip(axes, shown, strict=False):
-        _draw_panel(own, panel, one_group=len(groups) == 1)
-        own.set_xlim(-0.03 * last, 1.03 * last)  # the same updates in all panels
-    for own in axes[len(shown) :]:
-        own.set_axis_off()
+    for pair, panel in zip(axes, shown, strict=False):
+        _draw_panel(pair, panel, one_group=len(groups) == 1)
+        pair.set_xlim(-0.03 * last, 1.03 * last)  # the same updates in all panels
+    for pair in axes[len(shown) :]:
+        pair.set_axis_off()
     if entries:
         labels, handles = zip(*entries, strict=True)
         figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=9)
@@ -105,7 +105,8 @@ def _style(index: int) -> dict[str, Any]:
 def _draw_curve(axes: Axes, curve: Curve, style: dict[str, Any], has_markers: bool) -> None:
     """Draw the mean of the runs, with their range behind it; of a single run that is smoothed, what was measured."""
     if len(curve.values) > 1:
-        axes.fill_between(curve.updates, *curve.band, color=style["color"], alpha=0.18, linewidth=0)
+        band = curve.values.min(axis=0), curve.values.max(axis=0)
+        axes.fill_between(curve.updates, *band, color=style["color"], alpha=0.18, linewidth=0)
     elif curve.is_smoothed:
         axes.plot(curve.updates, curve.measured[0], color=style["color"], alpha=0.35, linewidth=0.8)
     shown = style if has_markers or not curve.is_smoothed else {**style, "marker": ""}

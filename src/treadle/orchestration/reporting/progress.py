@@ -17,30 +17,22 @@ class Progress(Protocol):
 
     def log(self, line: str) -> None:
         """Show a line that is worth keeping."""
-        ...
 
     def phase(self, name: str, total: int) -> None:
         """Begin a phase of `total` equal pieces (warm start, rollout, evaluation, ...)."""
-        ...
 
     def advance(self, done: int, note: str = "") -> None:
         """Show that `done` pieces of the phase are done. note: a few words beside it."""
-        ...
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
         """Show an optimizer update; `row` is its line of metrics.jsonl. updates: of the whole run."""
-        ...
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Show the result of an evaluation on the held-out tasks."""
-        ...
 
 
 def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:
-    """Return `update 37/200  reward 0.61 ...`: the figures a person watches, the most important ones first.
-
-    width: in columns; figures that do not fit are left out, failures never.
-    """
+    """Return `update 37/200  reward 0.61 ...`, most important first, without what exceeds `width`; failures always."""
     gap = row.get("logprob_gap_max")  # not of every update
     figures = [
         f"update {row['update']:>{len(str(updates))}}/{updates}",
@@ -95,7 +87,6 @@ class PlainProgress:
         self._print(line)
 
     def phase(self, name: str, total: int) -> None:
-        """Begin a phase, whose progress `advance` prints."""
         self._name, self._total = name, total
 
     def advance(self, done: int, note: str = "") -> None:
@@ -115,13 +106,12 @@ class PlainProgress:
 
 
 class ProgressCallback(Callback):
-    """Shows a run's events by a `Progress`. updates: of the whole run."""
+    """Passes a run's events to a `Progress`. updates: of the whole run."""
 
     def __init__(self, progress: Progress, updates: int) -> None:
         self._progress, self._updates = progress, updates
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Begin the phase, or advance it."""
         if done == 0:
             self._progress.phase(name, total)
         else:

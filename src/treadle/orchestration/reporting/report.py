@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +28,18 @@ from treadle.packing.layout import Packing, Sharing, arrange
 
 _ROWS = 512  # steps read at a time
 _EXAMPLES = 3  # of the breaks of each cause
+Track = Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]]
 
 
-def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[str, Any]:
-    """Return everything the report shows. on_shard(done, total) is called after each shard. Raises TreadleError."""
+def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
+    """Return everything the report shows. track: shows the progress of reading. Raises TreadleError."""
     ledger = run.ledger()
     ledger.prove()
     config, log, latest = run.config(), run.metrics_log(), ledger.latest_checkpoint()
+    try:
+        decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
+    except TreadleError as error:
+        decode, no_tokenizer = None, str(error)
     updates = [row for row in log.rows if row["kind"] == "update"]
     saved = latest[1].update if latest else 0
     return {
@@ -52,20 +57,13 @@ def report_of(run: RunDirectory, on_shard: Callable[[int, int], None]) -> dict[s
         "failures": _by_cause(ledger.failures()),
         "blocked": ledger.blocked(),
         "warnings": ledger.warnings(),
-        **count_tokens(run.rollouts, ledger, *_decoder(run), on_shard),
+        **count_tokens(run.rollouts, ledger, decode, no_tokenizer, track),
         "metrics_problem": log.problem(saved),
         "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
         "table_by": config.data.table_by,
         "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
         "latest_checkpoint": latest[0] if latest else None,
     }
-
-
-def failures(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return every cause and message, most frequent first, each with an example trajectory and its traceback."""
-    ledger = run.ledger()
-    ledger.prove()
-    return ledger.failures()
 
 
 def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -83,7 +81,7 @@ def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class PackingCount:
-    """Counts the tokens that a forward pass computes for the same training steps, by what it shares."""
+    """Tokens that a forward pass computes for the same training steps, by what it shares."""
 
     groups: int = 0
     trajectories: int = 0
@@ -112,94 +110,68 @@ class PackingCount:
         ways = ("chain", "tree", "group_tree")
         return {**asdict(self), "ratios": {way: self.step / getattr(self, way) if self.step else None for way in ways}}
 
-    @classmethod
-    def sum(cls, counts: Iterable[PackingCount]) -> PackingCount:
-        """Return the counts of several lots of groups together."""
-        found = cls()
-        for count in counts:
-            for name in cls.__slots__:
-                setattr(found, name, getattr(found, name) + getattr(count, name))
-        return found
-
 
 @dataclass(slots=True)
 class RelationCount:
-    """Counts how steps relate to the earlier ones of their trajectories, in each split; breaks by cause."""
+    """How steps relate to the earlier ones of their trajectories, in each split; breaks by cause."""
 
     kinds: dict[str, Counter[str]] = field(default_factory=dict)  # split -> kind -> steps
     extra_tokens: Counter[str] = field(default_factory=Counter)  # of each split
     breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
 
-    def add(self, split: str, trajectory: str, found: Sequence[Relation]) -> None:
+    def add(self, split: str, trajectory: str, steps: Sequence[Relation]) -> None:
         """Count the relations of a trajectory's steps."""
-        self.kinds.setdefault(split, Counter()).update(relation.kind for relation in found)
-        for step, relation in enumerate(found):
-            if relation.cause is None:
-                continue
-            self.extra_tokens[split] += relation.extra_tokens
-            row = self.breaks.setdefault(relation.cause, {"count": 0, "extra_tokens": 0, "examples": []})
-            row["count"] += 1
-            row["extra_tokens"] += relation.extra_tokens
-            examples = [*row["examples"], {"trajectory_id": trajectory, "step": step, **asdict(relation)}]
-            row["examples"] = sorted(examples, key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
+        self.kinds.setdefault(split, Counter()).update(relation.kind for relation in steps)
+        for number, relation in enumerate(steps):
+            if relation.cause is not None:
+                self.extra_tokens[split] += relation.extra_tokens
+                row = self.breaks.setdefault(relation.cause, {"count": 0, "extra_tokens": 0, "examples": []})
+                row["count"] += 1
+                row["extra_tokens"] += relation.extra_tokens
+                row["examples"].append({"trajectory_id": trajectory, "step": number, **asdict(relation)})
+                row["examples"] = sorted(row["examples"], key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
 
     def facts(self) -> dict[str, Any]:
         """Return counts by split, and breaks by cause, the costliest first, each with its costliest examples."""
         splits = [
-            {
-                "split": split,
-                "steps": kinds.total(),
-                **{str(kind): kinds[kind] for kind in Kind},
-                "extra_tokens": self.extra_tokens[split],
-            }
+            {"split": split, "steps": kinds.total(), **{str(kind): kinds[kind] for kind in Kind}}
+            | {"extra_tokens": self.extra_tokens[split]}
             for split, kinds in sorted(self.kinds.items(), reverse=True)
         ]
         breaks = [{"cause": str(cause), **row} for cause, row in self.breaks.items()]
         return {"splits": splits, "breaks": sorted(breaks, key=lambda row: -row["extra_tokens"])}
 
 
-def _decoder(run: RunDirectory) -> tuple[Decode | None, str | None]:
-    """Return the decoder of the run's tokenizer, or why there is none."""
-    try:
-        return decoder(load_run_tokenizer(run.path)), None
-    except TreadleError as error:
-        return None, str(error)
-
-
 def count_tokens(
-    rollouts: Path,
-    ledger: LedgerReader,
-    decode: Decode | None,
-    no_tokenizer: str | None,
-    on_shard: Callable[[int, int], None] = lambda done, total: None,
+    rollouts: Path, ledger: LedgerReader, decode: Decode | None, no_tokenizer: str | None, track: Track = iter
 ) -> dict[str, Any]:
     """Return the facts that need every token, read group by group.
 
     Packing counts the training steps that were trained or still will be, relations all that is recorded; `by_version`
-    has both of the groups that each policy version was trained on.
-    decode: None if there is no tokenizer, for the reason `no_tokenizer`.
+    has both for the groups that each policy version was trained on. decode: None if there is no tokenizer, for the
+    reason `no_tokenizer`.
     """
     rows = ledger.trained_steps()
     packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
     extra_tokens = Counter[int | None]()
-    shards = _Shards(rollouts, ledger.shards(), rows, on_shard)
-    for _group, members in itertools.groupby(rows, lambda row: row["group_id"]):
+    shards = _Shards(rollouts, ledger.shards(), rows)
+    for _group, members in itertools.groupby(track(rows), lambda row: row["group_id"]):
         ends: list[PackedCall] = []
         for row in members:
             played = shards.take(row["shard"], row["trajectory_id"])
-            calls, causes = ([getattr(step, name) for step in played] for name in ("call", "cause"))
             version = row["trained_version"]
-            if decode is not None and calls:
-                found = relations(calls, decode, causes)
-                related.add(row["split"], row["trajectory_id"], found)
-                extra_tokens[version] += sum(relation.extra_tokens for relation in found)
+            if decode is not None and played:
+                steps = relations([step.call for step in played], decode, [step.cause for step in played])
+                related.add(row["split"], row["trajectory_id"], steps)
+                extra_tokens[version] += sum(relation.extra_tokens for relation in steps)
             numbers = set(json.loads(row["trained"]))
             if trained := [step.call for step in played if step.number in numbers]:
                 ends += packing[version].add_trajectory(trained)
         packing[version].add_group(ends)
     versions = sorted(version for version in packing if version is not None)
+    totals = map(sum, zip(*map(astuple, packing.values()), strict=True))
     return {
-        "packing": PackingCount.sum(packing.values()).facts(),
+        "packing": PackingCount(*totals).facts(),
         "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
         "by_version": [{"version": v, **asdict(packing[v]), "extra_tokens": extra_tokens[v]} for v in versions],
         "missing_shards": shards.missing,
@@ -208,7 +180,7 @@ def count_tokens(
 
 
 class _Played(NamedTuple):
-    """Holds a step that was played, with its number in the trajectory."""
+    """A step as it was played, with its number in the trajectory."""
 
     number: int
     call: PackedCall
@@ -216,22 +188,15 @@ class _Played(NamedTuple):
 
 
 class _Shards:
-    """Reads trajectories' steps as they were played; `take` must be called in the order of `rows`.
+    """Steps of trajectories as they were played; `take` must be called in the order of `rows`.
 
     A shard holds attempts that finished together, and a group may lie in several: each is read once, and freed when all
     of it was taken. missing, damaged: shards that are missing, or not as they were written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        files: Mapping[str, WrittenFile],
-        rows: Sequence[dict[str, Any]],
-        on_shard: Callable[[int, int], None],
-    ) -> None:
-        self._folder, self._files, self._on_shard = folder, files, on_shard
-        self._left = Counter(row["shard"] for row in rows)
-        self._total, self._done = len(self._left), 0
+    def __init__(self, folder: Path, files: Mapping[str, WrittenFile], rows: Sequence[dict[str, Any]]) -> None:
+        self._folder, self._files = folder, files
+        self._untaken = Counter(row["shard"] for row in rows)
         self._read: dict[str, dict[str, list[_Played]]] = {}
         self.missing: list[str] = []
         self.damaged: list[str] = []
@@ -245,26 +210,24 @@ class _Shards:
                 self._read[shard] = {}
                 exists = (self._folder / shard).is_file()
                 (self.damaged if exists else self.missing).append(shard)
-        found = self._read[shard].pop(trajectory, [])
-        self._left[shard] -= 1
-        if not self._left[shard]:
+        steps = self._read[shard].pop(trajectory, [])
+        self._untaken[shard] -= 1
+        if not self._untaken[shard]:
             del self._read[shard]
-            self._done += 1
-            self._on_shard(self._done, self._total)
-        return found
+        return steps
 
 
 def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
     """Return trajectory_id -> its steps, in call order."""
-    columns = ["trajectory_id", "prompt_ids", "completion_ids", "step", "break_cause", "dropped"]
-    found: dict[str, list[_Played]] = {}
+    columns = ["trajectory_id", "step", "break_cause", "dropped"]
+    trajectories: dict[str, list[_Played]] = {}
     with pq.ParquetFile(shard) as file:
-        for batch in file.iter_batches(_ROWS, columns=columns):
-            told = zip(*(batch.column(name).to_pylist() for name in (columns[0], *columns[3:])), strict=True)
-            sides = zip(*(token_arrays(batch.column(name)) for name in columns[1:3]), strict=True)
-            for (trajectory, number, cause, dropped), (prompt, completion) in zip(told, sides, strict=True):
+        for batch in file.iter_batches(_ROWS, columns=[*columns, "prompt_ids", "completion_ids"]):
+            rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+            tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
+            for (trajectory, number, cause, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
                 if dropped not in NOT_PLAYED:
                     call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
                     step = _Played(number, call, BreakCause(cause) if cause else None)
-                    found.setdefault(trajectory, []).append(step)
-    return found
+                    trajectories.setdefault(trajectory, []).append(step)
+    return trajectories

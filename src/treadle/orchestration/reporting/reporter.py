@@ -22,7 +22,7 @@ _OF_BATCH = ("rollout", "update", "publish")
 
 
 class Reporter:
-    """Turns what happens in the loop into events of `callbacks`; it decides nothing.
+    """Turns what happens in the loop into events of `callbacks`; decides nothing.
 
     seconds: of the phases of the current batch, by name.
     """
@@ -34,10 +34,8 @@ class Reporter:
         self._phase, self._done, self._total = "", 0, 0
         self._reported: set[str] = set()
 
-    # --- phases ------------------------------------------------------------------------------------------------------
-
     def begin(self, phase: str, total: int) -> None:
-        """Report that a phase of `total` equal pieces begins."""
+        """Report the start of a phase of `total` equal pieces."""
         self._phase, self._done, self._total = phase, 0, total
         self.callbacks.phase(phase, 0, total)
 
@@ -58,13 +56,11 @@ class Reporter:
         seconds = time.perf_counter() - clock
         if phase in _OF_BATCH:
             self.seconds[phase] = seconds
-        row = {"kind": "interval", "update": update, "phase": phase, "started": started, "seconds": seconds}
-        self.callbacks.interval(row)
-
-    # --- complaints --------------------------------------------------------------------------------------------------
+        self.callbacks.interval(
+            {"kind": "interval", "update": update, "phase": phase, "started": started, "seconds": seconds}
+        )
 
     def message(self, line: str) -> None:
-        """Report a line."""
         self.callbacks.message(line)
 
     def batch(self, groups: Sequence[Group], first: bool) -> None:
@@ -74,7 +70,7 @@ class Reporter:
             self._once(text, text)
 
     def failures(self, groups: Sequence[Group]) -> None:
-        """Report each failure or warning that was not reported before."""
+        """Report each failure or warning, once."""
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
@@ -89,8 +85,6 @@ class Reporter:
             self._reported.add(text)
             self.message(line)
 
-    # --- metrics -----------------------------------------------------------------------------------------------------
-
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
         """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
         size, section = self._config.training.tasks_per_update, self._config.evaluation
@@ -99,12 +93,8 @@ class Reporter:
         of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
         for number, result in enumerate(results):
             first = number * size % len(groups)  # each epoch goes through all groups
-            own = groups[first : first + size]
-            played = trajectory_metrics(own, section.success_at, state.version, section.success_of)
-            row = {
-                "kind": "update",
-                "update": state.update + number + 1,
-                "version": state.version,
-                **(played + result.metrics + of_run),
-            }
-            self.callbacks.update(row)
+            played = trajectory_metrics(
+                groups[first : first + size], section.success_at, state.version, section.success_of
+            )
+            row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
+            self.callbacks.update({**row, **(played + result.metrics + of_run)})

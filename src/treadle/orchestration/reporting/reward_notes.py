@@ -1,4 +1,4 @@
-"""What a run reports about its rewards, once: those that have no effect."""
+"""Notes on rewards that have no effect, reported once in a run."""
 
 from __future__ import annotations
 

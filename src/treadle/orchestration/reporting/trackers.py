@@ -30,7 +30,7 @@ class Tracker(Callback):
     """Hands a run's figures to a tracking library: names them, stores the library's id of the run, handles its errors.
 
     An exception of the library at the start ends the run before it begins. Later the first one becomes a line of output
-    and the run goes on: no outage of a server is worth a run, and metrics.jsonl has everything.
+    and the run goes on: metrics.jsonl has everything.
     """
 
     package: ClassVar[str]
@@ -41,8 +41,8 @@ class Tracker(Callback):
         self._reported = False
 
     @abstractmethod
-    def open(self, run: RunStart, known: str | None) -> str:
-        """Begin a run of the tracker, or go on with the one of the id `known`; returns the id."""
+    def open(self, run: RunStart, run_id: str | None) -> str:
+        """Begin a run of the tracker, or continue the one with this id; returns the id."""
 
     @abstractmethod
     def log(self, figures: Mapping[str, float], update: int) -> None:
@@ -55,11 +55,11 @@ class Tracker(Callback):
     def start(self, run: RunStart) -> None:
         """Open the tracker; its id goes into tracking.json of the run. Raises DamageError if that is damaged."""
         file = run.directory / "tracking.json"
-        known = parse_checked_json(file.read_bytes()) if file.is_file() else {}
-        if known is None:
+        ids = parse_checked_json(file.read_bytes()) if file.is_file() else {}
+        if ids is None:
             raise DamageError(f"{file} is damaged: restore it, or remove it to go on as a new run of the tracker")
-        ids = {**known, self.package: self.open(run, known.get(self.package))}
-        write_atomically(file, checked_json(ids).encode())
+        run_id = self.open(run, ids.get(self.package))
+        write_atomically(file, checked_json({**ids, self.package: run_id}).encode())
         self._run = run
 
     def update(self, row: Mapping[str, Any]) -> None:
@@ -95,22 +95,21 @@ class TensorBoard(Tracker):
 
     package = "tensorboard"
 
-    def open(self, run: RunStart, known: str | None) -> str:
+    def open(self, run: RunStart, run_id: str | None) -> str:
         """Open the event files; in a resumed run, hide what was logged after the checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.directory / "tensorboard"
-        self._writer = SummaryWriter(str(folder), purge_step=None if known is None else run.update + 1)
-        if known is None:
+        self._writer = SummaryWriter(str(folder), purge_step=None if run_id is None else run.update + 1)
+        if run_id is None:
             lines = dump_yaml(run.config).splitlines()
             self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), 0)
         return folder.name
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Write the figures at once, so that a killed run has them."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, update)
-        self._writer.flush()
+        self._writer.flush()  # a killed run has them, too
 
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
@@ -135,12 +134,12 @@ class WandB(Tracker):
         super().__init__()
         self._where = {"project": project, "entity": entity, "group": group, "tags": list(tags), "mode": mode}
 
-    def open(self, run: RunStart, known: str | None) -> str:
+    def open(self, run: RunStart, run_id: str | None) -> str:
         """Begin or resume the W&B run; its files are in `wandb/` of the run directory."""
         self._open = self._library.init(
             **self._where,
             name=run.directory.name,
-            id=known,
+            id=run_id,
             resume="allow",
             dir=str(run.directory),
             config=run.config.model_dump(mode="json"),
@@ -151,7 +150,6 @@ class WandB(Tracker):
         return str(self._open.id)
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Log the figures; W&B's own process sends them."""
         self._open.log({**figures, "update": update})
 
     def close(self, outcome: Outcome) -> None:
@@ -167,19 +165,18 @@ class Trackio(Tracker):
         super().__init__()
         self._where = {"project": project, "group": group, "space_id": space_id}
 
-    def open(self, run: RunStart, known: str | None) -> str:
+    def open(self, run: RunStart, run_id: str | None) -> str:
         """Begin or resume the Trackio run; its id is its name."""
         self._open = self._library.init(
             **self._where,
-            name=known or run.directory.name,
-            resume="never" if known is None else "allow",
+            name=run_id or run.directory.name,
+            resume="never" if run_id is None else "allow",
             config=run.config.model_dump(mode="json"),
             embed=False,
         )
         return str(self._open.name)
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Log the figures; a thread of Trackio sends them."""
         self._open.log(dict(figures), step=update)
 
     def close(self, outcome: Outcome) -> None:
@@ -196,13 +193,13 @@ class MLflow(Tracker):
         self._experiment, self._uri = experiment, tracking_uri
         self._sending: list[Any] = []
 
-    def open(self, run: RunStart, known: str | None) -> str:
+    def open(self, run: RunStart, run_id: str | None) -> str:
         """Resume the MLflow run of this id, or begin one in the experiment, which is made if it does not exist."""
         self._client = self._library.MlflowClient(tracking_uri=self._uri)
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            self._id = known
-            return known
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._id = run_id
+            return run_id
         experiment = self._client.get_experiment_by_name(self._experiment)
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         self._id = str(self._client.create_run(number, run_name=run.directory.name).info.run_id)
@@ -212,7 +209,7 @@ class MLflow(Tracker):
         return self._id
 
     def log(self, figures: Mapping[str, float], update: int) -> None:
-        """Log the figures; a thread of MLflow sends them. Characters that it does not take in names become `_`."""
+        """Replace characters that MLflow does not accept in names by `_`."""
         now = int(time.time() * 1000)
         metrics = [
             self._library.entities.Metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, update)
@@ -243,11 +240,10 @@ def _required(package: str) -> Any:
     """Return the library; an empty folder of its name does not count. Raises ConfigError naming the extra."""
     try:
         library = importlib.import_module(package)
-        found = library.__file__ is not None
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        found = False
-    if not found:
+        library = None
+    if library is None or library.__file__ is None:
         raise ConfigError(f"callbacks: {package!r} is not installed; {how_to_install(package)}")
     return library
