@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.sources import FixedWeights
 from tests.until import CEILING
-from treadle.engines.vllm.collective import Collective, cut
+from treadle.engines.vllm.collective import Packed, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
 HOST, CPU = "127.0.0.1", torch.device("cpu")
@@ -102,12 +102,10 @@ def test_buckets_hold_one_type_and_no_more_than_allowed(given_sizes: list[tuple[
 
 async def test_staged_weights_are_a_copy() -> None:
     weights = {"b": torch.ones(2, 3), "a": torch.tensor([5]), "c": torch.zeros(4, dtype=torch.bfloat16)}
-    staged = await Collective(torch.float32, HOST).stage(FixedWeights(weights))
-    assert staged.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    _, buckets = await FixedWeights(weights).stage(Packed(torch.float32))
     weights["b"].zero_()
-    told = [(bucket.message(), bucket.packed) for bucket in staged._buckets]
-    assert [bucket for bucket, _ in told] == [
+    assert [bucket.message() for bucket in buckets] == [
         {"dtype": "int64", "shapes": {"a": (1,)}},
         {"dtype": "float32", "shapes": {"b": (2, 3), "c": (4,)}},
     ]
-    assert told[1][1].view(torch.float32).tolist() == [1.0] * 6 + [0.0] * 4
+    assert buckets[1].packed.view(torch.float32).tolist() == [1.0] * 6 + [0.0] * 4

@@ -1,10 +1,10 @@
-"""Weights on their way to servers on any machine: broadcast from this process to every worker of every server."""
+"""Weights broadcast from this process to every worker of every server, on any machine."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -17,23 +17,24 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.engines.staging import to_host
 from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.transfer import Staged
 from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
 
-_BUCKET = 256 << 20  # bytes that one broadcast carries; a larger tensor goes alone
-_TIMEOUT = 60.0  # seconds that each step of a group may take: forming it, one broadcast
+_BUCKET = 256 << 20  # bytes of one broadcast; a larger tensor goes alone
+_TIMEOUT = 60.0  # seconds for each step of a group: forming it, one broadcast
 
 T = TypeVar("T")
 
 
 class Collective:
-    """Transfers weights by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
+    """A `Transfer` by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
 
-    A group has the workers of all servers. It is made anew after any failure, on another port.
+    The group has the workers of all servers. It is made anew after any failure, on another port.
     """
 
     def __init__(self, dtype: torch.dtype, address: str) -> None:
         self._dtype, self._address = dtype, address
-        self._device = torch.device("cpu")  # where weights were when they were last staged
+        self._device = torch.device("cpu")  # of the weights that were staged last
         self._group: Group | None = None
 
     async def connect(self, servers: Sequence[Server]) -> None:
@@ -54,22 +55,25 @@ class Collective:
             steps=2,
         )
 
-    async def stage(self, source: WeightSource) -> Buckets:
+    async def stage(self, source: WeightSource) -> Staged:
         """Copy the source's published weights into this machine's memory. Raises EngineError."""
         self._device, buckets = await source.stage(Packed(self._dtype))
-        return Buckets(self, buckets)
+        shapes = {name: shape for bucket in buckets for name, shape in bucket.shapes.items()}
+
+        async def load(servers: Sequence[Server], label: str) -> None:
+            await self._broadcast(buckets, servers, label)
+
+        return Staged(shapes, load, buckets.clear)
 
     def close(self) -> None:
-        """Drop the group."""
         if self._group is not None:
             self._group.close()
             self._group = None
 
-    async def broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
+    async def _broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
         """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
         group = self._group
-        if group is None:
-            raise EngineError("weights are to be broadcast, and no group was formed")
+        assert group is not None
 
         def send() -> None:
             for bucket in buckets:
@@ -85,62 +89,41 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Holds weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
+    """Weights of one type, one after the other in `packed` (uint8, on the CPU). shapes: by name, in that order."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def message(self) -> dict[str, Any]:
-        """Return what a server must know to receive the bucket, as plain data."""
+        """What a server must know to receive the bucket, as JSON."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Copies weights into buckets for a broadcast (a `WeightsDestination`). dtype: of the servers' weights."""
+    """Copies weights into buckets (a `WeightsDestination`). dtype: of the servers' weights."""
 
     dtype: torch.dtype
 
     def write(
         self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
     ) -> tuple[torch.device, list[Bucket]]:
-        """Return the device on which the weights are, and the buckets."""
-        device = next((tensor.device for tensor in described.values()), torch.device("cpu"))
-        return device, list(_packed(described, iter(weights), self.dtype))
-
-
-class Buckets:
-    """Holds all weights, until `discard`. They may be broadcast more than once."""
-
-    def __init__(self, transfer: Collective, buckets: list[Bucket]) -> None:
-        self._transfer, self._buckets = transfer, buckets
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for bucket in self._buckets for name, shape in bucket.shapes.items()}
-
-    async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Have the servers load them and report this label. Raises EngineError; then servers may be half loaded."""
-        await self._transfer.broadcast(self._buckets, servers, label)
-
-    def discard(self) -> None:
-        """Release the memory."""
-        self._buckets = []
-
-
-def _packed(
-    described: Mapping[str, Tensor], weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype
-) -> Iterator[Bucket]:
-    """Yield buckets in the order of names, each as soon as its weights have come."""
-    for names in cut({name: _bytes(tensor, dtype) for name, tensor in described.items()}, _BUCKET):
-        tensors = {name: to_host(tensor, dtype) for name, tensor in islice(weights, len(names))}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        yield Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values())))
+        """Return the device of the weights, and the buckets in the order of names."""
+        sizes = {}
+        for name, tensor in described.items():
+            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+            sizes[name] = dtype, tensor.numel() * dtype.itemsize
+        buckets, weights = [], iter(weights)
+        for names in cut(sizes, _BUCKET):
+            tensors = {name: to_host(tensor, self.dtype) for name, tensor in islice(weights, len(names))}
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            buckets.append(Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values()))))
+        return next((tensor.device for tensor in described.values()), torch.device("cpu")), buckets
 
 
 def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:
-    """Return runs of names of one type and, together, of at most `limit` bytes, if no single one has more."""
+    """Split names into runs of one type and at most `limit` bytes; a larger tensor is a run of its own."""
     runs: list[list[str]] = []
     kind, room = None, 0
     for name, (dtype, size) in sizes.items():
@@ -152,16 +135,11 @@ def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[s
     return runs
 
 
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return kind, tensor.numel() * kind.itemsize
-
-
 async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any, Any, Any]], *, steps: int) -> T:
-    """Return what `work` returns, in a thread, while the servers answer: neither ends without the other.
+    """Run `work` in a thread while the servers answer their calls; return its result.
 
     A failure anywhere fails the rest, at the latest when their steps time out. A server that still does not answer is
-    given up, and the thread abandoned. Raises EngineError, for what failed first if it was not a server that was lost.
+    given up, and the thread abandoned. Raises EngineError for the first failure that is not a lost server.
     """
     here = _in_thread(work)
     there = {server: asyncio.ensure_future(call) for server, call in calls.items()}
@@ -181,14 +159,14 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
     if failed:
         min(failed, key=lambda call: call not in first).result()
     if here in late:
-        raise EngineError("weights could not be broadcast: nothing came of it in time")
+        raise EngineError("weights could not be broadcast in time")
     if error := here.exception():
         raise EngineError(f"weights could not be broadcast: {error}") from error
     return here.result()
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a thread that, unlike one of `asyncio.to_thread`, never keeps the process from exiting."""
+    """Like `asyncio.to_thread`, in a daemon thread, which never keeps the process from exiting."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -30,9 +30,9 @@ _COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record befor
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What a checkpoint makes final of groups that were trained together.
+    """Groups that were trained together, as a checkpoint makes it final.
 
-    dropped_steps: those of their steps that were not trained. traces: the file with their traces, if any is traced.
+    dropped_steps: their steps that were not trained. traces: the file with their traces, if any.
     """
 
     dropped_steps: tuple[DroppedStep, ...]
@@ -40,9 +40,9 @@ class TrainedBatch:
 
 
 class Ledger(LedgerReader):
-    """The ledger of a run that this process trains: the one object that writes to it. Thread-safe.
+    """The ledger of a run that this process trains; the only writer. Thread-safe.
 
-    copy: the file in the run directory that readers find, if the ledger itself is elsewhere (`local_ledger`).
+    copy: for readers, in the run directory, if the ledger itself is elsewhere (`local_ledger`).
     Changing a row that is not as it was written raises DamageError; RunError if the disk fails.
     """
 
