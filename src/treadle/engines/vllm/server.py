@@ -77,7 +77,7 @@ class Server:
         metrics = await self._try_get("/metrics", 10.0)
         self.metrics = {} if metrics is None else parse_metrics(metrics.text)
         paused = await self._try_get("/is_paused", seconds)
-        return paused is not None and paused.status_code < 500
+        return paused is not None and (paused.status_code < 500 or await self.is_well())
 
     # --- calls ---------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,11 @@ async def open_engine(
     """
 
     async def open_server(number: int) -> Server:
-        server = Server(config.vllm.urls[number]) if serve is None else await _started(serve, number)
+        if serve is None:
+            server = Server(config.vllm.urls[number])
+        else:
+            process = await asyncio.to_thread(serve, number)
+            server = Server(process.url, process)
         try:
             await wait_for(server, config.vllm.start_timeout)
             await _connect(server, source.model.expert_layers)
@@ -122,16 +126,6 @@ async def wait_for(server: Server, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise EngineError(f"{server} did not start within {timeout:g} s:\n{tail(server.process.log)}")
         await asyncio.sleep(0.2)
-
-
-async def _started(serve: Callable[[int], Started], number: int) -> Server:
-    starting = asyncio.ensure_future(asyncio.to_thread(serve, number))
-    try:
-        process = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await (await starting).stop()
-        raise
-    return Server(process.url, process)
 
 
 async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
