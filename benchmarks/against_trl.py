@@ -3,7 +3,7 @@
     treadle models get smollm2
     python -m benchmarks.against_trl                     both, 20 updates each, and the gradients
     python -m benchmarks.against_trl --updates 3         a first look
-    python -m benchmarks.against_trl --case long --threads 1 --updates 2 --repetitions 2    long completions
+    python -m benchmarks.against_trl --case long --threads 1 --updates 4 --repetitions 3    long completions
     python -m benchmarks.against_trl --parts DIRECTORY   parts that are complete there are not repeated
 
 Each side is a process of its own, on `--threads` threads. Sampling and training are measured where each library
