@@ -103,8 +103,8 @@ def arrivals(seed: int, count: int) -> list[Arrival]:
     shared = random.integers(0, VOCABULARY, 9).astype(np.int32)
 
     def prompt() -> Ids:
-        own = random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
-        return np.concatenate([shared[: random.integers(0, 10)], own])
+        rest = random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
+        return np.concatenate([shared[: random.integers(0, 10)], rest])
 
     def params() -> SamplingParams:
         return SamplingParams(
@@ -186,13 +186,13 @@ def test_reused_prefixes_change_nothing(seed: int) -> None:
     random = np.random.default_rng(seed)
     model = tiny()
     cuts = [int(random.integers(1, 30)) for _ in range(6)]
-    told = [random.integers(0, VOCABULARY, random.integers(1, 6)).astype(np.int32) for _ in range(6)]
+    observations = [random.integers(0, VOCABULARY, random.integers(1, 6)).astype(np.int32) for _ in range(6)]
 
     async def run(reuse: bool) -> tuple[list[Completion], int]:
         answers: list[Completion] = []
         async with serving(model, sessions="a") as engine:
             history = PROMPT
-            for turn, (cut, observation) in enumerate(zip(cuts, told, strict=True)):
+            for turn, (cut, observation) in enumerate(zip(cuts, observations, strict=True)):
                 salt = None if reuse else str(turn)
                 branches = await asyncio.gather(
                     *[
@@ -374,14 +374,14 @@ def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Comp
     """Each token's logprob from the weights of its version, over keys that each older weights left behind."""
     cache = DynamicCache(config=models[0].config)
     versions = answer.versions_per_token()
-    feed, found = prompt.astype(np.int64), []
+    feed, logprobs = prompt.astype(np.int64), []
     with torch.no_grad():
         for token, version in zip(answer.token_ids, versions, strict=True):
             # by position: its name changes in transformers 5
             logits = models[version](torch.from_numpy(feed)[None], None, None, cache, use_cache=True).logits[0, -1]
-            found.append(float(logits.log_softmax(-1)[token]))
+            logprobs.append(float(logits.log_softmax(-1)[token]))
             feed = np.array([token], np.int64)
-    return full(torch.tensor(found))
+    return full(torch.tensor(logprobs))
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: Ids, answer: Completion) -> NDArray[Any]:

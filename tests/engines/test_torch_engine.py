@@ -224,13 +224,13 @@ def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
 
 async def test_a_turn_prefills_only_what_is_new() -> None:
     async with serving(sessions="a") as engine:
-        prompt, known = PROMPT, 0
+        prompt, cached = PROMPT, 0
         for turn in range(4):
             before = engine.counters.prefilled, engine.counters.reused
             answer = await engine.generate(prompt, sampling(turn), session="a")
-            assert engine.counters.prefilled - before[0] == len(prompt) - known
-            assert engine.counters.reused - before[1] == known
-            known = len(prompt) + len(answer.token_ids) - 1  # the last sampled token was never fed
+            assert engine.counters.prefilled - before[0] == len(prompt) - cached
+            assert engine.counters.reused - before[1] == cached
+            cached = len(prompt) + len(answer.token_ids) - 1  # the last sampled token was never fed
             prompt = np.concatenate([prompt, answer.token_ids, ids(7, 7)])
         assert engine.counters.shared == 0
 
@@ -386,9 +386,9 @@ def test_the_order_of_arrival_does_not_change_bits() -> None:
 
 def test_the_event_loops_thread_gives_the_same_bits_and_failures_as_an_own_one() -> None:
     model, scripts = tiny(), random_scripts(5)
-    (own, _), (inline, engine) = (recorded(model, scripts, own_thread=flag) for flag in (True, False))
-    assert texts(own) == texts(inline)
-    assert logprobs(own).tobytes() == logprobs(inline).tobytes()
+    (threaded, _), (inline, engine) = (recorded(model, scripts, own_thread=flag) for flag in (True, False))
+    assert texts(threaded) == texts(inline)
+    assert logprobs(threaded).tobytes() == logprobs(inline).tobytes()
     assert engine.counters.sampled == sum(len(step.completion_ids) for steps in inline for step in steps)
 
 
@@ -420,13 +420,13 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it() -> None:
     played, _ = recorded(tiny(), [Script(PROMPT, seed=n, max_tokens=30) for n in range(40)], stop_token_ids=[END, 3])
     ended = 0
     for (step,) in played:
-        found = step.completion_ids.tolist()
-        assert not {END, 3} & set(found[:-1])
+        tokens = step.completion_ids.tolist()
+        assert not {END, 3} & set(tokens[:-1])
         if step.stop_reason is StopReason.STOP:
             ended += 1
-            assert found[-1] in (END, 3)
+            assert tokens[-1] in (END, 3)
         else:
-            assert step.stop_reason is StopReason.LENGTH and len(found) == 30 and found[-1] not in (END, 3)
+            assert step.stop_reason is StopReason.LENGTH and len(tokens) == 30 and tokens[-1] not in (END, 3)
     assert ended > 0
 
 

@@ -41,13 +41,13 @@ def interpreter(folder: Path, script: str) -> str:
 
 
 def test_flags_are_written_as_vllm_reads_them() -> None:
-    given = {"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}, "f": ["x", 3]}
-    assert flags(given) == ["--a", "1", "--b", "--no-c", "--e", '{"k": 2}', "--f", "x", "3"]
+    arguments = {"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}, "f": ["x", 3]}
+    assert flags(arguments) == ["--a", "1", "--b", "--no-c", "--e", '{"k": 2}', "--f", "x", "3"]
 
 
 def test_configured_arguments_have_the_last_word() -> None:
-    given = {"tensor_parallel_size": 2, "dtype": "half", "generation-config": None}
-    arguments = command("py", Path("m"), "127.0.0.1", 7, config(args=given))
+    args = {"tensor_parallel_size": 2, "dtype": "half", "generation-config": None}
+    arguments = command("py", Path("m"), "127.0.0.1", 7, config(args=args))
     assert arguments[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
     pairs = dict(pairwise(arguments))
     assert (pairs["--model"], pairs["--port"], pairs["--dtype"]) == ("m", "7", "half")

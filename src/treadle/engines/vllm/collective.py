@@ -141,28 +141,28 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
     A failure anywhere fails the rest, at the latest when their steps time out. A server that still does not answer is
     given up, and the thread abandoned. Raises EngineError for the first failure that is not a lost server.
     """
-    here = _in_thread(work)
-    there = {server: asyncio.ensure_future(call) for server, call in calls.items()}
+    local = _in_thread(work)
+    remote = {server: asyncio.ensure_future(call) for server, call in calls.items()}
     try:
         first, late = await asyncio.wait(
-            [here, *there.values()], timeout=steps * _TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
+            [local, *remote.values()], timeout=steps * _TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
         )
         if late:
             _, late = await asyncio.wait(late, timeout=1.5 * _TIMEOUT)
     finally:
-        for call in there.values():
+        for call in remote.values():
             call.cancel()
-    for server, call in there.items():
+    for server, call in remote.items():
         if call in late:
             server.lose("it did not come back from a broadcast that failed")
-    failed = [call for server, call in there.items() if call not in late and call.exception() and not server.is_lost]
+    failed = [call for server, call in remote.items() if call not in late and call.exception() and not server.is_lost]
     if failed:
         min(failed, key=lambda call: call not in first).result()
-    if here in late:
+    if local in late:
         raise EngineError("weights could not be broadcast in time")
-    if error := here.exception():
+    if error := local.exception():
         raise EngineError(f"weights could not be broadcast: {error}") from error
-    return here.result()
+    return local.result()
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -188,11 +188,11 @@ class Ledger(LedgerReader):
         """Update the copy for readers, if there is one. Raises RunError."""
         if self._copy is None:
             return
-        made = self.path.with_name(f"{self.path.name}.copy")
+        temporary = self.path.with_name(f"{self.path.name}.copy")
         try:
-            self.backup(made)
-            content = made.read_bytes()
-            made.unlink()
+            self.backup(temporary)
+            content = temporary.read_bytes()
+            temporary.unlink()
             before = self.file_sha256(_COPY)
             after = WrittenFile(_COPY, sha256_of(content))
             self.note_files([after] if before is None else [WrittenFile(_COPY_BEFORE, before), after])

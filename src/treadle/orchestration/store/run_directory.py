@@ -252,10 +252,10 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(checked_json(row) + "\n" for row in rows).encode())
 
 
-def _listed(numbers: Sequence[int], most: int = 5) -> str:
+def _listed(numbers: Sequence[int], limit: int = 5) -> str:
     """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+    more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
+    return ", ".join(map(str, numbers[:limit])) + more
 
 
 def find_run(runs: Path, recipe: str) -> Path:
