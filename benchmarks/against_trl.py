@@ -285,7 +285,7 @@ def run_treadle(case: Case, model: Path, updates: int, folder: Path, threads: in
         "training.threads": threads,
         "training.optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.0},
         "rollout.max_completion_tokens": case.longest,
-        "algorithm.norm_by_std": False,
+        "algorithm.advantage_options": {"norm_by_std": False},
         "evaluation.every": 0,
         "orchestration.updates": updates,
     }
@@ -309,9 +309,10 @@ def gradient_gap(case: Case, model: Path, folder: Path, dtype: str) -> dict[str,
     first = json.loads((folder / "first.json").read_text())
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     training = build(TrainingConfig, {"max_tokens_per_microbatch": case.tokens})
-    learner = Learner(policy, training, build(AlgorithmConfig, {"norm_by_std": False}), 1)
+    algorithm = build(AlgorithmConfig, {"advantage_options": {"norm_by_std": False}})
+    learner = Learner(policy, training, algorithm, 1)
     batch = flatten(_groups(first, case.group))
-    learner.accumulate(batch, learner.advantage.per_token(batch, Signals(None, None), learner.algorithm))
+    learner.accumulate(batch, learner.advantage.per_token(batch, Signals(None, None), learner.advantage_options))
     theirs = load_file(folder / "gradient.safetensors")
     mine = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     gaps = {name: float((mine[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs}

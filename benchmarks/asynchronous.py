@@ -14,7 +14,7 @@ from statistics import fmean
 
 from benchmarks.measure import Row, Table, make_parser, show
 from benchmarks.simulation import Seconds, StalenessSettings, World, figures, lognormal, replayed, simulate
-from treadle.orchestration.sampling.replay_buffer import StalePolicy
+from treadle.orchestration.config import StalePolicy
 from treadle.orchestration.store.run_directory import RunDirectory
 
 POLICIES: tuple[StalePolicy, ...] = ("mask_steps", "wait", "drop_group")

@@ -4,7 +4,7 @@
     python -m benchmarks.many_sessions --rate 100
     python -m benchmarks.many_sessions --through ray --sessions 2000 --rate 50 80
 
-    4 workers --(pickled trajectories)--> RolloutScheduler -> GroupIntake -> RunStore -> ReplayBuffer -> batches
+    4 workers --(pickled trajectories)--> RolloutScheduler -> RunStore -> Groups -> batches
 
 Real: the loop, the ledger, the files, the channels. Simplified: workers only let time pass, about as long for all
 attempts of a group, and then send a trajectory of 8 steps x 4,096 tokens each; the groups that are there at first are
@@ -27,7 +27,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,8 +40,6 @@ from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.limits import Limits
 from treadle.engines.pool import EnginePool
-from treadle.engines.process.engine import ProcessEngine, connect_engine
-from treadle.engines.process.rpc import Link
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
@@ -160,17 +157,6 @@ class SimulatedEngine(FakeEngine):
         seconds = self._seconds[session.rpartition(".")[0]] * float(self._rng.uniform(0.9, 1.1))
         await asyncio.sleep(seconds / STEPS)
         return Completion(self._ids, self._logprobs, StopReason.STOP, (VersionSpan(self.version, 0, SAMPLED),))
-
-
-@dataclass(frozen=True, slots=True)
-class MakeSimulated:
-    """Factory of a `SimulatedEngine` in an actor."""
-
-    mean: float
-    at_first: int
-
-    def make(self) -> SimulatedEngine:
-        return SimulatedEngine(self.mean, self.at_first)
 
 
 class Counted:
@@ -342,27 +328,34 @@ def forked(sessions: int, rate: float) -> Iterator[OpenRunner]:
 @contextmanager
 def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
     """Start the workers and engines of a local Ray cluster."""
+    from treadle.engines.remote import RemoteEngine
+    from treadle.placement.actors import Actor
     from treadle.placement.cluster import connected
-    from treadle.placement.engine_actors import ActorChannel
+    from treadle.placement.engine_actors import EngineActor
     from treadle.placement.reserve import Bundle, reserve
     from treadle.placement.rollout_actors import open_workers
 
     workers = [Bundle("rollout worker", number, {"CPU": 1}) for number in range(WORKERS)]
     engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]
     config = load_recipe("demo", []).model
-    load = {"do": "load", "engine": MakeSimulated(sessions / rate, sessions // GROUP)}
+    make: Any = partial(SimulatedEngine, sessions / rate, sessions // GROUP)
     rollout = RolloutConfig(max_input_tokens=TOKENS, max_completion_tokens=SAMPLED, trajectory_timeout=1e6)
     with connected(None, [*workers, *engines], print), reserve([*workers, *engines], 60) as reservation:
 
-        async def connect(bundle: Bundle) -> ProcessEngine:
-            async def start() -> Link:
-                return Link(await ActorChannel.start(reservation.options(bundle)))
-
-            return await connect_engine(start, load, lock_step=False, tolerance=1.0, name=str(bundle))
-
         @asynccontextmanager
         async def opening() -> AsyncIterator[tuple[Counted, FakeEngine]]:
-            pool = EnginePool([await connect(bundle) for bundle in engines])
+            remote = [
+                RemoteEngine(
+                    str(b),
+                    make,
+                    partial(Actor, str(b), EngineActor, reservation.options(b)),
+                    lock_step=False,
+                    tolerance=1e-6,
+                )
+                for b in engines
+            ]
+            await asyncio.gather(*(engine.open() for engine in remote))
+            pool = EnginePool(remote)
             players = Players(drivers={"caller": Caller})
             renderer = load_chat_interface(config).renderer
             try:

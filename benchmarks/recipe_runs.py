@@ -53,7 +53,7 @@ _RANKS = ("placement.learner.ranks=2",)
 _RAY = ("placement.kind=ray", *_RANKS, "placement.engines.count=2", "placement.rollout.workers=2")
 _LONGER_DEMO = (
     *("evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1"),
-    *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.optimizer.learning_rate=3e-3"),
+    *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.learning_rate=3e-3"),
     *("orchestration.updates=60", "training.optimizer.learning_rate=5e-4", "data.train.options.count=1920"),
 )
 STUDIES: Mapping[str, Study] = {

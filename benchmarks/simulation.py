@@ -19,10 +19,9 @@ import numpy as np
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, Task
-from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.config import RunConfig, StalePolicy, load_recipe
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.sampling.replay_buffer import StalePolicy
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.ledger import Ledger

@@ -26,7 +26,7 @@ _IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "treadle.orchestration.train",
     "treadle.training.rank_group",
-    "treadle.engines.process.server",
+    "treadle.engines.remote",
     "treadle.cli.main",
 )
 _servers: list[socket.socket] = []  # at most one

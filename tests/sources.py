@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.trainer import ModelInfo, WeightsDestination
 from treadle.core.types import Floats, Ids
-from treadle.engines.process.engine import ProcessEngine
+from treadle.engines.remote import RemoteEngine
 from treadle.engines.stop_strings import Decode
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
@@ -56,7 +56,7 @@ async def publish(engine: Any, weights: Mapping[str, Tensor], version: int) -> N
     match engine:
         case TorchEngine():
             await engine.update_weights(weights, version)
-        case ProcessEngine():
+        case RemoteEngine():
             await SharedMemorySync(FixedWeights(weights), engine).publish(version)
         case VLLMEngine():
             source = engine._publication._source

@@ -34,6 +34,7 @@ from treadle.algorithms.config import (
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.core.config import build
+from treadle.core.errors import Cause
 from treadle.core.metrics import Level
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -69,10 +70,12 @@ def test_the_quickstart_runs_as_it_stands_and_learns(tmp_path: Path) -> None:
     assert "trained" in run(["bash", "-ec", look], tmp_path)
 
 
-def test_the_quickstart_recipe_is_valid() -> None:
-    [text] = blocks(ROOT / "docs" / "quickstart.md", "yaml")
-    config = build(RunConfig, yaml.safe_load(text.replace("1e-3", "0.001")))
-    assert config.training.group_size == 16
+def test_the_quickstart_recipes_are_valid(tmp_path: Path) -> None:
+    first, second = blocks(ROOT / "docs" / "quickstart.md", "yaml")
+    (tmp_path / "larger.yaml").write_text(first)
+    (tmp_path / "larger-dr.yaml").write_text(second)
+    config = load_recipe(str(tmp_path / "larger-dr.yaml"))
+    assert config.training.group_size == 16 and config != load_recipe(str(tmp_path / "larger.yaml"))
     [row] = blocks(ROOT / "docs" / "quickstart.md", "json")
     assert set(json.loads(row)) == {"task_id", "prompt", "ground_truth"}
 
@@ -152,7 +155,7 @@ def simulated_table(rows: list[dict[str, Any]]) -> str:
 def test_the_example_of_failure_policies_is_valid() -> None:
     [text] = blocks(ROOT / "docs" / "async.md", "yaml")
     failures = build(FailuresConfig, yaml.safe_load(text)["failures"])
-    assert (failures.engine.retries, failures.verifier.then) == (3, "grade")
+    assert (failures.causes[Cause.ENGINE].retries, failures.causes[Cause.VERIFIER].grade) == (3, 0.0)
 
 
 def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
@@ -305,6 +308,7 @@ def is_key(path: str) -> bool:
             return False
         annotation = section.model_fields[name].annotation
         kinds = [annotation, *get_args(annotation), *(kind for part in get_args(annotation) for kind in get_args(part))]
+        kinds += [kind for part in kinds for kind in get_args(part)]
         section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
         if section is None and any(get_origin(kind) is dict for kind in kinds):
             section = dict
@@ -334,7 +338,7 @@ def test_settings_on_the_page_for_users_of_skyrl_are_those_of_the_recipes() -> N
         for recipe, cell in zip(recipes, values, strict=True):
             found: Any = recipe
             for part in key.strip("`").split("."):
-                found = None if found is None else found[part]
+                found = None if found is None else found.get(part)
             assert (found or None) == (None if cell.startswith("none") else yaml.safe_load(cell.strip("`")) or None), (
                 key
             )

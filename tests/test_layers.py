@@ -84,36 +84,6 @@ def test_imports_point_downwards(path: Path) -> None:
     assert wrong_imports(path.read_text(), module_name(path), path.name == "__init__.py") == []
 
 
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
-        ("import numpy as np", []),
-        ("from treadle.core.types import Step", []),
-        ("from treadle.rollout import agent", []),
-        ("from . import fake", []),
-        ("from ..core import types", []),
-        ("from treadle import __version__", []),
-        ("import treadle\nprint(treadle.__version__)", []),
-        ("import treadle\nprint(treadle.Step)", ["treadle.Step"]),
-        ("from treadle import Step", ["treadle.Step"]),
-        ("from treadle import training", ["treadle.training"]),
-        ("import treadle.packing.flat", ["treadle.packing.flat"]),
-        ("from ..algorithms import losses", ["treadle.algorithms.losses"]),
-        ("def f():\n    from treadle.cli.main import main", ["treadle.cli.main.main"]),
-        ("if TYPE_CHECKING:\n    from treadle.training.learner import M", ["treadle.training.learner.M"]),
-    ],
-)
-def test_the_check_itself_finds_what_is_wrong(line: str, wrong: list[str]) -> None:
-    assert wrong_imports(line, "treadle.engines.sampling") == wrong
-
-
-def test_the_check_itself_understands_relative_imports_of_a_package() -> None:
-    assert list(imported("from . import a\nfrom ..core import b", "treadle.envs", is_package=True)) == [
-        "treadle.envs.a",
-        "treadle.core.b",
-    ]
-
-
 def test_the_light_layers_load_nothing_heavy() -> None:
     """In a fresh process: the public names and every module from core to rollout."""
     modules = [module_name(path) for path in sources() if module_name(path).split(".")[1] in LIGHT]

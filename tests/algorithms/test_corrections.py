@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +15,6 @@ from tests.models import full
 from treadle.algorithms.config import CorrectionConfig
 from treadle.algorithms.corrections import (
     corrected,
-    geometric_mask,
-    outlier_mask,
     product_mask,
     sequence_tis,
     token_mask,
@@ -75,39 +72,6 @@ def test_corrections_are_their_formulas(drawn: list[Row], config: CorrectionConf
     count = kept if config.renormalize else trained
     wanted = [1 / count if r.mask and k else 0.0 for r, k in zip(drawn, keep, strict=True)]
     np.testing.assert_allclose(full(found.weight), wanted, rtol=1e-12)
-
-
-def test_corrections_by_hand() -> None:
-    """Two units with rho 2, 3 and 1/4, 1; an untrained token of rho 1000 is in neither product, mean nor outliers."""
-    log_rho = torch.tensor([2.0, 3.0, 1000.0, 0.25, 1.0], dtype=torch.float64).log()
-    mask, unit = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 1])
-    assert token_tis(log_rho, 2.5).tolist() == pytest.approx([2, 2.5, 2.5, 0.25, 1])
-    assert sequence_tis(log_rho, mask, unit, 5.0).tolist() == pytest.approx([5, 5, 5, 0.25, 0.25])
-    assert token_mask(log_rho, 0.5, 2.5).tolist() == [True, False, False, False, True]
-    assert geometric_mask(log_rho, mask, unit, 0.4, 2.4).tolist() == [False] * 3 + [True] * 2  # sqrt 6, 1/2
-    assert product_mask(log_rho, mask, unit, 0.5, 7.0).tolist() == [True] * 3 + [False] * 2  # 6, 1/4
-    assert outlier_mask(log_rho, mask, unit, 0.3, 4.0).tolist() == [True] * 3 + [False] * 2
-
-
-def test_the_geometric_mean_does_not_depend_on_length_and_the_product_does() -> None:
-    for length in (1, 10, 1000):
-        log_rho = torch.full((length,), math.log(1.005), dtype=torch.float64)
-        mask, unit = torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.int64)
-        assert geometric_mask(log_rho, mask, unit, 0.99, 1.01).all()
-        assert product_mask(log_rho, mask, unit, 0.5, 2.0).all() == (1.005**length <= 2.0)
-
-
-@given(rows())
-def test_engines_that_agree_with_the_learner_are_not_corrected(drawn: list[Row]) -> None:
-    drawn = [Row(r.new, r.old, r.old, r.a, r.mask, r.step, r.trajectory) for r in drawn]
-    _, tokens = tensors(drawn)
-    bounds = (0.99, 1.01)
-    config = CorrectionConfig(
-        token_tis=1.0, token_mask=bounds, geometric_mask=bounds, product_mask=bounds, outlier_mask=bounds
-    )
-    found = corrected(tokens, uniform(tokens.mask), config, uniform)
-    assert found.keep.all() and (found.factor == 1).all()
-    torch.testing.assert_close(found.weight, uniform(tokens.mask))
 
 
 def test_an_infinite_ratio_is_left_out_and_truncated() -> None:

@@ -20,10 +20,6 @@ FORMULAS = {
 }
 
 
-def test_every_estimator_has_a_formula() -> None:
-    assert set(ESTIMATORS) == set(FORMULAS)
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 @given(st.lists(st.tuples(LOGP, LOGP), min_size=1))
 def test_an_estimator_is_its_formula(name: str, rows: list[tuple[float, float]]) -> None:
@@ -52,21 +48,8 @@ def test_their_expectations_and_the_gradients_of_their_losses() -> None:
     assert (gradients["k3"] - wanted).norm() > 0.1 * wanted.norm()
 
 
-def test_a_fixed_coefficient_stays() -> None:
-    controller = KlController(0.1)
-    assert controller.after(5.0, 100) is controller
-
-
 @pytest.mark.parametrize(
     ("kl", "factor"), [(0.05, 1.0), (0.055, 1.001), (1.0, 1.002), (0.0, 0.998), (-3.0, 0.998), (0.045, 0.999)]
 )
 def test_an_adaptive_coefficient_goes_by_the_clipped_relative_error(kl: float, factor: float) -> None:
     assert KlController(0.1, 0.05, 10000.0).after(kl, 100).coef == pytest.approx(0.1 * factor)
-
-
-def test_an_adaptive_coefficient_reaches_its_target() -> None:
-    """Of a policy whose KL falls as the coefficient grows."""
-    controller = KlController(1.0, 0.05, 100.0)
-    for _ in range(2000):
-        controller = controller.after(0.2 / (1 + controller.coef), 10)
-    assert 0.2 / (1 + controller.coef) == pytest.approx(0.05, rel=1e-3)

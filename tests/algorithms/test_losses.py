@@ -14,18 +14,13 @@ from torch import Tensor
 
 from tests.algorithms import slow
 from tests.models import full
-from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.config import CispoConfig, GspoConfig
 from treadle.algorithms.losses import (
     Tokens,
     by_name,
-    cispo,
     dppo,
     gspo,
-    importance_sampling,
     outside_trust_region,
-    ppo_clip,
-    reinforce,
-    sapo,
 )
 from treadle.core.registry import names
 
@@ -82,26 +77,25 @@ def _ratio_of_unit(drawn: list[Row], scope: str) -> list[float]:
     return slow.over_unit(logs, [row.mask for row in drawn], unit, lambda v: math.exp(slow.mean(v)) if v else 1.0)
 
 
-def _gspo(drawn: list[Row], config: AlgorithmConfig) -> list[float]:
-    ratios, section = _ratio_of_unit(drawn, config.gspo.scope), config.gspo
+def _gspo(drawn: list[Row], options: GspoConfig) -> list[float]:
     return [
-        slow.ppo_clip(math.log(s), 0.0, row.a, section.eps_low, section.eps_high)
-        for s, row in zip(ratios, drawn, strict=True)
+        slow.ppo_clip(math.log(s), 0.0, row.a, options.eps_low, options.eps_high)
+        for s, row in zip(_ratio_of_unit(drawn, options.scope), drawn, strict=True)
     ]
 
 
-def _each(one: Callable[[Row, AlgorithmConfig], float]) -> Callable[[list[Row], AlgorithmConfig], list[float]]:
-    return lambda drawn, config: [one(row, config) for row in drawn]
+def _each(one: Callable[[Row, Any], float]) -> Callable[[list[Row], Any], list[float]]:
+    return lambda drawn, options: [one(row, options) for row in drawn]
 
 
-REFERENCES: dict[str, Callable[[list[Row], AlgorithmConfig], list[float]]] = {
-    "ppo_clip": _each(lambda t, c: slow.ppo_clip(t.new, t.old, t.a, *c.ppo_clip.bounds)),
+REFERENCES: dict[str, Callable[[list[Row], Any], list[float]]] = {
+    "ppo_clip": _each(lambda t, o: slow.ppo_clip(t.new, t.old, t.a, *o.bounds)),
     "gspo": _gspo,
-    "cispo": _each(lambda t, c: -slow.cispo_weight(t.new, t.old, c.cispo.eps_low, c.cispo.eps_high) * t.a * t.new),
-    "sapo": _each(lambda t, c: slow.sapo(t.new, t.old, t.a, c.sapo.tau_positive, c.sapo.tau_negative)),
-    "dppo": _each(lambda t, c: slow.dppo(t.new, t.rollout, t.a, c.dppo.divergence, c.dppo.delta)),
-    "reinforce": _each(lambda t, c: -t.a * t.new),
-    "importance_sampling": _each(lambda t, c: -math.exp(t.new - t.rollout) * t.a),
+    "cispo": _each(lambda t, o: -slow.cispo_weight(t.new, t.old, o.eps_low, o.eps_high) * t.a * t.new),
+    "sapo": _each(lambda t, o: slow.sapo(t.new, t.old, t.a, o.tau_positive, o.tau_negative)),
+    "dppo": _each(lambda t, o: slow.dppo(t.new, t.rollout, t.a, o.divergence, o.delta)),
+    "reinforce": _each(lambda t, o: -t.a * t.new),
+    "importance_sampling": _each(lambda t, o: -math.exp(t.new - t.rollout) * t.a),
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ppo_clip": [{}, {"dual_clip": 1.5}, {"eps_low": 0.1, "eps_high": 0.6, "dual_clip": 3.0}],
@@ -110,13 +104,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sapo": [{}, {"tau_positive": 2.0, "tau_negative": 5.0}],
     "dppo": [{}, {"divergence": "kl", "delta": 0.05}, {"delta": 0.5}],
 }
-
-
-def config_of(name: str, options: dict[str, Any]) -> AlgorithmConfig:
-    sections = {
-        key: type(getattr(AlgorithmConfig(), key))(**options) for key in by_name(name).options
-    }  # the only one is the loss's own
-    return AlgorithmConfig(policy_loss=name, **sections)
 
 
 CASES = [(name, options) for name in REFERENCES for options in OPTIONS.get(name, [{}])]
@@ -130,11 +117,11 @@ def test_every_registered_policy_loss_has_a_reference() -> None:
 @pytest.mark.parametrize(("name", "options"), CASES)
 @given(drawn=rows())
 def test_a_policy_loss_is_its_formula(name: str, options: dict[str, Any], drawn: list[Row]) -> None:
-    config = config_of(name, options)
+    built = by_name(name).options_type(**options)
     logp, tokens = tensors(drawn)
-    found = by_name(name).per_token(logp, tokens, config).detach()
+    found = by_name(name).per_token(logp, tokens, built).detach()
     assert found.shape == (len(drawn),) and found.dtype == torch.float64
-    np.testing.assert_allclose(full(found), REFERENCES[name](drawn, config), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(full(found), REFERENCES[name](drawn, built), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.quick(4)
@@ -143,16 +130,16 @@ def test_a_policy_loss_is_its_formula(name: str, options: dict[str, Any], drawn:
 @given(drawn=rows())
 def test_its_gradient_is_that_of_the_formula(name: str, options: dict[str, Any], drawn: list[Row]) -> None:
     """By central differences of the slow reference, away from kinks; a token's loss is its own."""
-    config = config_of(name, options)
+    built = by_name(name).options_type(**options)
     logp, tokens = tensors(drawn)
-    by_name(name).per_token(logp, tokens, config).sum().backward()
+    by_name(name).per_token(logp, tokens, built).sum().backward()
     h = 1e-6
 
     def moved(by: float) -> np.ndarray[Any, np.dtype[np.float64]]:
         shifted = [
             Row(row.new + by, *(getattr(row, f) for f in Row.__dataclass_fields__ if f != "new")) for row in drawn
         ]
-        return np.array(REFERENCES[name](shifted, config), np.float64)
+        return np.array(REFERENCES[name](shifted, built), np.float64)
 
     left, here, right = moved(-h), moved(0.0), moved(h)
     smooth = np.abs(left - 2 * here + right) < 1e-9 * (1 + np.abs(here))
@@ -165,10 +152,9 @@ def test_its_gradient_is_that_of_the_formula(name: str, options: dict[str, Any],
 @given(drawn=rows())
 def test_cispo_has_the_gradient_of_its_weighted_logprob(options: dict[str, Any], drawn: list[Row]) -> None:
     logp, tokens = tensors(drawn)
-    config = config_of("cispo", options)
-    by_name("cispo").per_token(logp, tokens, config).sum().backward()
-    section = config.cispo
-    wanted = [-slow.cispo_weight(r.new, r.old, section.eps_low, section.eps_high) * r.a for r in drawn]
+    built = CispoConfig(**options)
+    by_name("cispo").per_token(logp, tokens, built).sum().backward()
+    wanted = [-slow.cispo_weight(r.new, r.old, built.eps_low, built.eps_high) * r.a for r in drawn]
     assert logp.grad is not None or not drawn
     np.testing.assert_allclose([] if logp.grad is None else full(logp.grad), wanted, rtol=1e-12)
 
@@ -203,19 +189,20 @@ def test_gspo_has_the_gradient_of_one_ratio_for_each_unit(scope: str, drawn: lis
 @given(drawn=rows())
 def test_what_is_called_clipped_has_a_bounded_ratio(name: str, options: dict[str, Any], drawn: list[Row]) -> None:
     """ppo_clip, gspo, dppo: the gradient is cut off exactly there. cispo: the weight is at its bound."""
-    loss, config = by_name(name), config_of(name, options)
+    loss = by_name(name)
+    built: Any = loss.options_type(**options)
     if loss.clipped is None:
         assert name in ("sapo", "reinforce", "importance_sampling")
         return
     logp, tokens = tensors(drawn)
-    cut = loss.clipped(logp.detach(), tokens, config)
+    cut = loss.clipped(logp.detach(), tokens, built)
     assert cut.dtype == torch.bool
     if name == "cispo":
         weights = [math.exp(r.new - r.old) for r in drawn]
-        low, high = 1 - config.cispo.eps_low, 1 + config.cispo.eps_high
+        low, high = 1 - built.eps_low, 1 + built.eps_high
         assert cut.tolist() == [not low <= w <= high for w in weights]
         return
-    loss.per_token(logp, tokens, config).sum().backward()
+    loss.per_token(logp, tokens, built).sum().backward()
     if drawn:
         assert logp.grad is not None
         assert (cut == ((logp.grad == 0) & (tokens.advantage != 0))).all()
@@ -226,38 +213,6 @@ def test_what_is_called_clipped_has_a_bounded_ratio(name: str, options: dict[str
 
 def one(*values: float) -> list[Tensor]:
     return [torch.tensor([value], dtype=torch.float64) for value in values]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "objective"),
-    [(10.0, -1.0, -3.0), (2.0, -1.0, -2.0), (0.5, -1.0, -0.8), (10.0, 1.0, 1.28), (0.5, 1.0, 0.5)],
-)
-def test_dual_clip_bounds_what_a_negative_advantage_costs(ratio: float, advantage: float, objective: float) -> None:
-    new, old, a = one(math.log(ratio), 0.0, advantage)
-    assert ppo_clip(new, old, a, 0.2, 0.28, 3.0).item() == pytest.approx(-objective)
-
-
-def test_gspo_by_hand() -> None:
-    """A unit of ratios 4 and 1 has s = 2; the third token is not trained and does not count; the fourth is alone."""
-    new = torch.tensor([4.0, 1.0, 100.0, 0.5], dtype=torch.float64).log()
-    mask, unit = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
-    found = gspo(new, torch.zeros(4).double(), torch.ones(4).double(), mask, unit, 0.9, 9.0)
-    assert found.tolist() == pytest.approx([-2, -2, -2, -0.5])
-    found = gspo(new, torch.zeros(4).double(), torch.ones(4).double(), mask, unit, 0.9, 0.5)
-    assert found.tolist() == pytest.approx([-1.5, -1.5, -1.5, -0.5])
-
-
-def test_cispo_by_hand() -> None:
-    new, old, a = one(math.log(0.9), math.log(0.1), 2.0)
-    assert cispo(new, old, a, 1.0, 4.0).item() == pytest.approx(-5 * 2 * math.log(0.9))
-
-
-def test_sapo_at_the_old_policy_is_twice_the_surrogate_over_tau() -> None:
-    new, old, a = one(-1.0, -1.0, 1.5)
-    assert sapo(new, old, a, 1.0, 1.05).item() == pytest.approx(-4 * 0.5 * 1.5)
-    new.requires_grad_()
-    sapo(new, old, a, 1.0, 1.05).backward()
-    assert new.grad is not None and new.grad.item() == pytest.approx(-1.5)  # as REINFORCE
 
 
 @pytest.mark.parametrize(
@@ -293,11 +248,5 @@ def test_on_the_sampling_policy_every_loss_has_the_policy_gradient() -> None:
     same, a = new.detach(), torch.tensor([1.0, -0.5], dtype=torch.float64)
     tokens = Tokens(same, same, a, torch.ones(2, dtype=torch.bool), torch.zeros(2).long(), torch.zeros(2).long())
     for name in names("policy_losses"):
-        (gradient,) = torch.autograd.grad(by_name(name).per_token(new, tokens, AlgorithmConfig()).sum(), new)
+        (gradient,) = torch.autograd.grad(by_name(name).per_token(new, tokens, by_name(name).options_type()).sum(), new)
         torch.testing.assert_close(gradient, -a, rtol=1e-12, atol=0.0, msg=name)
-
-
-def test_reinforce_and_importance_sampling_by_hand() -> None:
-    new, old, a = one(-1.0, -2.0, 3.0)
-    assert reinforce(new, a).item() == pytest.approx(3.0)
-    assert importance_sampling(new, old, a).item() == pytest.approx(-3 * math.e)

@@ -19,17 +19,13 @@ from tests.models import full, make_group, make_step
 from tests.training.reference import algorithm_with
 from treadle.algorithms.config import (
     AlgorithmConfig,
-    CispoConfig,
     CorrectionConfig,
-    GspoConfig,
     KlConfig,
-    PpoClipConfig,
-    SapoConfig,
 )
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS
-from treadle.algorithms.losses import Tokens, by_name
+from treadle.algorithms.losses import Tokens, by_name, options_of
 from treadle.algorithms.reductions import token_weights
 from treadle.packing.flat import FlatBatch, flatten
 from treadle.training.objective import Objective, TokenScores
@@ -97,7 +93,7 @@ def batch() -> FlatBatch:
     return flatten([make_group(of[:GROUP]), make_group(of[GROUP:], 1)])
 
 
-ADVANTAGE = advantages(batch(), AlgorithmConfig(norm_by_std=False))
+ADVANTAGE = advantages(batch(), AlgorithmConfig(advantage_options={"norm_by_std": False}))
 
 
 def ours(config: AlgorithmConfig) -> tuple[float, Tensor]:
@@ -120,9 +116,10 @@ def ours(config: AlgorithmConfig) -> tuple[float, Tensor]:
     objective = Objective(
         config,
         by_name(config.policy_loss),
+        options_of(config),
         tokens,
         weight,
-        config.entropy_coef,
+        config.entropy_bonus[0],
         anchored=False,
         reduction=reduction,
         corrected=corrected(tokens, weight, config.correction, reduction),
@@ -181,17 +178,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"reduction": "seq_mean_token_sum_norm", "length_norm": 7.0},
         {"loss_type": "dr_grpo"},
     ),
-    "dual clip": ({"ppo_clip": PpoClipConfig(dual_clip=1.4)}, {"loss_type": "dapo", "args": {"delta": 1.4}}),
+    "dual clip": ({"policy_loss_options": {"dual_clip": 1.4}}, {"loss_type": "dapo", "args": {"delta": 1.4}}),
     "gspo": (
-        {"policy_loss": "gspo", "reduction": "trajectory_mean", "gspo": GspoConfig(eps_low=0.1, eps_high=0.15)},
+        {
+            "policy_loss": "gspo",
+            "reduction": "trajectory_mean",
+            "policy_loss_options": {"eps_low": 0.1, "eps_high": 0.15},
+        },
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
     ),
     "cispo": (
-        {"policy_loss": "cispo", "cispo": CispoConfig(eps_high=0.5)},
+        {"policy_loss": "cispo", "policy_loss_options": {"eps_high": 0.5}},
         {"loss_type": "cispo", "epsilon_high": 1.5},  # TRL's is the bound itself
     ),
     "sapo": (
-        {"policy_loss": "sapo", "reduction": "trajectory_mean", "sapo": SapoConfig(tau_negative=1.3)},
+        {"policy_loss": "sapo", "reduction": "trajectory_mean", "policy_loss_options": {"tau_negative": 1.3}},
         {"loss_type": "sapo", "args": SAPO},
     ),
     "k3 in the loss": ({"kl": KlConfig(coef=0.3)}, {"loss_type": "dapo", "beta": 0.3}),
@@ -271,7 +272,9 @@ def test_rloo_agrees_also_with_kl_in_the_reward(trl: Any, penalised: bool) -> No
 @pytest.mark.parametrize("scale", ["none", "group"])
 def test_grpo_agrees_up_to_the_constant_beside_the_standard_deviation(trl: Any, scale: str) -> None:
     found = scored(trl, "GRPOTrainer", beta=0.0, scale_rewards=scale)["advantages"]
-    mine = torch.tensor(by_trajectory(advantages(batch(), AlgorithmConfig(norm_by_std=scale == "group"))))
+    mine = torch.tensor(
+        by_trajectory(advantages(batch(), AlgorithmConfig(advantage_options={"norm_by_std": scale == "group"})))
+    )
     if scale == "group":  # 1e-4 there, 1e-6 here
         std = torch.tensor(REWARDS, dtype=torch.float64).view(-1, GROUP).std(1).repeat_interleave(GROUP)
         found, mine = found * (std + 1e-4), mine * (std + 1e-6)

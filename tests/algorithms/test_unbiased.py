@@ -134,7 +134,7 @@ SUM: dict[str, Any] = {"reduction": "seq_mean_token_sum_norm", "length_norm": 1}
         ({"advantage": "rloo"}, lambda n: 1),
         ({"advantage": "step_return"}, lambda n: 1),
         ({"advantage": "gae"}, lambda n: 1),
-        ({"advantage": "grpo", "norm_by_std": False}, lambda n: 1 - 1 / n),
+        ({"advantage": "grpo", "advantage_options": {"norm_by_std": False}}, lambda n: 1 - 1 / n),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -155,8 +155,11 @@ BIASED: list[tuple[dict[str, Any], bool]] = [  # and whether the bias becomes sm
     ({"advantage": "grpo"}, False),
     ({"advantage": "maxrl"}, False),
     ({"advantage": "gigpo"}, False),
-    ({"advantage": "gigpo", "norm_by_std": False}, False),  # with all that met a turn as its state: by turn
-    ({"advantage": "gae", "gae_lambda": 0.5}, False),
+    (
+        {"advantage": "gigpo", "advantage_options": {"norm_by_std": False}},
+        False,
+    ),  # with all that met a turn as its state: by turn
+    ({"advantage": "gae", "advantage_options": {"gae_lambda": 0.5}}, False),
     ({"advantage": "reinforce++"}, True),
     ({"advantage": "reinforce++_baseline"}, True),
     ({"advantage": "rloo", "reduction": "token_mean"}, True),

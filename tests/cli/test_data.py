@@ -107,7 +107,7 @@ def test_a_recipe_is_checked_whole(tmp_path: Path, capsys: pytest.CaptureFixture
         (["nope"], "data.train.source: 'nope' is not registered"),
         (["no.parquet"], "cannot read no.parquet: No such file"),
         (["demo", "data.train.options.count=x"], "count must be a whole number"),
-        (["a.jsonl", "data.train.weight=3"], "unknown key 'data.train.weight'"),
+        (["a.jsonl", "data.train.weight=3"], "train: name and weight are for a list of several sources"),
         (["math.parquet", "data.columns.prompt=x"], "no column 'x': the file has question, meta; correct data.columns"),
     ],
 )

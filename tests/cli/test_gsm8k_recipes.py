@@ -75,10 +75,10 @@ def test_the_settings_are_skyrls() -> None:
     assert single.orchestration.updates == 20 * (7473 // 1024) * 4
     assert several.orchestration.updates == 20 * (7473 // 256) * 2
     for config in (single, several):
-        optimizer, kl, clip = config.training.optimizer, config.algorithm.kl, config.algorithm.ppo_clip
+        optimizer, kl = config.training.optimizer, config.algorithm.kl
         assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (1e-6, 0.01, 1.0)
         assert kl is not None and (kl.coef, kl.estimator) == (1e-3, "k3")
-        assert (clip.eps_low, clip.eps_high, clip.dual_clip) == (0.2, 0.2, None)
+        assert config.algorithm.policy_loss_options == {"eps_low": 0.2, "eps_high": 0.2}
         assert (config.training.group_size, config.rollout.max_completion_tokens) == (5, 1024)
         assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
         assert config.evaluation.every == 5 * config.training.updates_per_batch

@@ -80,3 +80,38 @@ def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     done = treadle("recipes", "show", tmp_path / "list.yaml")
     assert done.status == 2 and "expected a mapping of keys to values, found a list" in done.error
+
+
+def written(folder: Path, **recipes: str) -> Path:
+    """Recipes by name; returns the path of the first."""
+    for name, text in recipes.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(recipes))}.yaml"
+
+
+def test_a_recipe_extends_another_key_by_key(tmp_path: Path) -> None:
+    """By a shipped name, and by a path relative to the recipe; the resolved recipe is what is shown and saved."""
+    path = written(
+        tmp_path,
+        mine="extends: base.yaml\ntraining: {optimizer: {learning_rate: 2e-3}}\nwarm_start: null\n",
+        base="recipe: base\nextends: demo\nseed: 7\ndata: {train: {options: {count: 9}}}\n",
+    )
+    changes = ["seed=7", "data.train.options.count=9", "training.optimizer.learning_rate=2e-3", "warm_start=null"]
+    assert load_recipe(str(path)) == load_recipe("demo", ["recipe=mine", *changes])
+    assert load_recipe(str(path), ["seed=8"]).seed == 8
+    assert "extends" not in treadle("recipes", "show", str(path), "--yaml").out
+
+
+@pytest.mark.parametrize(
+    ("recipes", "message"),
+    [
+        ({"a": "extends: a.yaml\n"}, "extends: a.yaml -> a.yaml is a cycle"),
+        ({"a": "extends: b.yaml\n", "b": "extends: a.yaml\n"}, "extends: a.yaml -> b.yaml -> a.yaml is a cycle"),
+        ({"a": "extends: deom\n"}, "a.yaml: extends: no recipe 'deom'; did you mean 'demo'?"),
+        ({"a": "extends: no.yaml\n"}, "a.yaml: extends: no file 'no.yaml'"),
+        ({"a": "extends: [demo]\n"}, "a.yaml: extends: got ['demo'], expected one recipe"),
+    ],
+)
+def test_a_recipe_that_cannot_be_extended(tmp_path: Path, recipes: dict[str, str], message: str) -> None:
+    done = treadle("recipes", "show", str(written(tmp_path, **recipes)))
+    assert (done.status, done.out) == (2, "") and message in done.error

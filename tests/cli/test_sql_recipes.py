@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.worlds import treadle
+from treadle.data.config import sources_of
 from treadle.envs.sql.small import MAX_TURNS
 from treadle.orchestration.config import load_recipe
 
@@ -44,7 +45,9 @@ def test_sql_small_makes_an_update(folder: Path) -> None:
 
 def test_sql_small_plays_enough_of_both_hop_counts_with_half_a_second_for_a_query() -> None:
     config = load_recipe("sql-small")
-    assert config.data.held_out is not None and config.data.held_out.options["count"] >= 2 * 512
+    assert config.data.held_out is not None
+    train, held_out = (sources_of(section)[0].options["count"] for section in (config.data.train, config.data.held_out))
+    assert held_out >= 2 * 512 and train >= config.orchestration.updates * config.training.tasks_per_update
     assert config.environment_options == {
         "max_turns": MAX_TURNS,
         "operations": 20_000_000,
@@ -53,7 +56,6 @@ def test_sql_small_plays_enough_of_both_hop_counts_with_half_a_second_for_a_quer
     }
     assert config.rollout.max_steps == MAX_TURNS
     assert config.data.table_by == "hops" and config.warm_start is not None and config.warm_start.max_loss is not None
-    assert config.data.train.options["count"] >= config.orchestration.updates * config.training.tasks_per_update
 
 
 def test_skyrl_sql_is_as_published() -> None:
@@ -63,7 +65,7 @@ def test_skyrl_sql_is_as_published() -> None:
     assert (rollout.max_steps, rollout.max_input_tokens, rollout.max_completion_tokens) == (6, 29_000, 3_000)
     assert (rollout.temperature, rollout.top_p, rollout.stop) == (0.6, 0.95, ("</sql>", "</solution>"))
     assert (training.tasks_per_update, training.group_size, training.optimizer.learning_rate) == (256, 5, 1e-6)
-    assert (algorithm.policy_loss, algorithm.ppo_clip.dual_clip, algorithm.kl) == ("ppo_clip", 3.0, None)
+    assert (algorithm.policy_loss, algorithm.policy_loss_options["dual_clip"], algorithm.kl) == ("ppo_clip", 3.0, None)
     assert not algorithm.correction.active
 
 

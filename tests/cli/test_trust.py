@@ -24,7 +24,8 @@ from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
 from tests.forks import run
 from treadle.core.manifest import MANIFEST
-from treadle.engines.process.worker import load
+from treadle.engines.torch.exported import load_engine
+from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.config import ModelConfig
 from treadle.training.make import load_model, load_source
 
@@ -136,9 +137,8 @@ def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
 
 def test_an_engine_of_its_own_process_does_not_run_it(bait: Bait, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    message = {"model": str(bait.path), "threads": 1, "deterministic": True, "dtype": "float32", "options": {}}
     with pytest.raises(ValueError, match="custom code"):
-        load(message)
+        load_engine(bait.path, TorchEngineOptions([]), threads=1, deterministic=True)
     assert not bait.marker.exists()
 
 

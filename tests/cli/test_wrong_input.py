@@ -65,9 +65,11 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "warm_start.demonstrations=sums": ("warm_start.demonstrations: 'sums' is not registered", "arithmetic"),
     # combinations
     "training.group_size=1": ("training.group_size is 1", "raise it to 2 or more"),
-    "algorithm.gspo.scope=step": ("algorithm.gspo is set, but policy_loss 'ppo_clip' does not read it; leave it out",),
+    "algorithm.policy_loss_options.scope=step": (
+        "algorithm.policy_loss_options: unknown key 'scope'; known here: eps_low",
+    ),
     "rollout.max_input_tokens=600": ("600 + max_completion_tokens 8 = 608", "context of 128; lower one of them"),
-    "engine.kind=vllm engine.vllm.python=/nowhere": ("'/nowhere' is no interpreter", "set engine.vllm.python"),
+    "engine.kind=vllm engine.options.python=/nowhere": ("'/nowhere' is no interpreter", "set engine.options.python"),
     # models
     "model.path=/nowhere": ("model.path=/nowhere: model: give exactly one of model.path and model.build",),
     "model.build=null model.path=/nowhere": ("model.path: no directory '/nowhere'; give the directory of",),

@@ -45,9 +45,9 @@ model:
 warm_start:
   demonstrations: arithmetic
   options: {expert: 0.5}
-  steps: 60
+  steps: 90
   batch_size: 16
-  optimizer: {learning_rate: 1e-2}
+  learning_rate: 1e-2
 rollout: {max_steps: 1, max_input_tokens: 64, max_completion_tokens: 8}
 training: {packing: chain, tasks_per_update: 4, group_size: 4, threads: 1, optimizer: {learning_rate: 1e-3}}
 evaluation: {every: 2}

@@ -32,11 +32,6 @@ def test_spans_that_cover_the_completion_give_each_token_its_version(versions: l
     assert found.dtype == np.int32
 
 
-def test_an_empty_completion_needs_no_span() -> None:
-    assert make_completion(0).versions_per_token().tolist() == []
-    assert make_completion(2, (1, 0, 0), (2, 0, 2)).versions_per_token().tolist() == [2, 2]
-
-
 @pytest.mark.parametrize(
     "spans",
     [

@@ -13,6 +13,7 @@ from treadle.core.errors import (
     DamageError,
     DataError,
     DownloadError,
+    EngineEnded,
     EngineError,
     PlacementError,
     RankError,
@@ -22,6 +23,7 @@ from treadle.core.errors import (
     TrainingStopped,
     TrajectoryFailure,
     TreadleError,
+    WorkerLost,
 )
 
 EXAMPLES: list[TreadleError] = [
@@ -30,6 +32,8 @@ EXAMPLES: list[TreadleError] = [
     DataError("row 3"),
     DownloadError("no such package"),
     EngineError("no token ids"),
+    EngineEnded("engine 1 ended with code -9"),
+    WorkerLost("rollout worker 2 is gone"),
     RunError("runs/a is taken"),
     CheckpointError("step-000040 holds another model"),
     DamageError("step-000040 is damaged"),
@@ -55,26 +59,3 @@ def test_errors_survive_pickling(error: TreadleError) -> None:
     assert type(twin) is type(error)
     assert str(twin) == str(error)
     assert vars(twin) == vars(error)
-
-
-@pytest.mark.parametrize("error", EXAMPLES[1:], ids=lambda error: type(error).__name__)
-def test_errors_are_also_the_standard_librarys(error: TreadleError) -> None:
-    expected = ValueError if isinstance(error, ConfigError | DataError) else RuntimeError
-    assert isinstance(error, expected)
-
-
-def test_a_damaged_checkpoint_is_a_run_that_cannot_be_used() -> None:
-    assert issubclass(CheckpointError, RunError)
-
-
-def test_a_failure_says_who_is_to_blame() -> None:
-    failure = TrajectoryFailure(Cause.VERIFIER, "exit code 1")
-    assert (failure.cause, failure.message) == (Cause.VERIFIER, "exit code 1")
-    assert str(failure) == "verifier: exit code 1"
-
-
-def test_an_exceeded_context_names_both_lengths_and_the_fix() -> None:
-    error = ContextExceeded(1025, 1024)
-    assert (error.prompt_tokens, error.max_input_tokens) == (1025, 1024)
-    for part in ("1025", "1024", "rollout.max_input_tokens"):
-        assert part in str(error)

@@ -114,7 +114,10 @@ USED_IF_INSTALLED = {("rollout/agents", "anthropic")}  # by users of that client
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    """Yield what a module imports when it runs."""
+    branches = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    for_types = {node for branch in branches if "TYPE_CHECKING" in ast.dump(branch.test) for node in branch.body}
+    for node in set(ast.walk(tree)) - for_types:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

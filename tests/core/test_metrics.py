@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.core.errors import ConfigError
-from treadle.core.metrics import Aggregation, Measures, Metric, Tally, declared, measured, shares
+from treadle.core.metrics import Aggregation, Measures, Metric, Tally, measured, shares
 
 VALUES = st.floats(-1e6, 1e6) | st.integers(-1000, 1000) | st.booleans()
 ALL: dict[Aggregation, Metric] = {
@@ -45,12 +45,6 @@ def test_any_split_adds_up_to_the_whole(how: Aggregation, parts: list[list[float
 def test_counts_stay_whole_numbers(values: list[int]) -> None:
     found = Tally.over(ALL["sum"], values).value
     assert found == sum(values) and type(found) is int
-
-
-def test_a_mean_of_parts_is_no_mean_of_means() -> None:
-    steps = Metric("steps", "trajectory", "mean")
-    both = measured("trajectory", {steps: [1, 1, 1]}) + measured("trajectory", {steps: [5]})
-    assert both["steps"] == 2.0
 
 
 def test_values_of_another_level_are_refused() -> None:
@@ -95,10 +89,6 @@ def test_shares_tell_also_what_never_occurs() -> None:
 def test_a_wrong_declaration_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Metric(*arguments)  # type: ignore[arg-type]
-
-
-def test_a_module_is_its_own_list_of_metrics() -> None:
-    assert declared({"A": ALL["sum"], "other": 3, "B": ALL["max"]}) == (ALL["sum"], ALL["max"])
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "mean"])

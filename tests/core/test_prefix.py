@@ -11,10 +11,3 @@ ids = st.lists(st.integers(0, 1), max_size=8)
 def test_it_counts_leading_ids_that_agree(a: list[int], b: list[int]) -> None:
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected
-
-
-def test_rows_agree_as_a_whole() -> None:
-    a, b = np.array([[1, 2], [3, 4], [5, 6]], np.int32), np.array([[1, 2], [3, 9]], np.int32)
-    assert common_prefix(a, b) == 1
-    assert common_prefix(a, a) == 3
-    assert common_prefix(a[:0], a) == 0

@@ -31,13 +31,6 @@ def test_components_and_tokens_add_up_and_weights_are_of_components() -> None:
     assert reward.by_name == {"answer": 1.0, "page": 0.5, "tokens": -0.75}
 
 
-def test_a_number_is_the_component_reward_and_zero_is_nothing() -> None:
-    assert Reward.of(2).components == {"reward": 2.0}
-    assert Reward.of(np.bool_(True)).components == {"reward": 1.0}
-    assert not Reward.of(0.0) and not Reward()
-    assert Reward({"answer": 0.0}) and Reward(tokens=np.array([0], np.float32))
-
-
 @given(rewards(tokens=3), rewards(tokens=3))
 def test_both_together_are_their_sums(a: Reward, b: Reward) -> None:
     both = a.plus(b)
@@ -81,10 +74,3 @@ def test_copies_are_equal_and_read_only(reward: Reward) -> None:
 def test_what_cannot_be_a_reward_is_refused(components: Any, tokens: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Reward(components, tokens)
-
-
-def test_rewards_of_other_lengths_do_not_go_together() -> None:
-    with pytest.raises(DataError, match="of 1 and of 2 tokens"):
-        Reward(tokens=np.array([1], np.float32)).plus(Reward(tokens=np.array([1, 2], np.float32)))
-    with pytest.raises(DataError, match=r"finite number, .* or a Reward, got 'x'"):
-        Reward.of("x")

@@ -19,8 +19,6 @@ from treadle.core.types import (
     Task,
     Trajectory,
     as_messages,
-    group_id,
-    trajectory_id,
 )
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -49,19 +47,6 @@ def make_trajectory(**changes: Any) -> Trajectory:
         "status": Status.DONE,
     }
     return Trajectory(**{**fields, **changes})
-
-
-def test_step_holds_fixed_dtypes() -> None:
-    step = make_step(prompt_ids=np.array([1, 2], np.uint64), logprobs=np.array([-0.5, -2.0], np.float64))
-    assert [getattr(step, name).dtype for name in ARRAYS] == ["int32", "int32", "float32", "int32", "bool"]
-    assert step.full_ids.tolist() == [1, 2, 9, 12]
-    assert step.mask.tolist() == [True, True]
-
-
-def test_an_empty_completion_is_a_step() -> None:
-    step = make_step(completion_ids=[], logprobs=[], policy_versions=[])
-    assert [getattr(step, name).dtype for name in ARRAYS] == ["int32", "int32", "float32", "int32", "bool"]
-    assert step.full_ids.tolist() == [1, 17, 4]
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -122,10 +107,6 @@ def test_greedy_tokens_are_never_trainable() -> None:
     assert not make_step(sampling=GREEDY, mask=[False, False]).mask.any()
 
 
-def test_rounding_above_zero_is_tolerated() -> None:
-    assert make_step(logprobs=[0.0, 1e-6]).logprobs[1] > 0
-
-
 @given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1e30, 0.0), st.integers(0, 2**31 - 1), st.booleans())))
 def test_whatever_was_sampled_is_recorded_unchanged(tokens: list[tuple[int, float, int, bool]]) -> None:
     ids, logprobs, versions, mask = ([token[i] for token in tokens] for i in range(4))
@@ -168,26 +149,6 @@ FAILURE = Failure(Cause.ENVIRONMENT, "broke")
 def test_a_missing_reward_and_a_failure_come_together(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_trajectory(**changes)
-
-
-def test_failed_and_zero_reward_trajectories_are_told_apart() -> None:
-    assert make_trajectory(reward=0.0).reward == 0.0
-    assert make_trajectory(reward=None, status=Status.FAILED, failure=FAILURE).reward is None
-
-
-def test_ids_sort_in_order_of_submission() -> None:
-    assert group_id(12) == "g000012"
-    assert trajectory_id(group_id(12), 3) == "g000012.3"
-    assert group_id(9) < group_id(10) < group_id(100)
-
-
-def test_a_task_needs_an_id() -> None:
-    with pytest.raises(DataError, match="task_id"):
-        Task(task_id="")
-
-
-def test_tasks_do_not_share_their_extras() -> None:
-    assert Task("a").extras is not Task("b").extras
 
 
 def test_messages_from_outside_are_copied() -> None:

@@ -17,7 +17,7 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.data.arrow_checks import is_well_formed
-from treadle.data.config import ColumnsConfig, TaskSetConfig
+from treadle.data.config import Columns, SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.load import load_tasks as load
 from treadle.data.rows import Row, make_task
@@ -29,7 +29,7 @@ VERL = {"prompt": "prompt", "ground_truth": "reward_model.ground_truth", "extras
 
 def load_tasks(source: Any, **section: Any) -> Sequence[Task]:
     context = LoadContext(player=section.pop("player", PLAYER), environments=section.pop("environments", {}))
-    return load(build(TaskSetConfig, {"source": str(source), **section}), "train", context)
+    return load(build(SourceConfig, {"source": str(source), **section}), "train", context)
 
 
 def verl(count: int, start: int = 0) -> pa.Table:
@@ -67,14 +67,6 @@ def test_rows_are_tasks_whatever_their_row_groups(tmp_path: Path, group: int) ->
         tasks[3000]
 
 
-def test_text_is_a_message_and_numbers_are_ids(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.parquet", [{"question": "3 + 4?", "answer": 7, "index": 12}])
-    columns = {"prompt": "question", "ground_truth": "answer", "task_id": "index"}
-    assert list(load_tasks(file, columns=columns)) == [
-        Task("12", ({"role": "user", "content": "3 + 4?"},), "arithmetic", 7)
-    ]
-
-
 def test_columns_of_treadles_own_names_need_no_mapping(tmp_path: Path) -> None:
     rows = [
         {"task_id": "a", "prompt": "Hi", "ground_truth": [1, 2], "extras": {"k": 1}, "environment": "lookup"},
@@ -110,18 +102,6 @@ def test_a_directory_is_one_data_set_or_several_splits(tmp_path: Path) -> None:
             "math/train-00001-of-00002-000001",
         ]
     )
-
-
-@given(size=st.integers(1, 60), at=st.integers(0, 100))
-def test_two_parts_are_the_whole(tmp_path_factory: pytest.TempPathFactory, size: int, at: int) -> None:
-    file = write(tmp_path_factory.mktemp("data") / "a.parquet", verl(size))
-    found: list[Task] = []
-    for split in (f"[:{at}%]", f"[{at}%:]"):
-        try:
-            found += load_tasks(file, columns=VERL, split=split)
-        except DataError as error:
-            assert "has no tasks in" in str(error)
-    assert [task.task_id for task in found] == [f"a-{n:06d}" for n in range(size)]
 
 
 def test_the_digest_tells_other_data(tmp_path: Path) -> None:
@@ -244,7 +224,7 @@ TEXT_ROW = st.fixed_dictionaries(
 
 @given(table=st.lists(ROW, min_size=1, max_size=4) | st.lists(TEXT_ROW, min_size=1, max_size=4))
 def test_a_batch_that_passes_whole_has_only_rows_that_are_tasks_with_prompts(table: list[dict[str, Any]]) -> None:
-    columns = ColumnsConfig(ground_truth="reward_model.ground_truth")
+    columns: Columns = {"ground_truth": "reward_model.ground_truth"}
     batch = pa.Table.from_pylist(table).combine_chunks().to_batches()[0]
     paths = {name: name for name in batch.schema.names if name != "reward_model"}
     paths["ground_truth"] = "reward_model.ground_truth"

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
-from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
-from treadle.data.config import TaskSetConfig
+from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.load import load_tasks as load
 from treadle.envs.sql.environment import TextToSql
@@ -40,7 +40,7 @@ def make_database(folder: Path, name: str = "geo") -> Path:
 
 
 def load_tasks(source: str, **options: Any) -> list[Task]:
-    section = TaskSetConfig(source=source, options={key: str(value) for key, value in options.items()})
+    section = SourceConfig(source=source, options={key: str(value) for key, value in options.items()})
     return list(load(section, "train", LoadContext()))
 
 
@@ -134,13 +134,6 @@ def test_rows_that_are_none_of_skyrl_sql(tmp_path: Path, change: dict[str, Any],
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["skyrl_sql", "sql_questions"])
-def test_a_file_that_is_missing(tmp_path: Path, source: str) -> None:
-    with pytest.raises(TreadleError, match="nowhere") as caught:
-        load_tasks(source, file="nowhere.json", databases=tmp_path)
-    assert isinstance(caught.value, ConfigError)
-
-
 @pytest.mark.parametrize("source", ["gsm8k_questions", "skyrl_sql"])
 def test_of_a_directory_of_several_splits_the_sources_split_is_taken(tmp_path: Path, source: str) -> None:
     """As the error says that names them: `data.train.split=test` is what picks one."""
@@ -153,7 +146,7 @@ def test_of_a_directory_of_several_splits_the_sources_split_is_taken(tmp_path: P
     options = {"file": str(files)} | ({"databases": str(tmp_path)} if source == "skyrl_sql" else {})
 
     def ids(split: str | None) -> list[str]:
-        section = TaskSetConfig(source=source, split=split, options=options)
+        section = SourceConfig(source=source, split=split, options=options)
         return [task.task_id for task in load(section, "train", LoadContext())]
 
     with pytest.raises(

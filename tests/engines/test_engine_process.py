@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
@@ -14,8 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tests.forks import ForkedProcess
@@ -24,21 +21,12 @@ from tests.sources import publish
 from tests.until import CEILING, wait_until
 from treadle.core.config import build
 from treadle.core.engine import Completion, Engine, VersionSpan
-from treadle.core.errors import ConfigError, EngineError
-from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.core.errors import ConfigError, EngineError, PlacementError
+from treadle.core.types import Ids, SamplingParams
+from treadle.engines import child
 from treadle.engines.config import EngineConfig
-from treadle.engines.process import engine as process_engine
-from treadle.engines.process.engine import ProcessEngine, start_engine
-from treadle.engines.process.protocol import (
-    Outbox,
-    completion_message,
-    completion_of,
-    decode,
-    encode,
-    sampling_message,
-    sampling_of,
-)
-from treadle.engines.process.rpc import ChildChannel, Link
+from treadle.engines.remote import RemoteEngine, start_engine
+from treadle.engines.staging import StagedFile
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
@@ -57,7 +45,7 @@ def written(folder: Path, model: PreTrainedModel) -> Path:
 
 
 @asynccontextmanager
-async def started(folder: Path, model: PreTrainedModel | None = None, **settings: Any) -> AsyncIterator[ProcessEngine]:
+async def started(folder: Path, model: PreTrainedModel | None = None, **settings: Any) -> AsyncIterator[RemoteEngine]:
     """settings: of the process, and of `TorchEngineOptions`."""
     names = {field.name for field in fields(TorchEngineOptions)}
     options = {name: settings.pop(name) for name in names & settings.keys()}
@@ -79,77 +67,18 @@ async def ticks(number: int) -> None:
         await asyncio.sleep(0)
 
 
+def pid_of(engine: RemoteEngine) -> int:
+    """The id of its process now."""
+    [status] = engine.status()
+    assert status.process is not None
+    return status.process.pid
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-# Messages
-
-floats = st.floats(width=32)
-ids32 = st.integers(0, 2**31 - 1)
-
-
-@given(
-    st.lists(st.tuples(ids32, floats), max_size=20),
-    st.sampled_from(StopReason),
-    st.lists(st.tuples(ids32, ids32, ids32), max_size=3),
-)
-def test_a_completion_survives_bit_for_bit(
-    tokens: list[tuple[int, float]], reason: StopReason, spans: list[tuple[int, int, int]]
-) -> None:
-    token_ids = np.array([token for token, _ in tokens], np.int32)
-    logprobs = np.array([logprob for _, logprob in tokens], np.float32)
-    sent = Completion(token_ids, logprobs, reason, tuple(VersionSpan(*span) for span in spans), waited=0.1 * len(spans))
-    [message] = decode(encode([completion_message(sent)]))
-    came = completion_of(message)
-    assert came.token_ids.dtype == np.int32 and came.logprobs.dtype == np.float32
-    assert came.token_ids.tolist() == token_ids.tolist()
-    same = came.logprobs.view(np.int32) == logprobs.view(np.int32)
-    assert (same | (np.isnan(came.logprobs) & np.isnan(logprobs))).all()  # what is no number has many forms
-    assert (came.stop_reason, came.policy_versions) == (sent.stop_reason, sent.policy_versions)
-    assert came.waited == sent.waited
-
-
-@given(
-    st.builds(
-        SamplingParams,
-        temperature=st.floats(0, 10),
-        max_tokens=st.integers(1, 9),
-        stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
-        seed=st.integers(0, 2**63 - 1),
-        top_p=st.floats(0, 1, exclude_min=True),
-    )
-)
-def test_sampling_survives(params: SamplingParams) -> None:
-    line = encode([sampling_message(params)])
-    assert line.count(b"\n") == 1
-    assert sampling_of(decode(line)[0]) == params
-
-
-def test_a_line_that_was_not_finished_says_nothing() -> None:
-    assert decode(encode([{"call": 1}])[:-1]) == decode(b"") == []
-
-
-async def test_what_is_said_in_one_turn_is_one_line() -> None:
-    read, write = os.pipe()
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    with os.fdopen(read, "rb") as source, os.fdopen(write, "wb") as sink:
-        reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-        transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sink)
-        outbox = Outbox(asyncio.StreamWriter(transport, protocol, None, loop))
-        for number in range(3):
-            outbox.post({"n": number})
-        await ticks(2)
-        outbox.post({"n": 3})
-        lines = [decode(await reader.readline()) for _ in range(2)]
-        transport.close()
-        reading.close()
-        await ticks(2)
-    assert lines == [[{"n": 0}, {"n": 1}, {"n": 2}], [{"n": 3}]]
 
 
 # The same bits. Both engines are played the same, from beginning to end, so that their caches have one history.
@@ -158,7 +87,7 @@ async def test_what_is_said_in_one_turn_is_one_line() -> None:
 class Pair:
     """An engine in this process, and one in its own."""
 
-    def __init__(self, runner: asyncio.Runner, here: TorchEngine, there: ProcessEngine) -> None:
+    def __init__(self, runner: asyncio.Runner, here: TorchEngine, there: RemoteEngine) -> None:
         self.runner, self.here, self.there = runner, here, there
 
     def play(self, game: Callable[[Engine], Coroutine[Any, Any, T]]) -> tuple[T, T]:
@@ -173,9 +102,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         there = runner.run(start_engine(written(folder, model), options, log=folder / "engine.log"))
         here = TorchEngine(model, options, own_thread=False)
         yield Pair(runner, here, there)
+        pid = pid_of(there)
         for engine in (here, there):
             runner.run(engine.close())
-    assert not is_running(there.pid)
+    assert not is_running(pid)
 
 
 def bits(completions: list[Completion]) -> list[tuple[Any, ...]]:
@@ -321,13 +251,15 @@ def test_errors_are_those_of_the_engine(pair: Pair, wrong: Callable[[Engine], Aw
 
 
 def test_a_failure_that_nobody_foresaw_is_told_and_logged(pair: Pair) -> None:
-    call = pair.there._link.call
+    worker = pair.there._place.worker
+    assert worker is not None
 
-    async def broken() -> str:
-        return await refused(call({"do": "publish", "path": "/nowhere", "version": 1, "probe": [0]}))
+    async def broken() -> None:
+        with pytest.raises(PlacementError, match=r"^the engine failed with FileNotFoundError: "):
+            await worker.call("publish", StagedFile(Path("/nowhere"), {}), 1, PROMPT)
 
-    assert pair.runner.run(broken()).startswith("the engine failed with FileNotFoundError: ")
-    assert "FileNotFoundError" in pair.there._link.channel.tail()
+    pair.runner.run(broken())
+    assert "FileNotFoundError" in worker.tail()
 
 
 # Calls as they come
@@ -356,7 +288,8 @@ async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_p
     model = tiny(max_position_embeddings=200_000)
     endless = sampling(max_tokens=150_000)
     async with started(tmp_path, model, max_batch=1, lock_step=False, stop_token_ids=[]) as engine:
-        assert os.getsid(engine.pid) == engine.pid  # a terminal's Ctrl-C does not reach it
+        pid = pid_of(engine)
+        assert os.getsid(pid) == pid  # a terminal's Ctrl-C does not reach it
         engine.open_session("a")
         first = asyncio.create_task(engine.generate(PROMPT, endless, session="a"))
         await engine.score(PROMPT)  # between two of its tokens
@@ -371,7 +304,7 @@ async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_p
         await ticks(5)
         await engine.close()
         await engine.close()
-        assert not is_running(engine.pid)
+        assert not is_running(pid)
         for call in (running, engine.generate(PROMPT, sampling(), session="a"), engine.score(PROMPT)):
             assert await refused(call) == "the engine was closed"
 
@@ -389,14 +322,10 @@ async def test_a_model_that_cannot_be_served_is_refused_as_in_this_process(tmp_p
 async def test_a_process_that_does_not_start_is_told_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = await Link.start("treadle.no_such_module", tmp_path / "engine.log")
-    with pytest.raises(EngineError, match=r"ended with code 1; its log .*engine\.log ends:\n[\s\S]*No module named"):
-        await link.call({"do": "load"})
-    (tmp_path / "says_nothing.py").write_text("import sys; sys.stdin.read()")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(process_engine, "_CHILD", "says_nothing")
-    with pytest.raises(EngineError, match=r"did not start within 0\.2 s; its log"):
-        await start_engine(tmp_path, TorchEngineOptions([]), log=tmp_path / "late.log", timeout=0.2)
+    monkeypatch.setattr(child, "_MODULE", "treadle.no_such_module")
+    told = r"ended with code 1\nIts log .*engine\.log ends:\n[\s\S]*No module named [\s\S]*started 3 times in vain"
+    with pytest.raises(EngineError, match=told):
+        await start_engine(tmp_path, TorchEngineOptions([]), log=tmp_path / "engine.log")
 
 
 PARENT = """
@@ -404,7 +333,7 @@ import asyncio, sys
 import numpy as np
 from pathlib import Path
 from treadle.core.types import SamplingParams
-from treadle.engines.process.engine import start_engine
+from treadle.engines.remote import start_engine
 from treadle.engines.torch.options import TorchEngineOptions
 
 async def main(folder):
@@ -412,7 +341,7 @@ async def main(folder):
     engine.open_session("a")
     call = asyncio.create_task(engine.generate(np.zeros(1, np.int32), SamplingParams(max_tokens=150_000), session="a"))
     await asyncio.sleep(0.2)
-    print(engine.pid, flush=True)
+    print(engine.status()[0].process.pid, flush=True)
     await call
 
 asyncio.run(main(Path(sys.argv[1])))
@@ -433,17 +362,3 @@ def test_the_process_ends_with_one_that_is_killed_in_the_middle_of_a_wave(tmp_pa
 def test_vllm_has_processes_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"engine\.own_process is for engine\.kind=torch"):
         build(EngineConfig, {"kind": "vllm", "own_process": True})
-
-
-async def test_the_end_of_a_process_is_waited_for_without_polling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """time.sleep raises this where a library sets the monotonic clock back below zero."""
-
-    def sleep(seconds: float) -> None:
-        raise OSError(22, "Invalid argument")
-
-    channel = await ChildChannel.start("code", tmp_path / "log")  # which does not know its argument, and ends
-    monkeypatch.setattr(time, "sleep", sleep)
-    channel.abort()
-    assert await channel.reap() == "code 2"

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from treadle.core.engine import Completion
-from treadle.core.errors import EngineError
+from treadle.core.errors import EngineEnded, EngineError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.pool import EnginePool, PoolSync
-from treadle.engines.process.rpc import EngineEnded
 from treadle.engines.staging import Staged
 from treadle.testing import FakeEngine, FakeTrainer
 
@@ -125,10 +125,11 @@ async def test_weights_that_one_engine_refuses_are_an_error() -> None:
 class Nowhere:
     """Takes no weights."""
 
-    message: dict[str, object] = {}  # noqa: RUF012
-
     def write(self, described: object, weights: object) -> "Nowhere":
         return self
+
+    async def fetch(self) -> dict[str, Tensor]:
+        return {}
 
     def discard(self) -> None:
         pass

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.sources import FixedWeights
 from treadle.core.errors import EngineError
 from treadle.engines.staging import StagedFile, WeightsFile, stage_file
-from treadle.engines.temporary import new_directory
+from treadle.engines.temporary import temporary_directory
 
 LEFT_BEHIND = """
 import os, signal, torch
@@ -89,11 +89,11 @@ async def test_where_shared_memory_lacks_room_a_temporary_directory_serves(
 
 
 def test_directories_of_killed_processes_go_when_another_is_made(tmp_path: Path) -> None:
-    mine = new_directory(tmp_path)
+    mine = temporary_directory(tmp_path)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     (tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-")).mkdir()
-    other = new_directory(tmp_path)
+    other = temporary_directory(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([mine, other])
 
 

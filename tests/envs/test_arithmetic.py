@@ -42,13 +42,7 @@ def test_the_exact_sum_is_right() -> None:
     assert grade(task, f"<answer>{total}</answer>").reward == 1.0
     for wrong in (f"<answer> {total + 1}</answer>", f"<answer> 0{total}</answer>", "<answer></answer>"):
         assert grade(task, wrong) == EnvStep((), 0.0, True, {"ended": "wrong"})
-    for malformed in (
-        "",
-        str(total),
-        f"<answer> {total}",
-        f"<answer> {total}</answer>.",
-        f"<search> {total}</search>",
-    ):
+    for malformed in ("", str(total), f"<answer> {total}", f"<answer> {total}</answer>.", f"<search> {total}</search>"):
         assert grade(task, malformed) == EnvStep((), 0.0, True, {"ended": "format"})
 
 
@@ -77,11 +71,6 @@ def test_pairs_come_round_equally_often_under_distinct_ids(split: str) -> None:
     assert sorted(passes[0]) == sorted(passes[1]) == list(PAIRS[split])
 
 
-def test_ids_name_split_seed_and_number() -> None:
-    assert tasks("train", 3, seed=5)[2].task_id == "arithmetic-train-5-000002"
-    assert tasks("held_out", 3, seed=5)[2].task_id == "arithmetic-held_out-000002"
-
-
 def test_seeds_order_training_but_not_held_out_tasks() -> None:
     assert tasks("held_out", 30, seed=0) == tasks("held_out", 30, seed=1)
     assert list(map(pair, tasks("train", 30, seed=0))) != list(map(pair, tasks("train", 30, seed=1)))
@@ -97,21 +86,12 @@ def test_another_split_or_count_is_refused() -> None:
 
 def solved(index: int, seed: int, expert: float) -> bool:
     question, reply = (message["content"] for message in demonstration(index, seed, expert))
-    asked, said = (
-        re.fullmatch(r"What is (\d) \+ (\d)\?", question),
-        re.fullmatch(r"<answer> (\d+)</answer>", reply),
-    )
+    asked, said = (re.fullmatch(r"What is (\d) \+ (\d)\?", question), re.fullmatch(r"<answer> (\d+)</answer>", reply))
     assert asked and said
     a, b = int(asked[1]), int(asked[2])
     assert (a, b) in PAIRS["train"]
     assert 0 <= int(said[1]) <= 18
     return int(said[1]) == a + b
-
-
-def test_a_demonstration_is_a_question_and_an_answer() -> None:
-    assert [message["role"] for message in demonstration(3, 1)] == ["user", "assistant"]
-    assert demonstration(3, 1) == demonstration(3, 1)
-    assert [demonstration(i, 0) for i in range(9)] != [demonstration(i, 1) for i in range(9)]
 
 
 @pytest.mark.parametrize("expert", [0.0, 0.3, 1.0])

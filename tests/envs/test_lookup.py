@@ -76,26 +76,6 @@ def test_a_task_is_plain_data_and_holds_its_prompt() -> None:
     assert task.ground_truth in lookup.VALUES[task.extras["attribute"]]
 
 
-@pytest.mark.parametrize("hops", [(1, 2, 3), (1,), (3, 1)])
-def test_hops_take_turns(hops: tuple[int, ...]) -> None:
-    made = tasks("train", 30, hops=hops)
-    assert [task.extras["hops"] for task in made] == [hops[i % len(hops)] for i in range(30)]
-    assert all(lookup.HOPS[task.extras["attribute"]] == task.extras["hops"] for task in made)
-
-
-def test_every_question_kind_and_most_values_occur() -> None:
-    made = tasks("train", 600)
-    for attribute in lookup.QUESTIONS:
-        asked = [task for task in made if task.extras["attribute"] == attribute]
-        assert 60 < len(asked) < 240
-        assert len({task.ground_truth for task in asked}) > len(lookup.VALUES[attribute]) * 0.9
-    assert {task.extras["start"] for task in made} == set(lookup.PERSONS)
-
-
-def test_more_tasks_continue_the_same_list() -> None:
-    assert tasks("train", 40, seed=1)[:10] == tasks("train", 10, seed=1)
-
-
 def test_seeds_make_other_training_tasks_but_the_same_held_out_ones() -> None:
     assert tasks("held_out", 20, seed=0) == tasks("held_out", 20, seed=7)
     assert tasks("held_out", 1)[0].task_id == "lookup-held_out-000000"
@@ -131,9 +111,9 @@ def test_another_split_is_refused(split: str) -> None:
 
 @pytest.mark.parametrize("hops", [(), (4,), (0, 1), 2, "12", [[1]]])
 def test_impossible_hops_are_refused(hops: Sequence[int]) -> None:
-    with pytest.raises(ConfigError, match="hops must be a list out of 1, 2 and 3"):
+    with pytest.raises(ConfigError, match="hops must be a list out of 1, 2, 3; got"):
         tasks("train", 1, hops=hops)
-    with pytest.raises(ConfigError, match="hops must be a list out of 1, 2 and 3"):
+    with pytest.raises(ConfigError, match="hops must be a list out of 1, 2, 3; got"):
         demonstration(0, 0, hops=hops)
 
 
@@ -157,21 +137,11 @@ def test_a_world_does_not_depend_on_what_was_looked_up_first(seed: str, names: l
         assert all(value in lookup.VALUES[field] for field, value in one.page(name).items())
 
 
-def test_the_place_of_a_field_tells_nothing() -> None:
-    firsts = [next(iter(World(f"w{i}").page("Anna"))) for i in range(300)]
-    assert all(70 < firsts.count(field) < 130 for field in ("company", "hobby", "friend"))
-
-
 def test_pages_read_as_documented_and_unknown_names_find_nothing() -> None:
     world = World("w")
     assert re.fullmatch(r"page Acme(, (city|product|boss) \w+){3}", world.search("Acme"))
     for unknown in ("acme", "chess", "", "Anna Bob", " Anna"):
         assert world.search(unknown) == "nothing found"
-
-
-def test_entities_are_distinct_words() -> None:
-    assert len(set(lookup.ENTITIES)) == len(lookup.ENTITIES) == 120
-    assert all(re.fullmatch("[A-Za-z]+", name) for name in lookup.ENTITIES)
 
 
 # ---- episodes
@@ -225,37 +195,8 @@ def test_a_page_reward_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="page_reward must be a finite number, got 'x'"):
         tasks("train", 1, page_reward="x")  # type: ignore[arg-type]
     task = tasks("train", 1)[0]
-    with pytest.raises(DataError, match="page_reward must be a number, got 'x'"):
+    with pytest.raises(DataError, match="page_reward is 'x'"):
         play(replace(task, extras={**task.extras, "page_reward": "x"}), oracle)
-
-
-def test_the_gold_path_is_what_the_oracle_searches() -> None:
-    for task in tasks("train", 12):
-        names, answer = lookup.question_of(task).solve(World(task.extras["world_seed"]))
-        messages, _ = play(task, oracle)
-        assert contents(messages, "assistant")[:-1] == [f"<search> {name}</search>" for name in names]
-        assert answer == task.ground_truth
-
-
-def test_the_prompt_and_the_world_are_rebuilt_from_extras() -> None:
-    task = tasks("train", 3)[2]
-    bare = replace(task, prompt=(), extras={k: v for k, v in task.extras.items() if k != "hops"})
-    assert play(bare, oracle) == play(task, oracle)
-    assert play(bare, oracle)[0][:2] == list(task.prompt)
-
-
-def test_observations_are_tool_messages() -> None:
-    task = tasks("train", 1)[0]
-    _, steps = play(task, oracle)
-    page = World(task.extras["world_seed"]).search(task.extras["start"])
-    assert steps[0] == found(page)
-    assert not steps[-1].observations
-
-
-def test_an_unknown_name_is_not_an_error_but_nothing_found() -> None:
-    replies = iter(["<search> Nobody</search>", "<answer> x</answer>"])
-    _, steps = play(tasks("train", 1)[0], lambda _: next(replies))
-    assert steps == [found("nothing found"), ended("wrong")]
 
 
 @pytest.mark.parametrize(("turn", "how"), [(5, "right"), (6, "right"), (7, "turns")])
@@ -265,17 +206,6 @@ def test_an_answer_counts_up_to_the_sixth_turn(turn: int, how: str) -> None:
     _, steps = play(task, lambda _: next(replies))
     assert len(steps) == min(turn, 6)
     assert steps[-1] == ended(how)
-
-
-def test_a_second_attempt_starts_from_turn_zero() -> None:
-    async def twice() -> list[bool]:
-        environment, done = Lookup(), []
-        for _ in range(2):
-            await environment.reset(tasks("train", 1)[0])
-            done.append([(await environment.step("<search> Anna</search>")).done for _ in range(6)][4])
-        return done
-
-    assert asyncio.run(twice()) == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -316,15 +246,9 @@ def test_random_text_never_raises_and_never_wins(text: str) -> None:
     ("change", "message"),
     [
         ({"extras": {}}, "needs the strings world_seed, start, attribute in extras"),
-        (
-            {"extras": {"world_seed": 0, "start": "Anna", "attribute": "hobby"}},
-            "needs the strings world_seed in",
-        ),
+        ({"extras": {"world_seed": 0, "start": "Anna", "attribute": "hobby"}}, "needs the strings world_seed in"),
         ({"extras": {"world_seed": "0", "start": "Acme", "attribute": "hobby"}}, "'hobby' of 'Acme'"),
-        (
-            {"extras": {"world_seed": "0", "start": "Anna", "attribute": "boss"}},
-            "must be one of hobby, product",
-        ),
+        ({"extras": {"world_seed": "0", "start": "Anna", "attribute": "boss"}}, "must be one of hobby, product"),
         ({"ground_truth": None}, "needs its answer as a string in ground_truth, got None"),
     ],
 )
@@ -363,18 +287,6 @@ def test_a_demonstration_ends_with_an_answer(
         assert re.fullmatch(r"<answer> \w+</answer>", messages[-1]["content"])
 
 
-@pytest.mark.parametrize("drill", [0.0, 0.1, 0.4, 0.55, 1.0])
-def test_any_window_of_indices_has_the_share_of_drills(drill: float) -> None:
-    drills = [is_drill(demonstration(i, 0, drill=drill)) for i in range(300)]
-    for start in range(236):
-        assert abs(sum(drills[start : start + 64]) - 64 * drill) < 1 + 1e-9
-
-
-def test_whether_an_index_is_a_drill_depends_on_no_seed() -> None:
-    kinds = [[is_drill(demonstration(i, seed)) for i in range(10)] for seed in (0, 1)]
-    assert kinds[0] == kinds[1] == [False, False, True, False, True] * 2
-
-
 def replay(index: int, seed: int, messages: Sequence[Message]) -> tuple[list[Message], list[EnvStep]]:
     """The demonstration's own replies, played in its world."""
     question = messages[1]["content"]
@@ -393,67 +305,11 @@ def test_demonstrations_are_what_the_environment_would_have_said() -> None:
         assert replay(index, 5, messages)[0] == list(messages)
 
 
-def right_answers(expert: float, hops: Sequence[int], count: int) -> int:
-    steps = [replay(i, 0, demonstration(i, 0, expert, 0.0, hops))[1] for i in range(count)]
-    return sum(step[-1].info["ended"] == "right" for step in steps)
-
-
-def test_experts_are_right_and_random_walks_rarely() -> None:
-    assert right_answers(1.0, (1, 2, 3), 60) == 60
-    assert right_answers(0.0, (3,), 400) < 40
-
-
-def test_the_share_of_experts() -> None:
-    blind, mixed = right_answers(0.0, (3,), 600), right_answers(0.5, (3,), 600)
-    assert abs(mixed - (300 + blind / 2)) < 45  # more than three standard deviations
-
-
-def test_random_walks_follow_what_they_read_and_are_blind_to_the_question() -> None:
-    searched, answered = [], []
-    for index in range(400):
-        messages = demonstration(index, 0, expert=0.0, drill=0.0)
-        pages = contents(messages, "tool")
-        arguments = [re.sub("<.*?>", "", text).strip() for text in contents(messages, "assistant")]
-        assert arguments[0] in messages[1]["content"]
-        for page, argument in zip(pages, arguments[1:], strict=True):
-            assert re.search(rf"\w {argument}\b", page)
-        assert arguments[-1] not in lookup.PERSONS
-        searched.append(len(pages))
-        answered.append(arguments[-1])
-    assert all(100 < searched.count(n) < 170 for n in (1, 2, 3))
-    assert set(answered) & set(lookup.COMPANIES)  # nobody ever asks for a company
-
-
-def test_drills_ask_for_a_field_of_the_page_in_two_layouts() -> None:
-    question_first = 0
-    for index in range(400):
-        messages = demonstration(index, 0, drill=1.0)
-        questions, answers = contents(messages, "user"), contents(messages, "assistant")
-        if questions[0].startswith("page "):
-            page, _ = questions[0].split("\n")
-            pages = [page] * 3
-            asked = [questions[0].removeprefix(page + "\n"), *questions[1:]]
-            assert len(set(asked)) == 3
-        else:
-            question_first += 1
-            asked, pages = map(list, zip(*(text.split("\n") for text in questions), strict=True))
-        for question, page, answer in zip(asked, pages, answers, strict=True):
-            field = re.fullmatch(r"What (\w+)\?", question)
-            assert field and f", {field[1]}{answer}" in page
-    assert 245 < question_first < 315  # 70%
-
-
 @pytest.mark.parametrize("name", ["expert", "drill"])
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), "0.4"])
 def test_shares_outside_0_to_1_are_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is a share and must lie between 0 and 1, got"):
         demonstration(0, 0, **{name: value})  # type: ignore[arg-type]
-
-
-def test_demonstrations_share_no_world_with_tasks() -> None:
-    pages = {text for i in range(50) for text in contents(demonstration(i, 0, drill=0.0), "tool")}
-    for task in tasks("train", 50) + tasks("held_out", 50):
-        assert World(task.extras["world_seed"]).search(task.extras["start"]) not in pages
 
 
 # ---- determinism
@@ -486,9 +342,3 @@ def test_worlds_are_frozen() -> None:
     """A changed draw would silently make another benchmark of the same name."""
     text = "\n".join(f"{t.task_id} {t.prompt} {t.ground_truth} {all_pages(t.extras['world_seed'])}" for t in HELD_OUT)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "64ca9bf94191f885"
-
-
-def test_the_corpus_is_a_prefix_of_longer_ones() -> None:
-    short, long = list(lookup.corpus(20)), list(lookup.corpus(40))
-    assert short == long[: len(short)]
-    assert len(long) > len(short) > 20

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -7,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
@@ -16,8 +15,6 @@ from tokenizers import Tokenizer
 
 from treadle.core.types import Message
 from treadle.envs import arithmetic, lookup
-from treadle.envs.search import small as search_small
-from treadle.envs.sql import small
 from treadle.models.model_files import SHIPPED_TOKENIZERS
 from treadle.recipes import build_tokenizer
 
@@ -82,61 +79,10 @@ def test_ids_of_search_small_are_frozen() -> None:
     assert [SEARCH_TOKENIZER.token_to_id(token) for token in known] == [2, *range(729, 735)]
 
 
-def test_in_search_small_every_word_of_a_name_is_a_token_of_its_own() -> None:
-    names = (search_small.FIRST_NAMES, search_small.LAST_NAMES, search_small.BRANDS, search_small.TRADES)
-    values = (search_small.CITIES, search_small.HOBBIES, search_small.PRODUCTS)
-    words = [word for group in (*names, *values) for word in group]
-    for text in (
-        "<search>{}</search>",
-        "What does{} make?",
-        "{} and is in",
-        '{}.\\n"}}</information>',
-        "Doc 1:{} likes",
-    ):
-        tokens = [SEARCH_TOKENIZER.encode(text.format(f" {word}"), add_special_tokens=False).tokens for word in words]
-        assert all(
-            f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}{w}" in found for w, found in zip(words, tokens, strict=True)
-        )
-
-
-def test_in_sql_small_what_is_copied_is_the_same_token_everywhere() -> None:
-    """Names stand between quotes or tags and on lines of their own, tables and columns after a space."""
-
-    def tokens(text: str) -> list[str]:
-        found: list[str] = SQL_TOKENIZER.encode(text, add_special_tokens=False).tokens
-        return found
-
-    for name in lookup.PERSONS:
-        texts = [f"of '{name}' in", f"id='{name}'</sql>", f"<think>{name}</think>", f" 0\n{name}\n<reminder>"]
-        assert all(name in tokens(text) for text in texts)
-    for word in (*small.TABLES, *small.VALUES, "id"):
-        texts = [f" {word}", f" select {word} from", f"<think> {word}", f": {word},", f" {word}.", f" {word}?"]
-        assert all(f"\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}{word}" in tokens(text) for text in texts)
-
-
-@given(index=st.integers(0, 10**6))
-@settings(deadline=None)
-def test_demonstrations_of_sql_small_survive_the_round_trip(index: int) -> None:
-    for message in small.demonstration(index, 0):
-        ids = SQL_TOKENIZER.encode(message["content"], add_special_tokens=False).ids
-        assert SQL_TOKENIZER.decode(ids, skip_special_tokens=False) == message["content"]
-        assert ("<sql>" not in message["content"] and "<solution>" not in message["content"]) or len(ids) <= 15
-
-
-@pytest.mark.parametrize("name", [*lookup.ENTITIES, *map(str, range(19))])
-def test_a_name_with_its_leading_space_is_one_token(name: str) -> None:
-    assert len(encode(f" {name}")) == 1
-
-
-def test_no_two_names_share_a_token() -> None:
-    assert len({encode(f" {name}")[0] for name in lookup.ENTITIES}) == len(lookup.ENTITIES)
-
-
-def test_every_field_and_question_word_is_one_token() -> None:
-    for task in lookup.tasks("train", 60):
-        question = task.prompt[1]["content"]
-        assert len(encode(question)) == len(question.split()) + 1  # the question mark
-    assert all(len(encode(f" {field}")) == 1 for field in lookup.VALUES)
+def test_a_name_with_its_leading_space_is_one_token_of_its_own() -> None:
+    names = [*lookup.ENTITIES, *map(str, range(19))]
+    ids = [encode(f" {name}") for name in names]
+    assert {len(name_ids) for name_ids in ids} == {1} and len(set(map(tuple, ids))) == len(names)
 
 
 @given(index=st.integers(0, 10**6), seed=st.integers(0, 100))
@@ -159,11 +105,6 @@ def test_a_conversation_encodes_as_its_messages_do_alone(index: int) -> None:
     messages = lookup.demonstration(index, 0)
     pieces = [piece for m in messages for piece in (f"<|im_start|>{m['role']}\n", m["content"], "<|im_end|>\n")]
     assert encode(chatml(messages)) == [token for piece in pieces for token in encode(piece)]
-
-
-def test_replies_fit_into_twelve_tokens_a_turn() -> None:
-    replies = [m for i in range(200) for m in lookup.demonstration(i, 0) if m["role"] == "assistant"]
-    assert {len(encode(m["content"])) for m in replies} == {1, 3}
 
 
 @pytest.mark.parametrize("name", SHIPPED_TOKENIZERS)
@@ -194,15 +135,3 @@ def test_transformers_loads_the_same_tokenizer() -> None:
     assert ids == encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special_tokens=True).count("<search>") == text.count("<search>") > 0
-
-
-def test_the_configuration_names_only_what_transformers_needs() -> None:
-    config = json.loads((FOLDER / "tokenizer_config.json").read_text())
-    assert config["clean_up_tokenization_spaces"] is False
-    assert not any("http" in path.read_text() for path in FOLDER.iterdir())
-
-
-def test_the_command_line_wants_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        build_tokenizer.main([])
-    assert "DIR" in capsys.readouterr().err

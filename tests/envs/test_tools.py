@@ -311,18 +311,6 @@ def test_a_subclass_may_override_a_tool() -> None:
     assert "7.0<" in prompt(played(Async, call("price", item="tea"), "so"), 1)
 
 
-def test_a_method_may_have_another_name_in_the_class() -> None:
-    def look(self: Any) -> str:
-        """Look."""
-        return str(self.task.task_id)
-
-    class World(ToolEnvironment):
-        see = look
-        tools = (see,)
-
-    assert "tool\nt<" in prompt(played(World, call("look"), "so"), 1)
-
-
 def test_info_and_state_of_tools_are_kept() -> None:
     def turn(pages: int) -> EnvStep:
         """Turn pages."""
@@ -369,17 +357,6 @@ def test_any_environment_may_take_the_parsed_reply() -> None:
             )
 
     assert played(Reading, "<think>hm</think>so" + call("price", item="tea")).reward == 1.0
-
-
-def test_an_environment_with_tools_may_read_the_calls_itself() -> None:
-    class Reading(treadle.Environment):
-        tool_schemas: Sequence[Any] = Shop().tool_schemas
-
-        def step(self, text: str) -> EnvStep:
-            return EnvStep(reward=float(text == call("price", item="tea")), done=True)
-
-    trajectory = played(Reading, call("price", item="tea"))
-    assert (trajectory.failure, trajectory.reward) == (None, 1.0) and '"name": "price"' in prompt(trajectory, 0)
 
 
 def name_of(made: ToolCall) -> str:

@@ -5,7 +5,6 @@ import json
 import subprocess
 import textwrap
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from tests.integrations.libraries import library_python
 from tests.orchestration.runs import check_finished, query, start
 from tests.rollout.test_agents import alive
 from tests.worlds import END, PLAIN, plain_ids, plain_renderer, user
+from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task, Trajectory
+from treadle.integrations.openenv.config import OpenEnvConfig
 from treadle.integrations.openenv.driver import OpenEnvDriver
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
@@ -68,8 +69,8 @@ def python() -> str:
     return library_python("TREADLE_OPENENV_VENV", ".venv-openenv")
 
 
-def serve(app: str) -> list[str]:
-    return [python(), "-m", "uvicorn", app, "--port", "{port}", "--log-level", "warning"]
+def serve(app: str, folder: Path) -> list[str]:
+    return ["env", "-C", str(folder), python(), "-m", "uvicorn", app, "--port", "{port}", "--log-level", "warning"]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def counting(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "counting.py").write_text(textwrap.dedent(COUNTING))
-    return {"command": serve("counting:app"), "directory": str(tmp_path)}
+    return {"server": serve("counting:app", tmp_path)}
 
 
 async def play(
@@ -96,8 +97,8 @@ async def play(
 ) -> list[Trajectory]:
     engine = FakeEngine(lambda prompt, sampling: [*plain_ids(reply(str(PLAIN.decode(list(prompt))))), END])
     config = RolloutConfig(**{"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings})
-    worker = {"start_timeout": 600.0, "patience": 600.0}  # however busy the machine
-    players = Players(drivers={"openenv": partial(OpenEnvDriver, python=python(), worker=worker, **options)})
+    made = build(OpenEnvConfig, {"python": python(), **options})
+    players = Players(drivers={"openenv": lambda setup: OpenEnvDriver(setup, made)})
     async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
         running = [
             rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
@@ -120,7 +121,7 @@ def tasks(count: int, **extras: Any) -> list[Task]:
 @pytest.mark.slow  # `openenv init` and its template import for seconds
 def test_the_template_of_openenv_init_with_more_attempts_than_sessions(template: Path) -> None:
     """24 attempts and 8 sessions: those for whom the server is full wait. It has no end: the limit on calls is ours."""
-    options = {"command": serve("server.app:app"), "directory": str(template), "observation": "echoed_message"}
+    options = {"server": serve("server.app:app", template), "observation": "echoed_message"}
     trajectories = played(options, tasks(24), lambda text: "word" * text.count("<|im_start|>assistant"), max_steps=3)
     assert [t.failure for t in trajectories] == [None] * 24
     for trajectory in trajectories:
@@ -164,7 +165,7 @@ def test_a_server_that_dies_is_infrastructure(counting: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], tmp_path: Path) -> None:
-    words = [word.replace("{port}", "0") for word in serve("counting:app")]
+    words = [word.replace("{port}", "0") for word in serve("counting:app", tmp_path)]
     server = await asyncio.create_subprocess_exec(
         *words[:-2], "--log-level", "info", cwd=tmp_path, stderr=asyncio.subprocess.PIPE
     )
@@ -173,10 +174,10 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
         while b"running on" not in (line := await server.stderr.readline()):
             assert line, "the server has ended"
         url = line.decode().partition("running on ")[2].split()[0]
-        [trajectory] = await play({"url": url}, tasks(1), lambda text: '{"direction": "up", "by": 5}')
+        [trajectory] = await play({"server": url}, tasks(1), lambda text: '{"direction": "up", "by": 5}')
         assert trajectory.reward == 1.0
         with pytest.raises(ConfigError, match="its actions have no field 'text', only direction, by"):
-            await play({"url": url, "action": "text"}, tasks(1), lambda text: "")
+            await play({"server": url, "action": "text"}, tasks(1), lambda text: "")
         assert alive(server.pid)
     finally:
         server.terminate()
@@ -187,13 +188,13 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
     ("options", "expected"),
     [
         pytest.param(  # it imports the library
-            {"url": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
+            {"server": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
         ),
-        ({"command": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
-        ({"command": ["false", "{port}"]}, "'false .*' ended with status 1"),
-        ({"command": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
-        ({}, "give either the url of a running server, or the command that starts one"),
-        ({"url": "localhost:8000"}, "'localhost:8000' is no base URL"),
+        ({"server": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
+        ({"server": ["false", "{port}"]}, "'false .*' ended with status 1"),
+        ({"server": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
+        ({}, "missing key 'server'"),
+        ({"server": "localhost:8000"}, "'localhost:8000' is no base URL"),
     ],
 )
 def test_what_cannot_work_is_one_line(options: dict[str, Any], expected: str) -> None:
@@ -208,8 +209,8 @@ def test_a_run_trains_on_a_server_that_it_starts(template: Path, tmp_path: Path)
     app = template / "server" / "app.py"
     written = app.read_text()
     app.write_text(written.replace("max_concurrent_envs=8,", "max_concurrent_envs=1,"))
-    options: dict[str, Any] = {"python": python(), "command": serve("server.app:app"), "directory": str(template)}
-    options |= {"observation": "echoed_message", "worker": {"start_timeout": 600.0}}
+    options: dict[str, Any] = {"python": python(), "server": serve("server.app:app", template)}
+    options |= {"observation": "echoed_message"}
     rows = tmp_path / "tasks.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"Say much, {n}."}) + "\n" for n in range(4)))
     try:

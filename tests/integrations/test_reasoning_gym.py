@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("reasoning_gym")
 
@@ -19,13 +17,10 @@ from reasoning_gym.utils import extract_answer
 
 from tests.orchestration.runs import query, start
 from tests.until import CEILING
-from tests.worlds import user
 from treadle.core import registry
-from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.errors import ConfigError, TrajectoryFailure
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
-from treadle.data.config import TaskSetConfig
-from treadle.data.load import LoadContext, load_tasks
 from treadle.envs.base import EnvStep
 from treadle.integrations.reasoning_gym.datasets import VARIABLE, make_dataset, reasoning_gym_tasks
 from treadle.integrations.reasoning_gym.environment import ReasoningGym, is_well_formed
@@ -129,18 +124,6 @@ def test_the_splits_share_no_item() -> None:
     }
 
 
-def test_a_composite_names_the_data_set_of_each_item() -> None:
-    found = tasks("composite", 30)
-    assert {task.extras["dataset"] for task in found} == {"leg_counting", "chain_sum"}
-    assert all(total(score(task, f"<answer>{task.ground_truth}</answer>")) == 1 for task in found[:4])
-
-
-def test_seeds_of_a_run_are_those_of_its_tasks() -> None:
-    section = TaskSetConfig(source="reasoning_gym", options={"dataset": "chain_sum", "count": 2})
-    prompts = [load_tasks(section, "train", LoadContext(seed=seed))[0].prompt for seed in (0, 5, 5)]
-    assert prompts[0] != prompts[1] == prompts[2]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -234,36 +217,11 @@ def test_the_format_of_a_reply(text: str, well_formed: bool) -> None:
     assert isinstance(step.reward, Reward) and step.reward.by_name["format"] == 0.2 * well_formed
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "7", "\n"])).map("".join))
-def test_a_well_formed_reply_has_one_block_of_each(text: str) -> None:
-    if is_well_formed(text):
-        assert extract_answer(text) is not None
-        assert text.count("<think>") >= 1 and text.lstrip().startswith("<think>")
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.sampled_from(["chain_sum", "countdown", "game_of_life", "prime_factorization"]), st.text())
-def test_no_answer_fails_the_attempt(name: str, answer: str) -> None:
-    [task] = tasks(name, 1)
-    assert 0 <= total(score(task, f"<answer>{answer}</answer>")) <= 1
-
-
-@pytest.mark.parametrize("options", [{"score_seconds": 0}, {"format_reward": -1}, {"format_reward": "some"}])
-def test_options_of_the_environment(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} must be a number"):
-        ReasoningGym(**options)
-
-
 def test_a_scorer_that_cannot_be_made_fails_the_attempt() -> None:
     [task] = tasks("chain_sum", 1)
     other = replace(task, extras={**task.extras, "config": {"min_terms": 0}})
     with pytest.raises(TrajectoryFailure, match=r"the scorer of 'chain_sum': ConfigError: .* min_terms must be"):
         score(other, "<answer>7</answer>")
-
-
-def test_a_task_of_something_else_is_refused() -> None:
-    with pytest.raises(DataError, match="task t of environment reasoning_gym has no 'scored_by' in its extras"):
-        ReasoningGym().reset(Task("t", (user("?"),)))
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,12 @@ from tests.integrations.libraries import KeptWorkers, library_python
 from tests.integrations.verifiers_environments import scripted_model
 from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import END, PLAIN, plain_ids, plain_renderer
+from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.data.rows import task_from_row
-from treadle.integrations.verifiers.driver import VerifiersDriver
+from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver
 from treadle.integrations.verifiers.tasks import verifiers
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
@@ -30,10 +31,7 @@ from treadle.testing import FakeEngine
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # workers import the library once
 ENVIRONMENTS = Path(__file__).with_name("verifiers_environments")
-WORKER = {
-    "environment": {"PYTHONPATH": str(ENVIRONMENTS)},
-    **{"start_timeout": 600.0, "patience": 600.0, "cleanup_timeout": 600.0},  # however busy the machine
-}
+WORKER = {"environment": {"PYTHONPATH": str(ENVIRONMENTS)}}
 CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
@@ -100,7 +98,8 @@ async def play(case: Case, tasks: list[Task], engine: FakeEngine | None = None, 
             **settings,
         }
     )
-    players = Players(drivers={"verifiers": partial(VerifiersDriver, python=case.python, worker=WORKER)})
+    options = build(VerifiersConfig, {"python": case.python, "worker": WORKER})
+    players = Players(drivers={"verifiers": lambda setup: VerifiersDriver(setup, options)})
     engine = engine or scripted()
     async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
         running = [

@@ -20,7 +20,7 @@ from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import KEYS, row_checksum
 from treadle.orchestration.store.trace_store import read_traces
-from treadle.orchestration.train import resume_run, start_run
+from treadle.orchestration.train import train_run
 
 Summary = dict[str, Any]
 
@@ -33,7 +33,7 @@ def start(
     runtime: Runtime | None = None,
 ) -> Summary:
     config = tiny(*overrides)
-    return start_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime)
+    return train_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime)
 
 
 def resume(
@@ -45,7 +45,7 @@ def resume(
     runtime: Runtime | None = None,
 ) -> Summary:
     config = config or RunDirectory.open(path).config()
-    return resume_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime)
+    return train_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime, resume=True)
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.train import resume_run, start_run
+from treadle.orchestration.train import train_run
 from treadle.rollout.attempt import Players
 
 pytestmark = pytest.mark.xdist_group("orchestration_agents")  # what its tests share is made once
@@ -34,7 +34,7 @@ SMALL = [
     "warm_start.batch_size=16",
     "warm_start.max_loss=null",
     "warm_start.options={expert: 0.2, drill: 0.0}",
-    "warm_start.optimizer.learning_rate=1e-2",
+    "warm_start.learning_rate=1e-2",
     "training.tasks_per_update=2",
     "training.group_size=3",
     "training.threads=1",
@@ -60,7 +60,7 @@ def _cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(config: RunConfig, path: Path, progress: Quiet | None = None) -> Summary:
-    return start_run(config, load_inputs(config), path, progress or Quiet())
+    return train_run(config, load_inputs(config), path, progress or Quiet())
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_an_agent_program_trains_as_the_environment_does_also_resumed(
     stopped = started(config, path, Interrupted())
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
     saved = RunDirectory.open(path).config()
-    summary = resume_run(saved, load_inputs(saved), path, Quiet())
+    summary = train_run(saved, load_inputs(saved), path, Quiet(), resume=True)
     check_finished(path)
     expected = query(by_environment, SAME)
     assert query(path, SAME) == expected

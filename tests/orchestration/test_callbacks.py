@@ -23,7 +23,7 @@ from treadle.orchestration.reporting.callbacks import EVENTS, Callback, RunStart
 from treadle.orchestration.reporting.metrics import EvaluationResult
 from treadle.orchestration.setup.inputs import Inputs, load_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.train import resume_run, start_run
+from treadle.orchestration.train import train_run
 
 pytestmark = pytest.mark.xdist_group("orchestration_callbacks")  # what its tests share is made once
 
@@ -85,12 +85,12 @@ class Recording(Callback):
 
 def go(path: Path, *callbacks: Callback, overrides: Sequence[str] = (), progress: Quiet | None = None) -> Summary:
     config = tiny(*overrides)
-    return start_run(config, given(config, callbacks), path, progress or Quiet())
+    return train_run(config, given(config, callbacks), path, progress or Quiet())
 
 
 def go_on(path: Path, *callbacks: Callback) -> Summary:
     config = RunDirectory.open(path).config()
-    return resume_run(config, given(config, callbacks), path, Quiet())
+    return train_run(config, given(config, callbacks), path, Quiet(), resume=True)
 
 
 def given(config: RunConfig, callbacks: Sequence[Callback]) -> Inputs:
@@ -160,9 +160,9 @@ def test_events_of_an_asynchronous_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(
-    ("event", "saved"), [(("rollout", 8), 2), (("batch", 0), 1), (("update", 3), 3), (("publish", 0), 0)]
+    ("event", "saved", "staleness"),
+    [(("rollout", 8), 2, 0), (("update", 3), 3, 0), (("publish", 0), 0, 0), (("rollout", 8), 2, 1)],
 )
 def test_a_callback_that_fails_stops_the_run_with_a_checkpoint(
     event: tuple[str, int], saved: int, staleness: int, tmp_path: Path, reference: tuple[Recording, Summary]

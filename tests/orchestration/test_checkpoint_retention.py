@@ -49,11 +49,6 @@ def test_what_is_retained(options: tuple[str, ...], kept: list[int]) -> None:
     assert names == [f"step-{update:06d}" for update in kept]
 
 
-def test_a_batch_of_several_updates_may_step_over_a_multiple() -> None:
-    config = tiny("training.updates_per_batch=2", "orchestration.keep_every=3", "orchestration.keep_last=1")
-    assert retained([0, 2, 4, 6, 8, 10], config, []) == ["step-000004", "step-000006", "step-000010"]
-
-
 def test_a_run_keeps_the_best_and_every_so_many(tmp_path: Path) -> None:
     options = ("evaluation.every=1", "orchestration.keep_best=held_out_reward", "orchestration.keep_last=1")
     start(tmp_path, *options, "orchestration.keep_every=3", "orchestration.checkpoint_every=100")

@@ -1,9 +1,7 @@
 """Fail at start: what is checked before the first rollout."""
 
 import asyncio
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.models import random_groups
 from tests.orchestration.runs import start
 from tests.worlds import Ragged, Told, chatml, hang, plain_ids, plain_renderer, tiny, user
-from treadle.core.errors import ConfigError, DataError, EngineError, RunError
+from treadle.core.errors import ConfigError, DataError, EngineError
 from treadle.core.types import Task
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
@@ -21,7 +19,7 @@ from treadle.engines.weight_sync import EmbeddedSync
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
 from treadle.orchestration.setup.engines import embedded_engine
-from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, load_inputs, make_inputs
+from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, make_inputs
 from treadle.packing.flat import flatten
 from treadle.rollout.attempt import Players
 from treadle.training.learner import Learner
@@ -40,25 +38,11 @@ def test_a_task_without_an_environment_is_refused() -> None:
     assert make_inputs([task], [], {"w": Ragged}).train[0].environment == "w"
 
 
-def test_environments_that_are_not_given_are_looked_up() -> None:
-    inputs = make_inputs([Task("t", (user("?"),), "arithmetic"), Task("u", (user("?"),), "w")], [], {"w": Ragged})
-    assert sorted(inputs.players.environments) == ["arithmetic", "w"]
-    with pytest.raises(ConfigError, match="'nowhere' is not registered"):
-        make_inputs([Task("t", (user("?"),), "nowhere")], [], {})
-
-
 def test_no_tasks_and_shared_tasks_are_refused() -> None:
     with pytest.raises(DataError, match="no training tasks"):
         make_inputs([], [Task("t", (user("?"),), "w")], {"w": Ragged})
     with pytest.raises(DataError, match="held-out tasks are training tasks too, for example 't'"):
         make_inputs([Task("t", (user("?"),), "w")], [Task("t", (user("?"),), "w")], {"w": Ragged})
-
-
-def test_inputs_are_loaded_as_configured() -> None:
-    inputs = load_inputs(tiny())
-    assert [task.task_id for task in inputs.train] == [f"train-{i}" for i in range(6)]
-    assert [task.task_id for task in inputs.held_out] == [f"held_out-{i}" for i in range(3)]
-    assert load_inputs(tiny("data.held_out=null")).held_out == []
 
 
 # First prompts
@@ -70,12 +54,6 @@ def check(*worlds: Told, context: int = 128, **settings: Any) -> None:
     inputs = Inputs(tasks, [], Players({"w": lambda: queue.pop(0)}))
     overrides = [f"rollout.{key}={value}" for key, value in settings.items()]
     check_first_prompts(inputs, plain_renderer(), tiny(*overrides), context, print)
-
-
-def test_one_environment_that_can_be_reset_is_enough_and_is_closed() -> None:
-    worlds = [Told(opening=LookupError("gone")), Told(opening=[]), Told()]
-    check(*worlds)
-    assert [world.calls for world in worlds] == [["reset", "close"]] * 3
 
 
 @pytest.mark.parametrize(
@@ -96,10 +74,6 @@ def test_environments_that_cannot_be_reset_are_named_with_their_reasons(opening:
     assert all(world.calls.count("close") == 1 for world in worlds)
 
 
-def test_a_failing_close_is_no_reason_to_refuse() -> None:
-    check(Told(closing=LookupError("stuck")))
-
-
 def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> None:
     class Long(Told):
         required_steps = 4
@@ -109,7 +83,7 @@ def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> Non
         check_first_prompts(inputs, plain_renderer(), tiny(*overrides), 128, print)
 
     check("rollout.max_steps=4")
-    message = r"^task t: environment 'long' needs 4 calls .*, and rollout\.max_steps is 3; set rollout\.max_steps=4, or"
+    message = r"task t: .* 'long' needs 4 calls .* rollout\.max_steps is 3; set rollout\.max_steps=4, or"
     with pytest.raises(ConfigError, match=message):
         check()
     Long.required_steps = "x"  # type: ignore[assignment]
@@ -188,9 +162,3 @@ def test_a_trainer_in_bfloat16_is_not_taken_for_another_policy() -> None:
 def test_an_engine_that_ignores_a_publication_is_refused(models: list[PreTrainedModel]) -> None:
     with pytest.raises(EngineError, match=r"TorchEngine reports .* differ from those of the learner by up to"):
         check_trainers(models[1], trainer_of(models[0]), ignoring=True)
-
-
-def test_too_little_disk_space_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(RunError, match="3 checkpoints need"):
-        start(tmp_path / "run")

@@ -16,14 +16,6 @@ def trajectory(seconds: float, *calls: float) -> Trajectory:
     return Trajectory("t", "task", 0, steps, 1.0, Status.DONE, seconds=seconds)
 
 
-def test_at_first_an_attempt_counts_as_one_call() -> None:
-    limit = ConcurrencyController(64)
-    assert limit.limit == 64
-    limit.observe(trajectory(0.0))  # nothing is learned from it
-    limit.observe(trajectory(5.0))
-    assert limit.limit == 64
-
-
 @given(share=st.floats(0.01, 4), lengths=st.lists(st.floats(0.1, 1e4), min_size=1, max_size=40))
 def test_attempts_that_are_partly_elsewhere_leave_room_for_others(share: float, lengths: list[float]) -> None:
     """A share above 1: calls side by side."""

@@ -53,29 +53,13 @@ def test_runs_that_differ_in_the_seed_only_are_one_group() -> None:
     assert [group.label for group in groups] == [f"training.packing={packing}", "training.packing=step"]
 
 
-def test_a_single_group_needs_no_label() -> None:
-    assert [group.label for group in group_runs([a_run("seed=0"), a_run("seed=1")])] == [""]
-
-
-def test_a_section_that_is_absent_is_told_from_one_that_is_there() -> None:
-    labels = [group.label for group in group_runs([a_run(), a_run("algorithm.kl={coef: 0.1}")])]
-    assert "algorithm.kl.coef=null" in labels[0] and "algorithm.kl.coef=0.1" in labels[1]
-
-
 def test_a_label_of_many_keys_has_those_that_tell_the_groups_apart() -> None:
     """The recipes of two groups are the same, so that their name alone would not do."""
-    other = ["recipe=other", "training.epochs_per_batch=2", "orchestration.log_every=7", "evaluation.every=9"]
+    other = ["recipe=other", "training.epochs_per_batch=2", "orchestration.checkpoint_every=7", "evaluation.every=9"]
     runs = [a_run(), a_run(*other), a_run(*other, "failures.max_failed_fraction=0.7")]
     labels = [group.label for group in group_runs(runs)]
     assert all("recipe=" in label and "failures.max_failed_fraction=" in label for label in labels)
     assert all(label.count("=") == 3 and label.endswith(", 2 more keys") for label in labels)
-
-
-def test_a_long_value_is_shortened_in_its_middle() -> None:
-    runs = [a_run("model.build=null", f"model.path={'x' * 90}/step-{n}") for n in (1, 2)]
-    assert [group.label for group in group_runs(runs)] == [
-        f"model.path={'x' * 10}...{'x' * 20}/step-{n}" for n in (1, 2)
-    ]
 
 
 SETTINGS = st.fixed_dictionaries(
@@ -83,7 +67,7 @@ SETTINGS = st.fixed_dictionaries(
         "seed": st.integers(0, 3),
         "training.packing": st.sampled_from(["step", "chain", "tree"]),
         "evaluation.every": st.integers(1, 2),
-        "orchestration.log_every": st.integers(1, 2),
+        "orchestration.checkpoint_every": st.integers(1, 2),
         "orchestration.updates": st.integers(1, 2),
         "failures.max_failed_fraction": st.sampled_from([0.5, 0.6]),
     }
@@ -121,16 +105,6 @@ def test_a_mean_is_over_all_runs_of_the_line() -> None:
     runs = [a_run("seed=0", rewards=[0.0, 0.1, None, 0.3, 0.4]), a_run("seed=1", rewards=[1.0, 1.0, 1.0, 1.0])]
     [curve] = shown(*runs)[REWARD].curves
     assert curve.updates == (1, 2, 4) and curve.mean.tolist() == [0.5, 0.55, 0.65]
-
-
-def test_a_run_that_was_never_graded_has_no_reward() -> None:
-    assert REWARD not in shown(a_run(rewards=[None, None]))
-
-
-@pytest.mark.parametrize("updates", [1, 4, 9, 17])
-def test_a_short_run_has_no_moving_average(updates: int) -> None:
-    [curve] = shown(a_run(rewards=[float(n % 2) for n in range(updates)]))[REWARD].curves
-    assert not curve.is_smoothed and curve.mean.tolist() == [float(n % 2) for n in range(updates)]
 
 
 def test_a_longer_run_has_both() -> None:
@@ -177,24 +151,6 @@ def test_several_lines_have_a_panel_for_each_kind() -> None:
     assert [bool(found[title].greedy) for title in kinds] == [True, False, False]
 
 
-def test_evaluations_that_are_always_greedy_are_the_line() -> None:
-    run = a_run("evaluation.temperature=0", evaluations=[evaluation(0, 0.1, temperature=0.0)])
-    success = shown(run)["held-out success"]
-    assert [curve.mean.tolist() for curve in success.curves] == [[0.1]] and not success.greedy
-
-
-def test_a_run_without_held_out_tasks_has_no_panel_of_them() -> None:
-    assert list(shown(a_run())) == [REWARD, TOKENS, STEPS]
-
-
-def test_of_many_kinds_those_with_the_most_tasks() -> None:
-    row = evaluation(0, 0.5, **{f"k{n:02}": 0.5 for n in range(40)})
-    row["by_tasks"] |= {"k33": 90, "k05": 80}
-    success = shown(a_run("data.table_by=of", evaluations=[row]))["held-out success"]
-    first = [f"of k{n:02}" for n in range(6)]  # with as many tasks as the rest, in order
-    assert [curve.label for curve in success.curves] == ["all", *first, "of k33"]
-
-
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
@@ -234,15 +190,3 @@ def test_the_legend_says_what_the_band_is_and_of_how_many_runs() -> None:
         "training.packing=tree (1 run)",
         "line: mean over runs that differ in the seed only; band: from the lowest of them to the highest",
     ]
-
-
-def test_more_lines_than_colours_are_drawn_apart() -> None:
-    groups = group_runs([a_run(f"orchestration.updates={n}") for n in range(1, 21)])
-    lines = make_figure(groups, panels(groups)).axes[0].get_lines()
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
-
-
-def test_a_run_without_anything_to_draw_has_a_picture_all_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "curve.png"
-    draw_runs([RunMetrics(tiny(), [])], path)
-    assert path.read_bytes().startswith(b"\x89PNG")

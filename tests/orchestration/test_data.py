@@ -61,9 +61,9 @@ def recipe(source: str, **more: Any) -> RunConfig:
 
 
 def train(path: Path, config: RunConfig) -> dict[str, Any]:
-    from treadle.orchestration.train import start_run
+    from treadle.orchestration.train import train_run
 
-    return start_run(config, load_inputs(config), path, Quiet())
+    return train_run(config, load_inputs(config), path, Quiet())
 
 
 def test_data_a_reward_and_a_model_are_a_program_of_eight_lines(
@@ -121,13 +121,6 @@ def test_what_is_no_reward_function_is_refused_at_once(tmp_path: Path, name: str
         load_inputs(config)
 
 
-def test_a_reward_and_an_environment_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="environment 'lookup' and reward 'm:f' are both set; leave one"):
-        recipe("a.jsonl", environment="lookup", reward="m:f")
-    with pytest.raises(ConfigError, match=r"reward '.*shortness' would play nothing: .*'lookup'"):
-        load_inputs(recipe("lookup", data={"train": {"source": "lookup", "options": {"count": 3}}, "columns": None}))
-
-
 @pytest.mark.parametrize(("name", "frames"), [("wrong", ["wrong"]), ("wrong_later", ["wrong_later", "wrong"])])
 def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, frames: list[str]
@@ -144,17 +137,12 @@ def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
     assert 'float(task.extras["level"])' in capsys.readouterr().out
 
 
-def test_a_reward_that_is_no_number_fails_the_attempt(tmp_path: Path) -> None:
-    with pytest.raises(treadle.TreadleError, match="the reward function gave the reward None; it must be a finite"):
-        train(tmp_path / "run", recipe(questions(tmp_path / "train.jsonl"), reward=f"{HERE}:silent"))
-
-
 def test_a_mixture_trains_by_weight_and_its_sources_have_tables(tmp_path: Path) -> None:
     parts = [
         {"source": questions(tmp_path / "a.jsonl"), "weight": 3},
         {"source": questions(tmp_path / "b.parquet", start=50)},
     ]
-    config = recipe("", data={"train": {"mixture": parts}, "table_by": "source"})
+    config = recipe("", data={"train": parts, "table_by": "source"})
     train(tmp_path / "run", config)
     check_finished(tmp_path / "run")
     groups = query(tmp_path / "run", "SELECT task, position, epoch FROM groups ORDER BY idx")
@@ -187,7 +175,7 @@ def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suff
 
 def test_the_recipe_is_kept_as_it_was_written(tmp_path: Path) -> None:
     parts = [{"source": "a.jsonl", "weight": 3.0, "name": "x"}, {"source": "b.parquet", "columns": {"prompt": "q"}}]
-    config = recipe("", data={"train": {"mixture": parts}})
+    config = recipe("", data={"train": parts})
     (tmp_path / "mine.yaml").write_text(dump_yaml(config))
     from treadle.orchestration.config import load_recipe
 

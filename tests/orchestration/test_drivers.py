@@ -7,15 +7,16 @@ import pytest
 
 import treadle
 from tests.orchestration.runs import check_finished, query, resume
-from tests.worlds import ROOT, Quiet, tiny, user, vowel_tasks
+from tests.worlds import Quiet, tiny, user, vowel_tasks
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
-from treadle.data.config import TaskSetConfig
+from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
-from treadle.orchestration.train import start_run
+from treadle.orchestration.train import train_run
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode
@@ -64,7 +65,7 @@ def config(*overrides: str) -> RunConfig:
 
 def start(path: Path, *overrides: str) -> dict[str, Any]:
     made = config(*overrides)
-    summary = start_run(made, load_inputs(made), path, Quiet())
+    summary = train_run(made, load_inputs(made), path, Quiet())
     check_finished(path)
     assert {row["status"] for row in query(path, "SELECT status FROM trajectories")} == {"done"}
     assert {row["steps"] for row in query(path, "SELECT steps FROM trajectories")} == {2}
@@ -114,7 +115,7 @@ def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
         '{"prompt": [{"role": "user", "content": "c"}]}\n'
     )
     found = load_tasks(
-        TaskSetConfig(source=str(tmp_path / "data.jsonl")), "train", LoadContext(player=("driver", "other"))
+        SourceConfig(source=str(tmp_path / "data.jsonl")), "train", LoadContext(player=("driver", "other"))
     )
     assert [task.player for task in found] == [("driver", "d"), ("environment", "e"), ("driver", "other")]
     assert make_inputs([Task("t", (user("?"),))], [], drivers={"d": TwoTurns}).train[0].player == ("driver", "d")
@@ -140,18 +141,22 @@ def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: tuple[str
         load_inputs(config(*overrides))
 
 
-def test_this_file_can_be_imported_by_its_name() -> None:
-    assert (ROOT / (HERE.replace(".", "/") + ".py")).samefile(__file__)
+class Pay(Config):
+    """What an attempt is worth."""
+
+    worth: float
+    bonus: float = 0.0
 
 
 class Paying(TwoTurns):
-    """Pays what it was made with; its attempts may wait for one another."""
+    """Pays what its options say; its attempts may wait for one another."""
 
     may_wait = True
+    options_type = Pay
 
-    def __init__(self, setup: DriverSetup, worth: float, *, bonus: float = 0.0) -> None:
+    def __init__(self, setup: DriverSetup, options: Pay) -> None:
         super().__init__(setup)
-        self.pay = worth + bonus
+        self.pay = options.worth + options.bonus
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         await session.chat(task.prompt)
@@ -164,19 +169,21 @@ PAYING = (f"driver={HERE}:Paying", "driver_options={worth: 0.5, bonus: 0.25}")
 
 def test_a_driver_is_made_with_the_recipes_options(tmp_path: Path) -> None:
     made = config(*PAYING, "orchestration.updates=1", "orchestration.checkpoint_every=1")
-    start_run(made, load_inputs(made), tmp_path / "run", Quiet())
+    train_run(made, load_inputs(made), tmp_path / "run", Quiet())
     assert query(tmp_path / "run", "SELECT DISTINCT reward FROM trajectories") == [{"reward": 0.75}]
 
 
-@pytest.mark.parametrize("options", ["{worth: 1, extra: 2}", "{bonus: 1}"])
-def test_options_that_a_driver_does_not_take_are_refused_at_the_start(options: str) -> None:
-    with pytest.raises(ConfigError, match=r"driver_options of .*Paying'.*its options are worth, bonus, given: "):
-        load_inputs(config(PAYING[0], f"driver_options={options}"))
-
-
-def test_options_for_no_driver_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"driver_options \(worth\) are for the recipe's driver, and none is set"):
-        config("driver_options={worth: 1}")
+@pytest.mark.parametrize(
+    ("driver", "options", "message"),
+    [
+        ("Paying", "{worth: 1, bonsu: 2}", "driver_options: unknown key 'bonsu'; did you mean 'bonus'"),
+        ("Paying", "{bonus: 1}", "driver_options: missing key 'worth'"),
+        ("TwoTurns", "{bonus: 1}", r"driver_options is set, but '.*TwoTurns' has no options; leave it out"),
+    ],
+)
+def test_options_that_a_driver_does_not_take_are_refused_at_the_start(driver: str, options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_inputs(config(f"driver={HERE}:{driver}", f"driver_options={options}"))
 
 
 def test_the_engine_does_not_wait_for_attempts_that_wait_for_each_other() -> None:

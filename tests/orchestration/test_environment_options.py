@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 import treadle
-from tests.orchestration.runs import query, start
+from tests.orchestration.runs import query
 from tests.worlds import plain_renderer, tiny, user
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.inputs import check_first_prompts, configured_environments, load_inputs, make_inputs
 
 HERE = "tests.orchestration.test_environment_options"
@@ -37,12 +36,6 @@ class Paying(Environment):
 OPTIONS = (f"environment={HERE}:Paying", "environment_options={worth: 0.5, bonus: 0.25}")
 
 
-def test_attempts_are_played_with_the_recipes_options(tmp_path: Path) -> None:
-    start(tmp_path / "run", *OPTIONS, "orchestration.updates=1", "orchestration.checkpoint_every=1")
-    rewards = query(tmp_path / "run", "SELECT DISTINCT reward FROM trajectories")
-    assert rewards == [{"reward": 0.75}]
-
-
 def test_metrics_of_an_environment_with_options_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Paying, "metrics", ("paid",))
     with pytest.raises(ConfigError, match=r"Paying': metrics must be a tuple of treadle\.Metric"):
@@ -56,12 +49,6 @@ def test_options_that_it_does_not_take_are_refused_at_the_start(options: str) ->
     if options != "{}":
         assert "environment_options of " in str(refused.value)
         assert "its options are worth, bonus, given: " in str(refused.value)
-
-
-@pytest.mark.parametrize("player", ["environment=''", "environment='' agent=tests.worlds:agent"])
-def test_options_for_nothing_are_refused(player: str) -> None:
-    with pytest.raises(ConfigError, match=r"environment_options \(worth\) are for the recipe's environment, and none"):
-        tiny(*player.split(), "environment_options={worth: 1}")
 
 
 def test_from_python(tmp_path: Path) -> None:
@@ -86,10 +73,6 @@ def test_from_python(tmp_path: Path) -> None:
     del wrong["environment_options.worth"]
     with pytest.raises(ConfigError, match="its options are worth, given: wealth"):
         treadle.train(Local, [{"prompt": "?"}], model=model, run="x", settings=wrong)
-
-
-def test_recipes_without_options_have_none() -> None:
-    assert load_recipe("demo").environment_options == {}
 
 
 # What cannot work is one sentence that names the option

@@ -11,10 +11,9 @@ import torch
 
 from tests.orchestration.runs import check_finished, query, start
 from tests.worlds import tiny
-from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import Advantage, Signals
 from treadle.algorithms.losses import PolicyLoss, Tokens
-from treadle.core.config import Config, build
+from treadle.core.config import Config
 from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.trainer import WeightSync
@@ -31,9 +30,8 @@ class PullConfig(Config):
     strength: float = 1.0
 
 
-def pull(logp: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> torch.Tensor:
+def pull(logp: torch.Tensor, tokens: Tokens, options: PullConfig) -> torch.Tensor:
     """Pull each log-probability towards the old one plus the advantage."""
-    options = build(PullConfig, config.policy_loss_options)
     return options.strength * (logp - tokens.logp_old - tokens.advantage) ** 2
 
 
@@ -46,9 +44,9 @@ class ConstantConfig(Config):
     value: float
 
 
-def constant(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+def constant(batch: FlatBatch, signals: Signals, options: ConstantConfig) -> Doubles:
     """Every token has the same advantage."""
-    return np.full(len(batch), build(ConstantConfig, config.advantage_options).value)
+    return np.full(len(batch), options.value)
 
 
 CONSTANT = Advantage(constant, by_group=False, options_type=ConstantConfig)
@@ -117,9 +115,9 @@ def test_wrong_options_are_refused_before_anything_runs(option: str, message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["algorithm.policy_loss_options={a: 1}"], "policy_loss_options is set, but policy_loss 'ppo_clip' has no"),
-        (["algorithm.advantage_options={a: 1}"], "advantage_options is set, but advantage 'grpo' has no options"),
-        (["engine.options={a: 1}"], "engine.options is set, but engine.kind 'torch' reads none"),
+        (["algorithm.policy_loss_options={a: 1}"], "policy_loss_options: unknown key 'a'; known here: eps_low"),
+        (["algorithm.advantage_options={a: 1}"], "advantage_options: unknown key 'a'; known here: norm_by_std"),
+        (["engine.options={a: 1}"], "engine.options is set, but 'torch' has no options"),
     ],
 )
 def test_options_that_nobody_reads_are_refused(options: list[str], message: str) -> None:

@@ -34,9 +34,8 @@ SETTINGS = (
     f"training.tasks_per_update={TASKS}",
     f"training.group_size={ATTEMPTS}",
     "rollout.environment_timeout=30",
-    "failures.engine.retries=3",
-    "failures.engine.backoff=10",
-    "failures.retry_share=2",
+    "failures.causes.engine.retries=3",
+    "failures.causes.engine.backoff=10",
 )
 
 

@@ -10,7 +10,6 @@ import sys
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,8 +26,7 @@ from treadle.models.config import ModelConfig  # noqa: E402
 from treadle.models.loading import load_tokenizer, make_model  # noqa: E402
 from treadle.models.model_cache import PACKAGED, ModelSource, PackagedModel, list_converted  # noqa: E402
 from treadle.models.model_files import require_model, tokenizer_directory  # noqa: E402
-from treadle.orchestration.get_model import fetch_wheel, get_model  # noqa: E402
-from treadle.orchestration.setup.warm_start import _model_files  # noqa: E402
+from treadle.orchestration.get_model import get_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -99,21 +97,6 @@ def test_a_wheels_model_is_fetched_without_its_dependencies_and_converted_exactl
     assert "quantization_config" not in config
 
 
-def test_pip_is_found_where_distutils_is_loaded(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setuptools warns if pip is looked for by an import then: torch's compiler has loaded distutils before."""
-    monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
-    assert get_model("tiny", print).is_dir()
-
-
-def test_what_it_was_made_of_is_written_beside_it(index: Index) -> None:
-    source = ModelSource.read(get_model("tiny", print))
-    with zipfile.ZipFile(index.wheel) as archive:
-        sha256 = hashlib.sha256(archive.read("tiny_model/tiny.gguf")).hexdigest()
-    assert (source.name, source.licence, source.wheel) == ("tiny", "mit", "tiny-model==1.0")
-    assert (source.gguf_sha256, source.wheel_sha256) == (sha256, index.model.sha256)
-    assert set(source.software) == {"treadle", "transformers", "gguf"}
-
-
 def test_a_model_in_the_cache_is_taken_without_pip_and_a_damaged_one_is_made_again(index: Index) -> None:
     directory, said = get_model("tiny", print), list[str]()
     index.wheel.rename(index.wheel.with_suffix(".away"))
@@ -138,12 +121,6 @@ def test_a_wheel_that_is_not_the_pinned_one_is_not_used(
     with pytest.raises(DamageError, match=f"its SHA-256 is {index.model.sha256}, not 0{{64}}; it is not used"):
         get_model("tiny", print)
     assert [path.name for path in cache.iterdir()] == [".lock"]
-
-
-def test_a_package_that_the_index_does_not_have_is_one_line_of_pips(index: Index, tmp_path: Path) -> None:
-    with pytest.raises(DownloadError, match=r"pip cannot download tiny-model==2\.0: No matching distribution.*") as e:
-        fetch_wheel(replace(index.model, version="2.0"), tmp_path)
-    assert "\n" not in str(e.value)
 
 
 KILLED = """
@@ -190,20 +167,6 @@ def test_blanks_before_digits_are_cut_as_the_model_knows_them(gguf_file: Path) -
     assert tokenizer.tokenize("he   12") == ["he", "ĠĠĠ", "1", "2"]
     plain = AutoTokenizer.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
     assert plain.tokenize("he   12") == ["he", "ĠĠ", "Ġ", "12"], "transformers does it by itself now"
-
-
-def test_a_warm_start_in_the_cache_is_that_of_the_converted_model(gguf_file: Path) -> None:
-    config = ModelConfig(path=str(gguf_file))
-    directory = get_model(str(gguf_file), print)
-    assert _model_files(config) == _model_files(ModelConfig(path=str(directory))) != []
-
-
-def test_a_file_without_a_chat_template_is_converted_and_says_what_it_lacks(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "base.gguf", template=None)
-    said: list[str] = []
-    directory = get_model(str(tmp_path / "base.gguf"), said.append)
-    assert any("has no chat template: to train it, set model.tokenizer" in line for line in said)
-    assert parameters(directory)
 
 
 @pytest.mark.parametrize("broken", ["text", "truncated", "architecture"])

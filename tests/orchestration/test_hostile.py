@@ -256,7 +256,8 @@ def test_no_task_is_left_out_for_what_engine_or_infrastructure_fail(cause: Cause
             return await super().step(text)
 
     path, progress = tmp_path / "run", Quiet()
-    options = (*OPTIONS[:1], "failures.task_limit=1", "failures.engine.retries=0", "failures.infrastructure.retries=0")
+    once = "failures.causes={engine: {retries: 0}, infrastructure: {retries: 0}}"
+    options = (*OPTIONS[:1], "failures.task_limit=1", once)
     start(path, *options, "orchestration.updates=6", inputs=playing(Failing), progress=progress)
     check_finished(path)
     blamed = cause not in (Cause.ENGINE, Cause.INFRASTRUCTURE)

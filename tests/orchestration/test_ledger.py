@@ -217,13 +217,6 @@ def test_a_trained_batch_is_on_record_at_once_until_it_is_rolled_back(ledger: Le
     assert [row["trained_version"] for row in ledger.query(versions)] == [0, None]
 
 
-def test_advantages_go_to_their_trajectories(ledger: Ledger) -> None:
-    ledger.record([group(0)], "train", 0, shard("s"))
-    ledger.note_trained(0, ["g000000"], {"g000000.0": -0.5})
-    rows = ledger.query("SELECT trajectory_id, advantage FROM trajectories ORDER BY trajectory_id")
-    assert [tuple(row.values()) for row in rows] == [("g000000.0", -0.5), ("g000000.1", None)]
-
-
 def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger: Ledger) -> None:
     """What was dropped before keeps its own reason."""
     steps = (make_step(), replace(make_step(), dropped=DropReason.CANCELLED))
@@ -250,13 +243,6 @@ def test_a_group_that_is_discarded_is_dropped_at_once(ledger: Ledger) -> None:
         "g000001.0": ("dropped", "filtered"),
         "g000001.1": ("dropped", "failed"),
     }
-
-
-def test_times_sampled_counts_training_groups_only(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, shard("s"))
-    ledger.record([group(1, "g000001r1")], "train", 0, shard("s"))
-    ledger.record([group(0, "e0")], "held_out", 0, shard("e"))
-    assert ledger.times_sampled() == {0: 1, 1: 2}
 
 
 def test_recording_is_all_or_nothing(ledger: Ledger) -> None:
@@ -293,18 +279,6 @@ def test_what_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
     (tmp_path / "no").write_text("this is no database, and long enough for SQLite to notice that it is none")
     with pytest.raises(RunError, match="no is damaged: file is not a database"):
         Ledger(tmp_path / "no")
-
-
-def test_a_locked_ledger_is_a_run_error(tmp_path: Path, ledger: Ledger) -> None:
-    ledger._db.execute("PRAGMA busy_timeout = 10")
-    other = sqlite3.connect(tmp_path / "ledger.sqlite")
-    other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(RunError, match="database is locked"):
-        ledger.record([group(0)], "train", 0, shard("s"))
-    other.rollback()
-    other.close()
-    ledger.record([group(0)], "train", 0, shard("s"))
-    assert ledger.times_sampled() == {0: 1}
 
 
 def test_any_unicode_survives(ledger: Ledger) -> None:

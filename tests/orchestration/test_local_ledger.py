@@ -13,7 +13,7 @@ import pytest
 from tests.orchestration.killed_runs import in_child
 from tests.orchestration.runs import check_finished, query, resume, start
 from tests.worlds import tiny
-from treadle.core.errors import DamageError, RunError
+from treadle.core.errors import DamageError
 from treadle.core.files import WrittenFile
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
@@ -64,15 +64,6 @@ def killed(run: RunDirectory, local: str, *files: str) -> None:
         raise KeyboardInterrupt
     run.ledger_file.write_bytes(shared)
     keep.replace(local_file(run, local))
-
-
-def test_the_default_is_the_run_directory(run: RunDirectory) -> None:
-    with open_ledger(run, None) as ledger:
-        note(ledger, "a")
-        ledger.copy_out()
-    recover_ledger(run, None)
-    reader = run.ledger()
-    assert names(reader) == {"a"}
 
 
 def test_readers_have_the_last_copy_and_at_the_end_everything(run: RunDirectory, tmp_path: Path) -> None:
@@ -132,17 +123,6 @@ def test_a_damaged_one_is_named_with_the_remedy(run: RunDirectory, tmp_path: Pat
     local_file(run, local).write_bytes(b"no database" * 1000)
     with pytest.raises(DamageError, match="remove it: the run then goes on with its copy"):
         recover_ledger(run, local)
-
-
-def test_a_directory_that_cannot_be(run: RunDirectory, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="ledger_directory"), open_ledger(run, str(tmp_path / "file")):
-        pass
-
-
-def test_runs_of_one_name_have_places_of_their_own(tmp_path: Path) -> None:
-    one, other = (local_file(RunDirectory(tmp_path / folder / "run"), "x") for folder in "ab")
-    assert one != other and one.parent == other.parent
 
 
 @pytest.mark.slow

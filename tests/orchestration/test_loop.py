@@ -90,14 +90,6 @@ def test_no_two_calls_of_a_run_share_a_seed(reference: tuple[Path, Summary]) -> 
     assert seeds.is_unique
 
 
-def test_each_trajectory_plays_the_tasks_of_its_epoch(reference: tuple[Path, Summary]) -> None:
-    """Six tasks, two an update: the fourth update begins the second epoch."""
-    path, _ = reference
-    rows = query(path, "SELECT idx, epoch, position FROM groups WHERE split = 'train' ORDER BY idx")
-    assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
-    assert sorted(row["position"] for row in rows[:6]) == list(range(6))
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "overrides",
@@ -266,13 +258,6 @@ def test_too_many_failures_stop_the_run_which_can_be_resumed(tmp_path: Path, ref
     }
 
 
-def test_a_share_of_failures_below_the_limit_does_not_stop_a_run(tmp_path: Path) -> None:
-    options = ("training.group_size=2", "training.min_group_size=1", "orchestration.updates=1")
-    start(tmp_path / "half", *options, inputs=failing(2))
-    with pytest.raises(TrainingStopped, match="2 of 4 trajectories"):
-        start(tmp_path / "less", *options, "failures.max_failed_fraction=0.49", inputs=failing(2))
-
-
 def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
     class Bug(Quiet):
         def phase(self, name: str, total: int) -> None:
@@ -285,7 +270,7 @@ def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
 
 
 def test_several_attempts_of_an_evaluation_disturb_nothing(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
-    options = ("evaluation.attempts=3", "evaluation.concurrency=4", "evaluation.greedy_too=true")
+    options = ("evaluation.attempts=3", "evaluation.greedy_too=true")
     summary = start(tmp_path / "run", *options, "evaluation.top_p=0.9")
     assert summary["weights_sha256"] == reference[1]["weights_sha256"]
     assert [(e["update"], e["attempts"], sorted(e["pass_at"])) for e in summary["evaluations"]] == [
@@ -319,8 +304,9 @@ class Interrupting(Quiet):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("per_batch", "batch"), [(1, 1), (1, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("number", "per_batch", "batch"), [(signal.SIGINT, 1, 1), (signal.SIGTERM, 1, 3), (signal.SIGINT, 2, 1)]
+)
 def test_an_interrupted_run_resumes_to_the_same_weights(
     number: signal.Signals, per_batch: int, batch: int, tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
@@ -427,14 +413,6 @@ def test_whatever_a_learner_carries_along_is_resumed(
         check_finished(tmp_path / name)
 
 
-def test_each_epoch_of_a_batch_is_told_about_its_own_groups(tmp_path: Path) -> None:
-    start(tmp_path / "run", "training.epochs_per_batch=2", "training.updates_per_batch=2")
-    rows = updates(tmp_path / "run")
-    rewards, versions = ([row[name] for row in rows] for name in ("reward_mean", "version"))
-    assert rewards[:2] == rewards[2:] and len(set(rewards)) == 2
-    assert versions == [0] * 4
-
-
 def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
@@ -485,23 +463,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("override", "difference"),
-    [
-        (
-            "model.build.hidden_size=64",
-            "another model: hidden_size is 32 there, 64 in the configured",
-        ),
-        ("model.build.num_hidden_layers=2", r"holds another model: layer_types is \['full_attention'\] there"),
-        ("model.build.tie_word_embeddings=false", "holds another model: tie_word_embeddings is True there"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    stopped: Path, override: str, difference: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
-    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny(override))}")
-    with pytest.raises(CheckpointError, match=difference):
+    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny('model.build.hidden_size=64'))}")
+    with pytest.raises(CheckpointError, match="another model: hidden_size is 32 there, 64 in the configured"):
         resume(tmp_path / "run")
 
 
@@ -517,16 +482,6 @@ def test_a_damaged_checkpoint_is_refused(stopped: Path) -> None:
             resume(stopped)
     finally:
         file.write_bytes(good)
-
-
-def test_a_run_in_use_is_refused(stopped: Path) -> None:
-    owner = RunDirectory.open(stopped)
-    owner.lock()
-    with pytest.raises(RunError, match="another process is training"):
-        resume(stopped)
-    owner.close()
-    with pytest.raises(RunError, match="already in use"):
-        start(stopped)
 
 
 # Learning
@@ -619,14 +574,6 @@ def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: P
     assert sum(row["dropped_overlong"] for row in updates(tmp_path / "run")) > 0
 
 
-def test_a_hook_that_is_not_there_and_a_penalty_that_maxrl_cannot_take_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="shaping: 'nowhere' is not registered"):
-        start(tmp_path / "run", "rewards.shaping=nowhere")
-    with pytest.raises(ConfigError, match=r"'maxrl' needs rewards >= 0, and rewards\.length_penalty takes some away"):
-        start(tmp_path / "run", "algorithm.advantage=maxrl", "rewards.length_penalty={free: 0, limit: 10}")
-    assert not (tmp_path / "run").exists()
-
-
 def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     """Named by its directory, here a checkpoint; what is wrong with it is told before there is a run."""
     path, kl = reference[0] / "checkpoints" / "step-000004", "algorithm.kl.coef=0.1"
@@ -640,12 +587,6 @@ def test_kl_may_be_from_another_model(tmp_path: Path, reference: tuple[Path, Sum
         deeper = ("algorithm.kl.reset_every=2", "model.build.num_hidden_layers=2")
         start(tmp_path / "not", kl, f"algorithm.kl.model={path}", *deeper)
     assert not (tmp_path / "not").exists()
-
-
-def test_an_algorithm_that_means_nothing_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.gamma is set, but advantage 'grpo' does not read it"):
-        start(tmp_path / "run", "algorithm.gamma=0.5")
-    assert not (tmp_path / "run").exists()
 
 
 def test_filters_of_sampling_are_those_of_training_and_refuse_what_compares_with_the_engine(tmp_path: Path) -> None:
@@ -744,7 +685,7 @@ def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> N
 
 def test_attempts_that_are_made_again_do_not_stop_a_run(tmp_path: Path) -> None:
     """Every other one fails, and the next in its place does not: of those that count, none has failed."""
-    options = ("failures.environment={retries: 5, backoff: 0}", "failures.retry_share=10")
+    options = ("failures.causes.environment={retries: 5, backoff: 0}",)
     start(tmp_path / "run", *options, "failures.max_failed_fraction=0.01", inputs=failing(2))
     check_finished(tmp_path / "run")
     failed = query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'")

@@ -13,9 +13,9 @@ from tests.records import decisions, recorded_groups
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.metrics import Measures, Metric, measured
-from treadle.core.outcomes import as_played, leave_out, without_stale
+from treadle.core.outcomes import as_played, leave_out
 from treadle.core.rewards import Reward
-from treadle.core.types import DropReason, Failure, Status, StopReason, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
 from treadle.orchestration.reporting.metrics import (
     DECLARED,
     evaluation_result,
@@ -57,13 +57,6 @@ def test_means_are_over_graded_trajectories_and_pass_at_k_over_tasks() -> None:
     rest = {"update": 1, "entropy": None, "logprob_gap_max": None, "seconds_rollout": 0.0, "seconds_update": 0.0}
     line = update_line({**nothing, **rest}, 1)
     assert "reward -  success -" in line and "entropy -  gap -" in line
-
-
-def test_trajectories_without_steps_count() -> None:
-    row = trajectory_metrics([make_group(0, attempt(0.0, steps=0), attempt(1.0, steps=4))], 1.0, 0)
-    assert (row["trajectories"], row["reward_mean"], row["steps_mean"], row["steps_max"]) == (2, 0.5, 2.0, 4)
-    assert (row["completion_tokens_mean"], row["completion_tokens_max"]) == (4.0, 8)
-    assert row["ended_done"] == row["last_stop_stop"] == 1.0  # of all; of those with a last step
 
 
 def test_staleness_is_of_trajectories_and_of_trainable_tokens() -> None:
@@ -185,18 +178,6 @@ def test_success_is_of_what_was_played_though_its_group_teaches_nothing() -> Non
         assert [row[name] for name in names] == [1, 1.875, 2, 0.875]
 
 
-def test_a_straggler_shows_though_its_old_steps_are_not_trained() -> None:
-    steps = tuple(replace(make_step(), policy_versions=np.full(2, v, np.int32)) for v in (1, 4, 5))
-    steps = (*steps[:2], replace(steps[2], stop_reason=StopReason.LENGTH))
-    group = make_group(0, replace(attempt(1.0), steps=steps))
-    row = trajectory_metrics([without_stale(group, 4)], 1.0, version=5)
-    assert (row["steps_mean"], row["dropped_stale"]) == (3, 1)
-    assert (row["staleness_mean"], row["staleness_max"], row["token_staleness_mean"]) == (4, 4, (4 + 1 + 0) / 3)
-    assert (row["trained_staleness_mean"], row["trained_staleness_max"]) == (1, 1)
-    row = trajectory_metrics([without_stale(group, 6)], 1.0, version=5)
-    assert (row["last_stop_length"], row["trained_staleness_max"]) == (1, None)
-
-
 def test_every_metric_of_a_row_is_declared_once() -> None:
     assert len({metric.name for metric in DECLARED}) == len(DECLARED) > 40
     assert all(metric.help and metric.unit != "%" for metric in DECLARED)
@@ -214,16 +195,6 @@ def test_an_environments_metrics_are_named_apart_and_keep_their_level() -> None:
     row = trajectory_metrics(groups, 1.0, 0)
     assert (row["env/searches"], row["env/slow"]) == (2.5, 2 / 7)  # 7 steps; the mean over trajectories would be 0.35
     assert evaluation_result(groups, 1, 1.0, 1.0, None).metrics == {"env/searches": 2.5, "env/slow": 2 / 7}
-
-
-def test_dropped_steps_do_not_count() -> None:
-    whole = attempt(1.0, steps=2)
-    lost = replace(make_step([1] * 50, []), dropped=DropReason.CANCELLED)
-    with_lost = replace(whole, steps=(*whole.steps, lost))
-    for success_at in (0.5, 1.0):
-        told = [trajectory_metrics([make_group(0, t)], success_at, 0) for t in (whole, with_lost)]
-        lost_steps = {name: value for name, value in told[1].items() if name != "dropped_cancelled"}
-        assert told[0] == lost_steps and told[1]["dropped_cancelled"] == 1
 
 
 def test_rewards_are_told_by_component_and_what_is_trained_apart_from_what_was_given() -> None:
@@ -316,22 +287,6 @@ def test_progress_in_between_is_told_when_nothing_else_was_for_long(
     update = update_line({**ROW, "update": 1}, 2)
     told = ["rollout 1/256 slow", "rollout 31/256 slow", update, "rollout 80/256 slow"]
     assert capsys.readouterr().out.splitlines() == told
-
-
-def test_a_log_may_have_every_nth_update(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = PlainProgress(every=10)
-    for update in range(1, 26):
-        progress.updated({**(FAILED if update == 7 else ROW), "update": update}, 25)
-    told = [int(line.split("/")[0].removeprefix("update")) for line in capsys.readouterr().out.splitlines()]
-    assert told == [1, 7, 10, 20, 25]
-
-
-def test_an_update_line_has_all_figures_where_they_fit() -> None:
-    line = update_line({**FAILED, "update": 12}, 12)
-    assert line.startswith("update 12/12  reward 1.000  success 1.000  steps 1.00")
-    assert line.endswith("gap 2e-06  rollout 1.00s  update 0.25s  FAILED 1/2")
-    later = {name: value for name, value in ROW.items() if name != "logprob_gap_max"}  # not known of every update
-    assert "gap -  rollout" in update_line({**later, "update": 12}, 12)
 
 
 @given(st.integers(40, 160), st.booleans())

@@ -196,8 +196,8 @@ def test_whatever_the_settings_every_step_ends_once_in_time_and_nothing_waits_fo
         f"training.group_size={size}",
         f"engine.batch={batch}",
         f"algorithm.dynamic_sampling={sampling}",
-        f"failures.engine.retries={retries}",
-        f"failures.engine.backoff={backoff}",
+        f"failures.causes.engine.retries={retries}",
+        f"failures.causes.engine.backoff={backoff}",
         "failures.task_limit=1000",
         f"evaluation.every={every}",
         held_out=vowel_tasks("held-out", 1),
@@ -240,15 +240,14 @@ def decided(hurry: int, *overrides: str, start: LoopState | None = None) -> tupl
 FEW = "training.min_group_size=2", "training.group_size=2", "training.tasks_per_update=4"
 
 
-@pytest.mark.parametrize("share", ["failures.retry_share=0.1", "failures.retry_share=1.0"])
-def test_synchronous_training_does_not_depend_on_who_finishes_first(share: str) -> None:
-    """Retries under their cap, and tasks in quarantine, are decided when all attempts have ended."""
-    first, *others = (decided(hurry, share) for hurry in range(4))
-    assert first[1].retries[1] > 0 and others == [first] * 3
+def test_synchronous_training_does_not_depend_on_who_finishes_first() -> None:
+    """Retries, and tasks that are left out, are decided when all attempts have ended."""
+    first, *others = (decided(hurry) for hurry in range(4))
+    assert others == [first] * 3
 
 
 def test_a_resumed_run_decides_as_one_that_went_on() -> None:
-    trained, state, _ = decided(0, "failures.retry_share=0.1")
-    begun, there, _ = decided(1, "failures.retry_share=0.1", "orchestration.updates=3")
-    rest, end, _ = decided(2, "failures.retry_share=0.1", start=there)
-    assert there.retries[1] > 0 and (begun + rest, end) == (trained, state)
+    trained, state, _ = decided(0)
+    begun, there, _ = decided(1, "orchestration.updates=3")
+    rest, end, _ = decided(2, start=there)
+    assert (begun + rest, end) == (trained, state)

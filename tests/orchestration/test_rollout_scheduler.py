@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,25 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.orchestration.groups import Judge, Judged, Unrecorded, make_queue, make_tasks
 from tests.until import until
-from tests.worlds import hang, make_step, plain_rollouts, saying, user
+from tests.worlds import hang, make_step, plain_rollouts, saying, tiny, user
 from treadle.core.engine import Completion
-from treadle.core.errors import Cause, DataError, TrajectoryFailure
+from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig, Retries
-from treadle.orchestration.sampling.group_intake import GroupIntake
-from treadle.orchestration.sampling.quarantine import TaskQuarantine
-from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
-from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
-from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
+from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig
+from treadle.orchestration.sampling.groups import Groups
+from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
+from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder
+from treadle.orchestration.store.loop_state import LoopState
 from treadle.testing import FakeEngine, VirtualLoop
-
-
-def make_tasks(count: int) -> list[Task]:
-    return [Task(f"t{i}", (user(str(i)),), "world") for i in range(count)]
-
 
 # TaskOrder
 
@@ -50,12 +45,6 @@ def order(seed: int, epoch: int, size: int = 20) -> list[int]:
     return [cursor.at(epoch * size + place)[1] for place in range(size)]
 
 
-def test_each_epoch_and_seed_has_its_own_shuffle() -> None:
-    orders = [order(seed, epoch) for seed in range(2) for epoch in range(3)]
-    assert len({tuple(o) for o in orders}) == 6
-    assert order(0, 1) == orders[1]
-
-
 @given(st.integers(1, 12), st.lists(st.integers(0, 60), max_size=10))
 def test_a_cursor_gives_the_same_task_whenever_it_is_asked(size: int, indices: list[int]) -> None:
     """A resumed run starts in the middle, and must neither skip nor repeat."""
@@ -74,11 +63,6 @@ def test_no_shuffle_comes_twice_in_a_row(size: int, seed: int) -> None:
     assert [[straight.at(epoch * size + place)[1] for place in range(size)] for epoch in range(12)] == orders
 
 
-def test_no_tasks_are_refused() -> None:
-    with pytest.raises(DataError, match="no training tasks"):
-        TaskOrder([], 0, True)
-
-
 # RolloutScheduler
 
 
@@ -88,30 +72,6 @@ class Slow(Environment):
     async def step(self, text: str) -> EnvStep:
         await asyncio.sleep(0.02 / (1 + int(self.task.prompt[0]["content"])))
         return EnvStep(reward=1.0, done=True)
-
-
-Judge = Callable[[Group], DropReason | None]
-
-
-class Intake(GroupIntake):
-    """Records nothing, and drops what `judge` gives a reason for. recorded: attempts, and whether they are retried."""
-
-    def __init__(self, buffer: ReplayBuffer, judge: Judge = lambda group: None) -> None:
-        self.buffer, self.judge = buffer, judge
-        self.recorded: list[tuple[Trajectory, bool]] = []
-
-    async def attempt(self, part: Group, version: int, retried: bool) -> None:
-        await asyncio.sleep(0)
-        self.recorded += [(trajectory, retried) for trajectory in part.trajectories]
-
-    async def settled(self) -> None:
-        pass
-
-    def group(self, group: Group) -> None:
-        if self.judge(group) is None:
-            self.buffer.finish(group)
-        else:
-            self.buffer.drop(group)
 
 
 class Full(ConcurrencyController):
@@ -131,15 +91,12 @@ class Sampling:
     """A scheduler of 40 tasks, and what it works with."""
 
     scheduler: RolloutScheduler
-    buffer: ReplayBuffer
-    intake: Intake
+    groups: Groups
+    store: Unrecorded
     engine: FakeEngine
 
-    async def next_batch(self, size: int, version: int = 0) -> list[Group]:
-        while (batch := self.buffer.take(size, version)) is None:
-            self.scheduler.start_groups(version)
-            await self.buffer.arrival()
-        return batch
+    async def next_batch(self, version: int = 0) -> list[Group]:
+        return (await self.scheduler.next_batch(LoopState(version=version))).groups
 
 
 def sampling(
@@ -147,37 +104,37 @@ def sampling(
     *,
     seed: int = 1,
     group_size: int = 2,
-    capacity: int = 3,
-    synchronous: bool = True,
+    size: int = 3,
     max_groups: int | None = None,
     attempts: int = 2**31,
     staleness: int = 0,
     backlog: Backlog | None = None,
-    quarantined: Sequence[str] = (),
+    left_out: Sequence[str] = (),
     retries: FailuresConfig | None = None,
     world: type[Environment] = Slow,
     engine: FakeEngine | None = None,
 ) -> Sampling:
-    buffer, engine = ReplayBuffer(staleness), engine or saying("a")
-    intake = Intake(buffer, judge)
-    quarantine = TaskQuarantine(1, dict.fromkeys(quarantined, 1))
-    scheduler = RolloutScheduler(
-        TaskQueue(TaskOrder(make_tasks(40), 1, shuffle=False), quarantine, backlog),
-        plain_rollouts(engine, world),
-        buffer,
-        intake,
-        Retries(retries or FailuresConfig()),
-        Full(attempts),
-        SamplingLimits(seed, group_size, capacity, max_groups, synchronous),
+    config = tiny(
+        f"seed={seed}",
+        f"training.group_size={group_size}",
+        f"training.tasks_per_update={size}",
+        f"orchestration.max_staleness={staleness}",
+        f"orchestration.max_concurrent_groups={max_groups or 'null'}",
+        *(["training.min_group_size=1"] if group_size == 1 else []),
+        "failures.max_failed_fraction=1",
     )
-    return Sampling(scheduler, buffer, intake, engine)
+    engine, queue, store = engine or saying("a"), make_queue(backlog, left_out), Unrecorded()
+    groups = Judged(config, queue, store, judge)
+    runner = plain_rollouts(engine, world)
+    scheduler = RolloutScheduler(config, queue, runner, groups, retries or FailuresConfig(), Full(attempts))
+    return Sampling(scheduler, groups, store, engine)
 
 
-def one_batch(size: int = 3, **settings: Any) -> list[Group]:
+def one_batch(**settings: Any) -> list[Group]:
     async def go() -> list[Group]:
         made = sampling(**settings)
         async with made.scheduler.sampling():
-            return await made.next_batch(size)
+            return await made.next_batch()
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(go())
@@ -193,8 +150,8 @@ def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -
             for version in range(versions):
                 await made.engine.publish(version)
                 made.scheduler.start_groups(version)
-                started = list(made.buffer.outstanding)
-                seen.append((started, [group.index for group in await made.next_batch(3, version)]))
+                started = list(made.groups.outstanding)
+                seen.append((started, [group.index for group in await made.next_batch(version)]))
                 made.scheduler.trained()
         return seen
 
@@ -209,21 +166,15 @@ def test_synchronous_admission_is_exactly_the_next_batch() -> None:
 
 def test_what_is_under_way_never_exceeds_the_capacity() -> None:
     """Two versions of staleness: three batches' worth, refilled as groups are trained."""
-    seen = batches(4, staleness=2, capacity=9, synchronous=False)
+    seen = batches(4, staleness=2)
     assert [len(started) for started, _ in seen] == [9] * 4
     trained = [index for _, batch in seen for index in batch]
     assert len(set(trained)) == 12 and max(trained) < 18
 
 
-def test_groups_run_side_by_side_only_as_far_as_allowed() -> None:
-    seen = batches(2, staleness=2, capacity=9, synchronous=False, max_groups=2)
-    assert len(seen[0][0]) == 2
-    assert len({index for _, batch in seen for index in batch}) == 6
-
-
 def test_groups_start_while_fewer_attempts_than_allowed_are_played() -> None:
     """Of two attempts each; one that ends makes room for another group, though its sibling goes on."""
-    seen = batches(2, staleness=2, capacity=9, synchronous=False, attempts=5)
+    seen = batches(2, staleness=2, attempts=5)
     assert len(seen[0][0]) == 3
     events: list[str] = []
 
@@ -238,7 +189,7 @@ def test_groups_start_while_fewer_attempts_than_allowed_are_played() -> None:
             events.append(f"{self.name} ends")
             return EnvStep(reward=1.0, done=True)
 
-    batches(1, capacity=9, synchronous=False, world=Apart, attempts=2)
+    batches(1, staleness=2, world=Apart, attempts=2)
     assert events[:3] == ["t0 begins", "t0 begins", "t0 ends"]
     assert events.index("t1 begins") == 3
 
@@ -258,18 +209,9 @@ def test_others_take_the_place_of_what_is_discarded_in_order_and_exactly() -> No
     assert [batch for _, batch in batches(3, judge=judge)] == [[1, 2, 4], [5, 7, 8], [10, 11, 13]]
 
 
-def test_tasks_in_quarantine_are_passed_over() -> None:
-    taken = batches(2, quarantined=("t1", "t4"))
+def test_tasks_that_failed_too_often_are_passed_over() -> None:
+    taken = batches(2, left_out=("t1", "t4"))
     assert [batch for _, batch in taken] == [[0, 2, 3], [5, 6, 7]]
-
-
-def test_nothing_starts_if_all_tasks_are_in_quarantine() -> None:
-    async def go() -> bool:
-        made = sampling(quarantined=[f"t{number}" for number in range(40)])
-        async with made.scheduler.sampling():
-            return made.scheduler.start_groups(0)
-
-    assert not asyncio.run(go())
 
 
 def test_only_the_attempts_that_a_restored_group_lacks_are_made() -> None:
@@ -288,15 +230,15 @@ def test_a_failed_attempt_of_a_restored_group_is_retried_if_it_would_have_been(
     gone = Failure(Cause.INFRASTRUCTURE, "gone")
     made = tuple(Trajectory(f"g000001.{n}", "t1", n, (make_step(),), None, Status.FAILED, gone) for n in (0, 2))
     restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], made)}
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=retries))
+    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=retries)})
     group = one_batch(backlog=Backlog(restored=restored), retries=policy)[1]
     assert [t.attempt for t in group.trajectories] == attempts
 
 
-def test_what_is_on_record_is_gone_on_with_though_its_task_is_in_quarantine_by_now() -> None:
+def test_what_is_on_record_is_gone_on_with_though_its_task_is_left_out_by_now() -> None:
     """Passed over, its steps would end as if they had been trained."""
     restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], ())}
-    taken = batches(1, backlog=Backlog(restored=restored), quarantined=("t1", "t2"))
+    taken = batches(1, backlog=Backlog(restored=restored), left_out=("t1", "t2"))
     assert [batch for _, batch in taken] == [[0, 1, 3]]
 
 
@@ -319,47 +261,49 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
     class World(Flaky):
         left = failures
 
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=2, backoff=0.001), retry_share=3.0)
-    [group] = one_batch(1, group_size=1, capacity=1, world=World, retries=policy)
+    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=2, backoff=0.001)})
+    [group] = one_batch(size=1, group_size=1, world=World, retries=policy)
     assert [t.reward for t in group.trajectories] == expected
     assert [t.attempt for t in group.trajectories] == list(range(len(expected)))
     seeds = {s.sampling.seed for t in group.trajectories for s in t.steps}
     assert len(seeds) == len(expected)  # each has draws of its own
 
 
-def test_retries_end_with_their_budget() -> None:
-    retries = Retries(FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=2.0), retry_share=0.25))
+def test_retries_wait_longer_each_time_and_end() -> None:
+    failures = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(backoff=3.0)})
     failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
-    assert [retries.take_retry(failed, 1) for _ in range(8)] == [2.0, None, None, None, 2.0, None, None, None]
+    assert [failures.retry_delay(failed, number) for number in (1, 2, 3)] == [3.0, 6.0, None]
+    assert failures.retry_delay(replace(failed, failure=Failure(Cause.AGENT, "oops")), 1) is None
 
 
 def test_a_failure_may_be_graded() -> None:
-    retries = Retries(FailuresConfig(agent=FailurePolicy(then="grade", reward=-1.0)))
+    failures = FailuresConfig(causes={Cause.AGENT: FailurePolicy(grade=-1.0)})
     failed = Trajectory("t", "t", 0, (make_step(),), None, Status.FAILED, Failure(Cause.AGENT, "oops"))
-    graded = retries.final(failed)
+    graded = failures.final(failed)
     assert (graded.reward, graded.status, graded.warning) == (-1.0, Status.DONE, "graded after a failure: agent: oops")
     other = replace(failed, failure=Failure(Cause.ENGINE, "gone"))
-    assert retries.final(other) is other
+    assert failures.final(other) is other
 
 
 def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
     arrival: list[int] = []
 
-    def judge(group: Group) -> None:
+    def judge(group: Group) -> DropReason | None:
         arrival.append(group.index)
+        return None if group.index < 3 else DropReason.FILTERED
 
-    async def go() -> tuple[list[Group], int]:
-        made = sampling(judge, synchronous=False, backlog=Backlog(times_sampled={1: 2}))
+    async def go() -> tuple[list[Group], list[Trajectory]]:
+        made = sampling(judge, staleness=1, max_groups=3, backlog=Backlog(times_sampled={1: 2}))
         async with made.scheduler.sampling():
-            return await made.next_batch(3), len(made.intake.recorded)
+            return await made.next_batch(), made.store.recorded
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         batch, recorded = runner.run(go())
-    assert arrival == [2, 1, 0]  # the worlds above see to that
+    assert [index for index in arrival if index < 3] == [2, 1, 0]  # the worlds above see to that
     assert [g.group_id for g in batch] == ["g000000", "g000001r2", "g000002"]
     assert [g.task.task_id for g in batch] == ["t0", "t1", "t2"]
     assert [t.trajectory_id for t in batch[1].trajectories] == ["g000001r2.0", "g000001r2.1"]
-    assert recorded == 6
+    assert all(t in recorded for g in batch for t in g.trajectories)
     seeds = {s.sampling.seed for g in batch for t in g.trajectories for s in t.steps}
     assert len(seeds) == 6
 
@@ -379,11 +323,11 @@ def test_a_bug_ends_the_run_with_its_own_exception() -> None:
         raise ZeroDivisionError("a bug")
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        one_batch(engine=FakeEngine(reply), capacity=1)
+        one_batch(engine=FakeEngine(reply), size=1)
 
 
-@pytest.mark.parametrize("synchronous", [True, False])
-def test_an_attempt_whose_engine_cancels_a_call_fails_alone(synchronous: bool) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_attempt_whose_engine_cancels_a_call_fails_alone(staleness: int) -> None:
     class Cancelling(FakeEngine):
         asked = 0
 
@@ -393,8 +337,12 @@ def test_an_attempt_whose_engine_cancels_a_call_fails_alone(synchronous: bool) -
                 raise asyncio.CancelledError
             return await super().generate(*arguments, **options)
 
-    policy = FailuresConfig(engine=FailurePolicy(retries=0))
-    batch = one_batch(engine=Cancelling(saying("a").reply), retries=policy, synchronous=synchronous)
+    class Even(Environment):
+        async def step(self, text: str) -> EnvStep:
+            return EnvStep(reward=1.0, done=True)
+
+    policy = FailuresConfig(causes={Cause.ENGINE: FailurePolicy(retries=0)})
+    batch = one_batch(engine=Cancelling(saying("a").reply), world=Even, retries=policy, staleness=staleness)
     failures = [t.failure for group in batch for t in group.trajectories if t.failure]
     assert [failure.cause for failure in failures] == [Cause.ENGINE]
     assert sum(t.reward == 1.0 for group in batch for t in group.trajectories) == 5
@@ -413,14 +361,14 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
             await (until(lambda: type(self).made == 3) if type(self).made == 2 else hang())
             return EnvStep(reward=1.0, done=True)
 
-    class Failing(Intake):
-        async def attempt(self, part: Group, version: int, retried: bool) -> None:
+    class Failing(Unrecorded):
+        async def record(self, part: Group, version: int) -> None:
             if part.trajectories[0].reward is not None:
                 raise ZeroDivisionError("a bug")
 
-    policy = FailuresConfig(infrastructure=FailurePolicy(retries=1, backoff=0))
-    made = sampling(world=World, capacity=1, retries=policy, synchronous=False)
-    made.scheduler._intake = Failing(made.buffer)
+    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=1, backoff=0)})
+    made = sampling(world=World, size=1, max_groups=1, retries=policy, staleness=1)
+    made.groups._store = Failing()
     with pytest.raises(ZeroDivisionError):
         async with made.scheduler.sampling():
             made.scheduler.start_groups(0)
@@ -444,7 +392,7 @@ async def test_attempts_end_with_their_scheduler_even_if_nobody_waits_for_them_y
 
 def test_a_group_that_is_sampled_again_comes_first_and_has_a_name_of_its_own() -> None:
     backlog = Backlog(next_index=2, requeued=(1,), times_sampled={1: 1, 2: 2})
-    queue = TaskQueue(TaskOrder(make_tasks(4), 1, shuffle=False), TaskQuarantine(1), backlog)
+    queue = make_queue(backlog)
     groups = [queue.pop() for _ in range(3)]
     assert [(group.group_id, group.position) for group in groups if group is not None] == [
         ("g000001r1", 1),

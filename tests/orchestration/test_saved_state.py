@@ -18,9 +18,9 @@ from treadle.orchestration.loop.loop import Loop
 
 KNOWN = {
     "in LoopState, which each checkpoint has": (
-        *("LoopState.cursor", "LoopState.evaluations", "LoopState.failed_tasks", "LoopState.retries"),
+        *("LoopState.cursor", "LoopState.evaluations", "LoopState.failed_tasks"),
         *("LoopState.update", "LoopState.version", "LoopState.cpu_seconds", "LoopState.wall_seconds"),
-        *("TaskQueue.next_index", "TaskQuarantine.failed_groups", "Retries._first", "Retries._retried"),
+        *("TaskQueue.next_index", "TaskQueue.failed_tasks"),
     ),
     "in the checkpoint's files": ("Learner.updates_done", "KlController.coef"),
     "equal to something of the state": (
@@ -101,7 +101,7 @@ def after(updates: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str
             path,
             f"orchestration.updates={updates}",
             "environment=tests.orchestration.test_saved_state:Failing",
-            "failures={environment: {retries: 1, backoff: 0}, task_limit: 9}",
+            "failures={causes: {environment: {retries: 1, backoff: 0}}, task_limit: 9}",
             "failures.max_failed_fraction=1",
             "failures.max_sampled=100",
             "algorithm.kl={coef: 0.1, target: 0.01}",

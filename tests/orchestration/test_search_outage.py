@@ -59,8 +59,7 @@ def test_the_run_goes_on_and_no_outage_is_trained(tmp_path: Path, corpus: Path) 
             "rollout.max_input_tokens=200",
             "model.build.max_position_embeddings=256",
             "orchestration.updates=6",
-            "failures.environment={retries: 40, backoff: 0.01}",
-            "failures.retry_share=100",
+            "failures.causes.environment={retries: 40, backoff: 0.01}",
             "failures.max_failed_fraction=1",
         )
 

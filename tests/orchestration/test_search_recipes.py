@@ -17,7 +17,7 @@ from treadle.envs.search.environment import Search
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.setup.validation import check_settings
-from treadle.orchestration.train import start_run
+from treadle.orchestration.train import train_run
 
 SYNC, ASYNC = "search-r1", "search-r1-async"
 PROMPT = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": "Question: who wrote Faust?"}]
@@ -115,6 +115,6 @@ def test_search_small_trains_with_one_and_two_hops(tmp_path: Path, monkeypatch: 
     ]
     small += ["orchestration.updates=1", "data.held_out.options.count=4", "evaluation.greedy_too=false"]
     config = load_recipe("search-small", [*small, "training.threads=1"])
-    start_run(config, load_inputs(config), tmp_path / "run", Quiet())
+    train_run(config, load_inputs(config), tmp_path / "run", Quiet())
     check_finished(tmp_path / "run")
     assert query(tmp_path / "run", "SELECT count(*) AS n FROM trajectories WHERE status = 'failed'") == [{"n": 0}]

@@ -11,21 +11,11 @@ import torch
 from tests.orchestration.runs import resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
-from treadle.orchestration.setup.thread_count import SMALL, available_cores, default_threads
+from treadle.orchestration.setup.thread_count import SMALL, default_threads
 from treadle.orchestration.store.run_directory import RunDirectory
 
 WAITING = "from treadle.orchestration.setup.thread_count import wait_passively; print(wait_passively()); import os; "
 WAITING += "print(os.environ.get('OMP_WAIT_POLICY'))"
-
-
-def test_threads_follow_the_cores_this_process_may_use() -> None:
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert available_cores() == 1
-    finally:
-        os.sched_setaffinity(0, allowed)
-    assert available_cores() == len(allowed)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.recorded import load_traces, load_trajectory
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.trace_store import read_traces, write_traces
-from treadle.orchestration.train import resume_run
+from treadle.orchestration.train import train_run
 
 floats = st.floats(width=32, allow_nan=False)
 
@@ -92,7 +92,7 @@ def test_a_run_that_goes_back_forgets_the_traces_of_what_it_undoes(tmp_path: Pat
     start(run, ALL, *often)
     before = {file.name: file.read_bytes() for file in (run / "traces").iterdir()}
     config = tiny("orchestration.traced_groups=0", *often)
-    resume_run(config, load_inputs(config), run, Quiet(), checkpoint="step-000002")
+    train_run(config, load_inputs(config), run, Quiet(), checkpoint="step-000002", resume=True)
     left = {name: before[name] for name in ("v000000.parquet", "v000001.parquet")}
     assert {file.name: file.read_bytes() for file in (run / "traces").iterdir()} == left
     ledger = RunDirectory.open(run).ledger()

@@ -18,7 +18,7 @@ from tests.orchestration.test_callbacks import Recording, go, go_on
 from tests.worlds import Quiet
 from treadle.core.errors import ConfigError, RunError, TrainingStopped
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
-from treadle.orchestration.reporting.trackers import Outcome, Tracker, scalars
+from treadle.orchestration.reporting.trackers import Outcome, Tracker
 from treadle.orchestration.store.run_directory import RunDirectory
 
 SERIES = ("loss", "reward_mean", "evaluation/success")
@@ -221,13 +221,6 @@ def test_a_tracker_knows_a_stopped_run_from_a_finished_one(tmp_path: Path) -> No
     assert (tracker.outcomes, tracker.logged) == (["stopped"], [0, 1, 2])
 
 
-def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(tmp_path: Path) -> None:
-    tracker = Flaky(start_fails=True)
-    with pytest.raises(RunError, match="start raised ConnectionError: no server"):
-        go(tmp_path / "run", tracker)
-    assert tracker.outcomes == []
-
-
 class Missing(Flaky):
     package = "nobody_has_this"
 
@@ -241,8 +234,3 @@ def test_a_missing_package_is_refused_naming_the_extra(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="'nobody_has_this' is not installed; install the package that has 'nobody"):
         go(tmp_path / "run", overrides=[here])
     assert not (tmp_path / "run").exists()
-
-
-def test_only_numbers_are_figures() -> None:
-    row = {"kind": "update", "a": 1, "none": None, "flag": True, "by": {"x": 0.5, "y": None}}
-    assert dict(scalars(row, "p/")) == {"p/a": 1.0, "p/by/x": 0.5}

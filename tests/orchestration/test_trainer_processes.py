@@ -20,7 +20,7 @@ from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.chat_interface import use_threads
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import resume_run, start_run
+from treadle.orchestration.train import train_run
 from treadle.training.config import TrainerSpec
 from treadle.training.make import MakeTrainer, make_trainer
 
@@ -137,10 +137,9 @@ def play(path: Path, make: MakeTrainer, *stops: int, own_process: bool) -> str:
             "evaluation.every=0",
             f"engine.own_process={str(own_process).lower()}",
         )
-        run = resume_run if number else start_run
-        digest = str(
-            run(config, load_inputs(config), path, Quiet(), runtime=Runtime(make_trainer=make))["weights_sha256"]
-        )
+        runtime = Runtime(make_trainer=make)
+        summary = train_run(config, load_inputs(config), path, Quiet(), resume=number > 0, runtime=runtime)
+        digest = str(summary["weights_sha256"])
     check_finished(path)
     return digest
 

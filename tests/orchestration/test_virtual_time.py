@@ -7,8 +7,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from treadle.testing import VirtualLoop
 
@@ -20,22 +18,6 @@ def virtually(main: Coroutine[Any, Any, Any]) -> Any:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20))
-def test_sleepers_wake_in_order_and_at_their_time(pauses: list[float]) -> None:
-    async def sleeper(pause: float) -> tuple[float, float]:
-        await asyncio.sleep(pause)
-        woken.append(pause)
-        return pause, now()
-
-    async def main() -> list[tuple[float, float]]:
-        return await asyncio.gather(*map(sleeper, pauses))
-
-    woken: list[float] = []
-    times = virtually(main())
-    assert woken == sorted(pauses)
-    assert all(at == pytest.approx(pause, abs=1e-6) for pause, at in times)
 
 
 def test_a_day_takes_no_time_and_limits_are_kept() -> None:

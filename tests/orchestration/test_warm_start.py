@@ -11,7 +11,6 @@ import pytest
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
-from treadle.orchestration.reporting.live_status import LiveStatus
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
 from treadle.orchestration.setup.warm_start import run_warm_start
 from treadle.training.make import make_trainer
@@ -20,7 +19,7 @@ WARM = (
     "warm_start.demonstrations='tests.worlds:vowel_demonstration'",
     "warm_start.steps=6",
     "warm_start.batch_size=4",
-    "warm_start.optimizer.learning_rate=3e-3",
+    "warm_start.learning_rate=3e-3",
     "orchestration.updates=2",
     "data.held_out=null",
 )
@@ -51,17 +50,10 @@ def test_the_second_run_reads_the_first_ones_warm_start(tmp_path: Path, cache: P
     assert cold["weights_sha256"] != first["weights_sha256"]
 
 
-def test_the_status_of_a_run_says_how_far_its_warm_start_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    phases: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(LiveStatus, "phase", lambda _, *phase: phases.append(phase))
-    start(tmp_path / "run", *WARM)
-    assert phases[:7] == [("warm start", step, 6) for step in range(7)] and phases[7][0] == "rollout"
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "override",
-    ["seed=1", "warm_start.steps=5", "warm_start.optimizer.learning_rate=1e-3", "model.build.hidden_size=64"],
+    ["seed=1", "warm_start.steps=5", "warm_start.learning_rate=1e-3", "model.build.hidden_size=64"],
 )
 def test_another_warm_start_is_not_taken_for_this_one(override: str, tmp_path: Path, cache: Path) -> None:
     start(tmp_path / "first", *WARM)
@@ -76,17 +68,6 @@ def test_a_warm_start_that_did_not_learn_stops_the_run_and_caches_nothing(tmp_pa
     assert not cache.exists()
     with pytest.raises(RunError, match="has recorded nothing yet"):
         resume(tmp_path / "first")
-
-
-def test_a_half_written_entry_is_made_again(tmp_path: Path, cache: Path) -> None:
-    first = start(tmp_path / "first", *WARM)
-    [entry] = cache.iterdir()
-    (entry / "report.json").unlink()
-    second = start(tmp_path / "second", *WARM)
-    assert not second["warm_start"]["cached"]
-    assert second["weights_sha256"] == first["weights_sha256"]
-    assert start(tmp_path / "third", *WARM)["warm_start"]["cached"]
-    assert not list(entry.glob(".*"))
 
 
 def test_a_damaged_entry_is_made_again(tmp_path: Path, cache: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 
-from tests.models import make_group, make_step, ragged_groups
+from tests.models import make_step, ragged_groups
 from treadle.core.types import BreakCause, Group, Step
 from treadle.packing.branches import calling_steps, parent_steps
 from treadle.packing.flat import flatten
@@ -62,10 +62,6 @@ def test_samples_of_one_prompt_are_called_by_the_step_whose_reply_is_kept() -> N
     assert of(opening, again, again, after(opening, 1)) == [0, 0, 0, 3]
 
 
-def test_nothing_has_no_branches() -> None:
-    assert of() == [] and parent_steps(flatten([])).tolist() == []
-
-
 @given(ragged_groups(vocabulary=3))
 def test_whoever_calls_is_an_earlier_step_of_the_main_branch_of_the_same_trajectory(groups: list[Group]) -> None:
     batch = flatten(groups)
@@ -75,8 +71,3 @@ def test_whoever_calls_is_an_earlier_step_of_the_main_branch_of_the_same_traject
     assert (batch.trajectory_of_step[found] == batch.trajectory_of_step).all()
     first = np.flatnonzero(np.diff(batch.trajectory_of_step, prepend=-1))
     assert (found[first] == first).all()
-
-
-def test_trajectories_do_not_touch() -> None:
-    batch = flatten([make_group([([opening, sub, after(opening, 1)], 1.0), ([sub, after(sub, 2)], 0.0)])])
-    assert parent_steps(batch).tolist() == [0, 0, 2, 3, 4]

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 import treadle.packing.breaks as breaks
 from tests.models import ragged_groups
-from treadle.core.prefix import common_prefix
 from treadle.core.types import BreakCause, Group, Ids
 from treadle.packing.breaks import Decode, Kind, Relation, Tokens, relations
 from treadle.packing.flat import PackedCall
@@ -92,46 +91,10 @@ def test_a_recorded_cause_is_preferred_and_makes_a_fork_a_break() -> None:
     ]
 
 
-def test_interleaved_conversations_extend_their_own() -> None:
-    found = relate(
-        ([1, 2], [3]), ([1, 7], [8]), ([1, 2, 3, 4], [5]), ([1, 7, 8, 9], [6]), ([1, 2, 3, 4, 5, 5], [5])
-    )  # fmt: skip
-    assert [brief(r) for r in found] == [
-        ("opens", None, 0), ("fork", 0, 1), ("extends", 0, 3), ("extends", 1, 3), ("extends", 2, 5),
-    ]  # fmt: skip
-
-
-def test_a_sequence_is_extended_once() -> None:
-    """What comes after is a fork of the sequence that holds it; it may be another whole one."""
-    found = relate(([1], [2]), ([1, 2, 5], [6]), ([1, 2, 7], [8]), ([1, 2, 7, 8, 1], []), ([1, 2, 5, 6], [7]))
-    assert [brief(r) for r in found] == [
-        ("opens", None, 0), ("extends", 0, 2), ("fork", 1, 2), ("extends", 2, 4), ("extends", 1, 4),
-    ]  # fmt: skip
-
-
-def test_a_prompt_sent_again_and_a_shorter_one_are_forks() -> None:
-    found = relate(([1, 2, 3], [4, 5]), ([1, 2, 3], [4, 6]), ([1, 2], [9]), ([1, 2, 3, 4], [9]))
-    assert [brief(r) for r in found[1:]] == [("fork", 0, 3), ("fork", 1, 2), ("fork", 1, 4)]
-    assert not any(r.extra_tokens or r.was or r.now for r in found)
-
-
-def test_of_two_equal_sequences_the_newest_is_extended() -> None:
-    found = relate(([1, 2], [3]), ([1, 2], [3]), ([8], [9]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 6], [7]))
-    assert [brief(r) for r in found[1:]] == [("fork", 0, 2), ("opens", None, 0), ("extends", 1, 3), ("extends", 0, 3)]
-
-
 def test_what_shares_nothing_opens() -> None:
     assert [brief(r) for r in relate(([1, 2], [3]), ([7, 8], [9]))] == [("opens", None, 0)] * 2
     inserted = relate(([1, 2], [3]), ([7, 1, 2, 3, 4], [9]))[1]  # unless it carries a reply along
     assert brief(inserted) == (CHANGED, 0, 0) and inserted.extra_tokens == 3
-
-
-def test_a_step_without_completion() -> None:
-    """A call that was given up, and its retry."""
-    found = relate(([1, 2], []), ([1, 2], [3]), ([1, 2, 3, 4], [5]), ([9, 2, 2], []), ([9, 8], [1]))
-    assert [brief(r) for r in found[1:]] == [
-        ("extends", 0, 2), ("extends", 1, 3), ("opens", None, 0), ("fork", 3, 1),
-    ]  # fmt: skip
 
 
 HEAD, USER, MODEL = [100, 101, 102, 103], [110, 111, 112], [110, 113, 112]  # a system message and two headers
@@ -186,11 +149,6 @@ def test_a_short_reply_is_told_by_what_is_before_it() -> None:
     more = [*FIRST, 61, 120, 112, *USER, 41]
     edited = [*HEAD, *USER, 51, *END, *MODEL, 61, 120, 55]  # something else follows
     assert brief(relate((FIRST, [61, 120]), (more, []), (edited, [1]))[2]) == (CHANGED, 1, 7)
-
-
-def test_ids_are_not_found_across_their_bytes() -> None:
-    across = [256 * i for i in (*FIRST[-4:], *REPLY)]
-    assert brief(relate((FIRST, REPLY), ([*HEAD, *USER, *across, 256], [1]))[1]) == ("fork", 0, 7)
 
 
 def test_the_newest_conversation_that_is_carried_along_is_broken() -> None:
@@ -279,28 +237,6 @@ def test_characters_cut_into_several_tokens(was: list[int], now: list[int], caus
         return b"".join(BYTES.get(i, bytes([i % 256])) for i in ids.tolist()).decode(errors="replace")
 
     assert relate(([5, 6], was), ([5, 6, *now], [7]), decode=decode)[1].cause is cause
-
-
-def test_a_decoder_that_swallows_the_first_blank() -> None:
-    words = [" a", "a", " b", "b"]
-    found = relate(([2, 3], [0, 2]), ([2, 3, 1, 2, 2], [3]), decode=lambda ids: "".join(words[i] for i in ids)[1:])
-    assert brief(found[1]) == (CHANGED, 0, 2)
-
-
-def test_each_step_of_an_appending_trajectory_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-
-    def counted(a: Ids, b: Ids) -> int:
-        compared.append(len(b))
-        return common_prefix(a, b)
-
-    monkeypatch.setattr("treadle.packing.breaks.common_prefix", counted)
-    ids = np.arange(3000, dtype=np.int32)
-    others = [call([0, -n], [n]) for n in range(1, 5)]  # sub-agents that begin alike
-    found = relations([*others, *(PackedCall(ids[: n + 10], n, first=0) for n in range(10, 3000, 20))], each_apart)
-    assert [r.kind for r in found[:5]] == [Kind.OPENS, *[Kind.FORK] * 4]
-    assert {r.kind for r in found[5:]} == {Kind.EXTENDS}
-    assert len(compared) == 1 + 2 + 3 + 4 + len(found[5:])
 
 
 # --- against the definitions ------------------------------------------------------------------------------------------
@@ -537,15 +473,3 @@ def test_an_edit_of_tokenized_text_is_no_matter_of_tokenization(name: str, data:
     assume(text_of(rest, decode) != text_of(reply, decode))
     found = relations([call(prompt, reply), call([*prompt, *rest, *encode("\n")], [1])], decode)[1]
     assert found.cause in (CHANGED, TRUNCATED)
-
-
-def test_the_words_that_lookup_replies_are_made_of() -> None:
-    """The case that started it: a word sampled letter by letter comes back as one token."""
-    encode, decode = codec(load("shipped"))
-    prompt, spelled = encode("<|im_start|>assistant\n"), [i for c in "page" for i in encode(c)]
-    history = [*prompt, *encode("page<|im_end|>\n")]
-    found = relations([call(prompt, [*spelled, *encode("<|im_end|>")]), call(history, [1])], decode)[1]
-    assert brief(found) == (TOKENIZATION, 0, len(prompt))
-    assert found.was == Tokens((*spelled, encode("<|im_end|>")[0]), "page<|im_end|>")
-    assert found.now == Tokens(tuple(history[len(prompt) :]), "page<|im_end|>\n")
-    assert found.extra_tokens == len(history) - len(prompt)

@@ -84,23 +84,7 @@ def test_a_dropped_step_is_not_looked_at() -> None:
     assert split_untrainable(groups, vocabulary=32, context=40) == (groups, {})
 
 
-def test_sound_groups_pass_as_they_are() -> None:
-    groups = random_groups(1)
-    kept, refused = split_untrainable(groups, vocabulary=32, context=None)
-    assert kept == groups and not refused
-
-
-def test_a_trajectory_that_failed_anyway_is_not_looked_at() -> None:
-    groups = [make_group([([make_step([99], [99])], None), ([GOOD], 1.0)])]
-    assert split_untrainable(groups, vocabulary=32, context=20) == (groups, {})
-
-
 def test_a_trajectory_that_is_left_out_anyway_is_not_looked_at() -> None:
     group = make_group([([make_step([99], [99])], 1.0), ([GOOD], 1.0)])
     groups = [leave_out(group, DropReason.FILTERED)]
     assert split_untrainable(groups, vocabulary=32, context=20) == (groups, {})
-
-
-def test_what_just_fits_is_sound() -> None:
-    step = make_step(np.full(35, 31), np.full(5, 31))
-    assert split_untrainable([make_group([([step], 1.0)])], vocabulary=32, context=40)[1] == {}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.packing.tries import Readings, call, readings_of_chunk, readings_of_tree, some_calls
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, arrange, chunks, micro_batches
-from treadle.packing.slots import Slot, balance, cost, slots
+from treadle.packing.slots import Slot, balance, slots
 from treadle.packing.tree import PrefixTree
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=9)
@@ -80,13 +80,3 @@ def test_one_rank_computes_the_trees_as_they_come(lengths: list[int], budget: in
     assert [slot.trees for slot in found] == [(tree,) for tree in trees]
     assert not any(slot.padded for slot in found)
     assert balance(found) == pytest.approx(1)
-
-
-def test_a_slot_in_full() -> None:
-    """The trees in several chunks belong together, whatever the order in which they come."""
-    trees, found = dealt([3, 20, 4, 12, 2], 2, 4)
-    assert [slot.trees[:1] for slot in found] == [(trees[2],), (trees[1],), (trees[4],)]
-    assert found[1].trees == (trees[1], trees[3]) and found[0].trees == (trees[2], trees[0])
-    assert [(slot.passes, slot.padded) for slot in found] == [(1, 0), (5, 2), (1, 1)]
-    costs = [cost(tree) for tree in trees]
-    assert balance(found) == pytest.approx(sum(costs) / (2 * (costs[2] + costs[1] + costs[4])))

@@ -51,14 +51,6 @@ def test_depth_first_shares_with_the_predecessor_all_that_is_shared_with_any_bef
         assert shared[at] == max(within, default=0) == (within[-1] if within else 0)
 
 
-@pytest.mark.parametrize("roots", [(-1, -1, 3), (0, 0, -(2**63)), (2**64, 2**64, 2**64 + 1)])
-def test_any_number_is_a_root(roots: Sequence[int]) -> None:
-    calls = calls_of(([1, 2], [3]), ([1, 2], [4]), ([1, 2], [3]))
-    tree = tree_of(calls, roots)
-    assert len(tree) == len(nodes(calls, roots)) == 4 + 3
-    assert readings_of_tree(tree) == readings(calls)
-
-
 # PrefixTree.of
 
 
@@ -115,48 +107,6 @@ def test_neighbours_alone_have_a_tree_of_their_own(calls: list[PackedCall], star
     tree = PrefixTree.of(part, shared[start : start + size])
     assert len(tree) == len(nodes(part, owners(part)))
     assert readings_of_tree(tree) == readings(part)
-
-
-def test_a_small_tree_in_full() -> None:
-    calls = calls_of(([5], [6, 7]), ([5, 6, 7, 8], [9]), ([5], [6, 4]), ([5, 6, 7, 8], [9]))
-    order, shared = depth_first(calls, [0] * 4)
-    assert (order, shared.tolist()) == ([2, 0, 1, 3], [0, 2, 3, 5])
-    tree = PrefixTree.of([calls[i] for i in order], shared)
-    assert tree.token_ids.tolist() == [5, 6, 4, 7, 8, 9]
-    assert tree.depth.tolist() == [0, 1, 2, 2, 3, 4]
-    assert tree.subtree_end.tolist() == [6, 6, 3, 6, 6, 6]
-    assert tree.source.tolist() == [0, 1, 0, 1, 4, 4]
-    assert tree.target_ids.tolist() == [6, 4, 6, 7, 9, 9]
-    assert tree.flat.tolist() == [3, 4, 0, 1, 2, 5]
-
-
-@pytest.mark.parametrize(
-    ("calls", "unique"),
-    [
-        (calls_of(([1, 2], [3]), ([1, 2], [3])), 3),  # equal
-        (calls_of(([1], [2, 3]), ([1, 2], [3]), ([1, 2, 3], [])), 3),  # equal ids, other prompts
-        (calls_of(([1, 2, 3, 4], [5]), ([1], [2, 3])), 5),  # a prefix of the one before
-        (calls_of(([1], [2, 3, 4, 5]), ([1], [2, 3, 6, 5])), 7),  # they part inside the completion
-        (calls_of(([1], [2]), ([3], [2])), 4),
-        (calls_of(([LOWEST, HIGHEST], [-1, 0]), ([LOWEST, HIGHEST], [0]), ([HIGHEST], [LOWEST])), 7),
-        (calls_of(([7], [1]), ([7 + 2**16], [2]), ([7], [3]), ([7 + 2**24], [2]), ([7], [4])), 8),
-        ([], 0),
-    ],
-)
-def test_unique_tokens_of_typical_calls(calls: list[PackedCall], unique: int) -> None:
-    tree = tree_of(calls)
-    assert len(tree) == unique == len(nodes(calls, owners(calls)))
-    assert readings_of_tree(tree) == readings(calls)
-
-
-def test_keys_part_what_ids_do_not() -> None:
-    """From the first word that differs; calls with other numbers of keys, or none, share nothing."""
-    ids, same, late = [1, 1, 1], [[1], [1], [1]], [[1], [1], [0]]
-    no_keys = PackedCall(np.array(ids, np.int32), 1, 2, keys=np.empty((3, 0), np.int32))
-    assert len(tree_of([call(ids, 1, keys=same), call(ids, 1, 2, keys=late)])) == 4
-    assert len(tree_of([call(ids, 1, keys=same), call(ids, 1, 2, keys=[[1, 1]] * 3), call(ids, 1, 4)])) == 9
-    assert len(tree_of([call(ids, 1, keys=same), no_keys])) == 6
-    assert len(tree_of([call(ids, 1), no_keys])) == 3
 
 
 def test_a_deep_tree_of_nested_calls() -> None:

@@ -1,13 +1,18 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from uuid import uuid4
 
+import psutil
 import pytest
 
 from treadle.placement.cluster import connected
 from treadle.placement.reserve import Bundle, Reservation, Role, reserve
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # else they wait for the tests that run beside them, vLLM for minutes
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # before ray is imported
+os.environ.setdefault("SPT_NOENV", "1")  # actors, which rename themselves, keep their environment in /proc
+MARK = "TREADLE_TEST_CLUSTER"  # environment variable that all processes of the shared cluster inherit
 
 ROLES: tuple[Role, ...] = ("learner rank", "engine", "rollout worker")
 BUNDLES = [Bundle(role, number, {"CPU": 1}) for role in ROLES for number in range(2)]
@@ -25,8 +30,9 @@ class SharedCluster:
 
     def open(self) -> None:
         if not self.is_open:
-            self._opened.enter_context(connected(None, BUNDLES, lambda line: None))
             patch = self._opened.enter_context(pytest.MonkeyPatch.context())
+            patch.setenv(MARK, uuid4().hex)
+            self._opened.enter_context(connected(None, BUNDLES, lambda line: None))
             patch.setattr("treadle.placement.runtime.connected", self._connected)
             self.is_open = True
 
@@ -38,6 +44,19 @@ class SharedCluster:
     def _connected(self, address: str | None, bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
         assert address is None, "a process is connected to one cluster at a time; close the shared one first"
         yield
+
+
+def actors(title: str) -> list[psutil.Process]:
+    """Processes of the shared cluster that are actors of a class: `actors("RankActor")`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            title_of = (process.cmdline() or [""])[0]
+            if title_of.startswith(f"ray::{title}") and process.environ().get(MARK) == os.environ[MARK]:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is another user's
+            continue
+    return found
 
 
 @pytest.fixture(scope="session")

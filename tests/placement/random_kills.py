@@ -8,17 +8,18 @@ import random
 import threading
 import time
 from pathlib import Path
+from uuid import uuid4
 
-import psutil
+import pytest
 
 from tests.orchestration.runs import check_finished, updates
+from tests.placement.conftest import MARK, actors
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.placement.warden import VARIABLE, marked
+from treadle.orchestration.train import train_run
 
 KILLS = int(os.environ.get("KILLS", "20"))
-TITLES = ("ray::RankActor", "ray::EngineActor", "ray::RolloutActor")
+TITLES = ("RankActor", "EngineActor", "RolloutActor")
 SETTINGS = (
     "placement.kind=ray",
     "placement.learner.ranks=2",
@@ -40,21 +41,14 @@ def kill_some(run: Path, killed: list[str]) -> None:
         if not (run / "metrics.jsonl").is_file() or len(updates(run)) <= reached:
             continue
         title = drawn.choice(TITLES)
-        found = [each for each in marked(os.environ.get(VARIABLE, "")) if _title(each).startswith(title)]
-        if found:
+        if found := actors(title):
             reached = len(updates(run))
             drawn.choice(found).kill()
             killed.append(title)
 
 
-def _title(process: psutil.Process) -> str:
-    try:
-        return str((process.cmdline() or [""])[0])
-    except psutil.Error:
-        return ""
-
-
-def test_a_run_outlasts_them(tmp_path: Path) -> None:
+def test_a_run_outlasts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, uuid4().hex)
     config, progress, killed = tiny(*SETTINGS), Quiet(), list[str]()
     thread = threading.Thread(target=kill_some, args=(tmp_path / "run", killed), daemon=True)
     thread.start()

@@ -51,13 +51,12 @@ def test_a_file_of_weights_stays_on_its_node() -> None:
     bundles = [Bundle("learner rank", 0, {}), Bundle("rollout worker", 0, {}), Bundle("engine", 0, {})]
 
     def check(*nodes: str, **vllm: str) -> None:
-        config = tiny("placement.kind=ray", "engine.kind=vllm", *(f"engine.vllm.{k}={v}" for k, v in vllm.items()))
+        config = tiny("placement.kind=ray", "engine.kind=vllm", *(f"engine.options.{k}={v}" for k, v in vllm.items()))
         places = [Place(node, HERE, True, None) for node in nodes]
         check_transfer(config, Placement(Reservation(None, bundles), places))
 
     check("a", "b", "a")
     check("a", "a", "b", transfer="collective")
-    check("a", "a", "b", shared_directory="/shared")
     with pytest.raises(PlacementError, match="there are learner rank 0 on a, engine 0 on b; set"):
         check("a", "a", "b")
 

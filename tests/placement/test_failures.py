@@ -1,18 +1,16 @@
 """What dies in the middle of a run: an engine, and it goes on; a learner rank, and it goes on from a checkpoint."""
 
-import os
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.orchestration.runs import check_finished, start, updates
+from tests.placement.conftest import actors
 from tests.until import wait_until
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.placement.warden import VARIABLE, marked
+from treadle.orchestration.train import train_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 
@@ -32,14 +30,7 @@ def kill_later(run: Path, title: str, update: int) -> threading.Thread:
 
     def work() -> None:
         wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= update)
-        for process in marked(os.environ[VARIABLE]):
-            try:
-                if process.cmdline()[0].startswith(title):
-                    process.kill()
-                    return
-            except psutil.Error:
-                continue
-        raise AssertionError(f"no {title}")
+        actors(title)[0].kill()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -57,7 +48,7 @@ def play(run: Path, title: str, *more: str) -> tuple[str, list[str]]:
 
 
 def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
-    digest, lines = play(tmp_path / "killed", "ray::RankActor")
+    digest, lines = play(tmp_path / "killed", "RankActor")
     [line] = [line for line in lines if "going on from the checkpoint" in line]
     assert line.startswith("learner rank ") and line.endswith(("of update 2", "of update 4")), line
     assert digest == start(tmp_path / "straight", *SETTINGS)["weights_sha256"]
@@ -65,6 +56,6 @@ def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: 
 
 @pytest.mark.parametrize("more", [(), ("placement.rollout.workers=2", "orchestration.max_staleness=1")])
 def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
-    _, lines = play(tmp_path / "killed", "ray::EngineActor", *more)
-    assert any(line.startswith("engine ") and "process ended with" in line for line in lines), lines
+    _, lines = play(tmp_path / "killed", "EngineActor", *more)
+    assert any(line.startswith("engine ") and "; starting it again" in line for line in lines), lines
     assert not any("going on from the checkpoint" in line for line in lines)

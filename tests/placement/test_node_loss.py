@@ -12,8 +12,8 @@ from tests.orchestration.runs import check_finished, updates
 from tests.placement.conftest import SharedCluster
 from tests.until import wait_until
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.recovery import train_run
 from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.train import train_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 SIZE: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}

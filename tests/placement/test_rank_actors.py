@@ -52,7 +52,7 @@ def test_an_error_of_all_ranks_leaves_them_as_they_are(pair: RankActors) -> None
 @pytest.mark.parametrize(
     ("how", "error", "match"),
     [
-        ("raise", RankError, r"(?s)^rank 1 failed with ZeroDivisionError: made up.*in fail"),
+        ("raise", RankError, r"(?s)^learner rank 1 failed with ZeroDivisionError: made up.*in fail"),
         ("die", RankError, r"^learner rank 1 ended: "),
     ],
 )

@@ -83,7 +83,7 @@ class TestOnACluster:
             before = time.monotonic()
             with (
                 pytest.raises(
-                    PlacementError, match=r"after 1 s engine 0 needs 1 CPU, .* \(127\.0\.0\.1: 0 CPU\); wait"
+                    PlacementError, match=r"after 1 s the run needs 1 CPU, and 0 CPU of the cluster are free; wait"
                 ),
                 reserve(many[:1], 1),
             ):

@@ -1,7 +1,6 @@
 """Attempts that are played in other processes are those that would have been played here."""
 
 import asyncio
-import os
 import pickle
 import signal
 import subprocess
@@ -13,16 +12,17 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.placement.conftest import actors
 from tests.until import until
 from tests.worlds import END, Vowels, plain_ids, plain_renderer, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Ids, SamplingParams, Task, Trajectory, trajectory_id
-from treadle.placement import rollout_actors
+from treadle.placement import actors as placement_actors
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import RolloutPool, open_workers
-from treadle.placement.warden import VARIABLE, marked
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
@@ -54,12 +54,14 @@ async def workers(
         yield pool
 
 
-def start(runner: RolloutRunner, groups: int, seconds: float = 0.0) -> list[asyncio.Future[Trajectory]]:
+def start(runner: RolloutRunner, groups: int, seconds: float = 0.0, first: int = 0) -> list[asyncio.Future[Trajectory]]:
+    """Two attempts each of so many groups, by number: names of sessions are not used twice."""
     addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(2)]
-    return [a for n in range(groups) for a in runner.start(f"g{n:06d}", task(n, seconds), addresses)]
+    numbers = range(first, first + groups)
+    return [a for n in numbers for a in runner.start(f"g{n:06d}", task(n, seconds), addresses)]
 
 
-def facts(played: list[Trajectory]) -> list[object]:
+def facts(played: list[Trajectory]) -> list[tuple[object, ...]]:
     return [
         (t.trajectory_id, t.reward, t.status, [(s.prompt_ids.tolist(), s.completion_ids.tolist()) for s in t.steps])
         for t in played
@@ -67,14 +69,7 @@ def facts(played: list[Trajectory]) -> list[object]:
 
 
 def processes() -> list[psutil.Process]:
-    return [each for each in marked(os.environ[VARIABLE]) if _title(each).startswith("ray::RolloutActor")]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return str((process.cmdline() or [""])[0])
-    except psutil.Error:  # it has ended
-        return ""
+    return actors("RolloutActor")
 
 
 async def gone() -> None:
@@ -124,26 +119,26 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     reservation: Reservation, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is signal.SIGSTOP:
-        monkeypatch.setattr(rollout_actors, "_SILENCE", 8.0)
+        monkeypatch.setattr(placement_actors, "_SILENCE", 8.0)
     engine, said = saying(), list[str]()
     async with workers(reservation, engine, said=said) as pool:
         await asyncio.gather(*start(pool, 1))
-        running = start(pool, 1, seconds=15)
+        running = start(pool, 1, seconds=15, first=1)
         await until(lambda: len(engine.calls) >= 4 + 2)
         processes()[0].send_signal(how)
         played = await asyncio.gather(*running)
         [lost] = [t for t in played if t.failure is not None]
         assert lost.failure is not None and lost.failure.cause is Cause.INFRASTRUCTURE
         assert lost.failure.message.startswith("rollout worker ") and engine.open == []
-        again = await asyncio.gather(*start(pool, 2))
+        again = await asyncio.gather(*start(pool, 2, first=2))
         assert all(t.failure is None for t in again) and len(processes()) == 2
     [line] = said
     assert line.startswith("rollout worker ") and line.endswith("; starting it again")
-    assert ("no word for 8 s" in line) == (how is signal.SIGSTOP)
+    assert ("did not answer for 8 s" in line) == (how is signal.SIGSTOP)
     await gone()
 
 
-class Elsewhere:
+class Elsewhere(Placed):
     """An engine's actor, which says what `saying` says."""
 
     async def generate(
@@ -167,17 +162,16 @@ class Routed(FakeEngine):
 
 
 async def test_workers_call_the_engine_themselves_until_its_process_ends(reservation: Reservation) -> None:
-    import ray
-
-    actor = ray.remote(Elsewhere).options(num_cpus=0).remote()
+    actor = Actor("the engine", Elsewhere, {"num_cpus": 0})
     engine = Routed(actor)
     async with workers(reservation, engine) as pool:
         direct = await asyncio.gather(*start(pool, 2))
         assert not engine.calls and not engine.open
-        ray.kill(actor)
-        passed_on = await asyncio.gather(*start(pool, 2))
+        actor.kill()
+        passed_on = await asyncio.gather(*start(pool, 2, first=2))
         assert engine.calls
-    assert facts(direct) == facts(passed_on)
+    without_id = [fact[1:] for fact in facts(direct)]
+    assert without_id == [fact[1:] for fact in facts(passed_on)]
 
 
 async def test_what_cannot_be_opened_is_told(reservation: Reservation) -> None:

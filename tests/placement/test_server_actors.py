@@ -30,7 +30,7 @@ from treadle.engines.vllm.server import ServerLost
 from treadle.engines.vllm.start import open_engine
 from treadle.models.weights import unique_weights
 from treadle.placement.reserve import Reservation
-from treadle.placement.rollout_actors import _result, open_workers
+from treadle.placement.rollout_actors import open_workers
 from treadle.placement.server_actors import PlacedServer
 from treadle.rollout.attempt import Players
 from treadle.rollout.config import RolloutConfig
@@ -49,7 +49,7 @@ async def two_servers(reservation: Reservation, folder: Path, said: list[str]) -
     export_model(folder / "model", sized("qwen3", 0), TOKENIZER)
     places = [reservation.options(bundle) for bundle in reservation.of("engine")]
     vllm = {"python": python_with_vllm(), "servers": 2}
-    config = build(EngineConfig, {"kind": "vllm", "batch": 16, "vllm": vllm})
+    config = build(EngineConfig, {"kind": "vllm", "batch": 16, "options": vllm})
 
     def serve(number: int) -> PlacedServer:
         return PlacedServer(places[number], folder / "model", config, folder / f"{number}.log", [])
@@ -75,7 +75,7 @@ def call(engine: VLLMEngine, number: int, tokens: int = LONG) -> "asyncio.Task[C
 
     async def called() -> Completion:
         sampling = SamplingParams(max_tokens=tokens, seed=number)
-        answer: Completion = await _result(route.generate.remote(prompt(number), sampling, name, None))
+        answer: Completion = await route.call("generate", prompt(number), sampling, name, None)
         return answer
 
     return asyncio.get_running_loop().create_task(called())

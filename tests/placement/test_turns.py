@@ -15,34 +15,27 @@ from treadle.orchestration.config import PlacementConfig
 from treadle.orchestration.setup.validation import check_settings
 from treadle.placement.reserve import Bundle, bundles_of, places_of
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
-from treadle.testing import FakeTrainer
 
 
-class Learner(FakeTrainer):
-    """Says what it does."""
+class Ranks:
+    """Say what they do (`rank_group.Calls`)."""
+
+    busy = False
 
     def __init__(self, said: list[str]) -> None:
-        super().__init__()
         self._said = said
 
-    async def train_batch(self, groups: Sequence[Any]) -> list[Any]:
-        self._said.append("train")
-        await asyncio.sleep(0)
-        return []
+    def call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        if name == "facts":
+            return [(None, 0, None)]
+        self._said.append(name)
+        return [arguments[0].write({}, []) if name == "stage" else None]
 
-    async def stage(self, destination: Any) -> Any:
-        self._said.append("stage")
-        return await super().stage(destination)
+    def kill(self) -> None:
+        raise NotImplementedError
 
-    async def digest(self) -> str:
-        self._said.append("digest")
-        return ""
-
-    async def offload(self) -> None:
-        self._said.append("offload")
-
-    async def reload(self) -> None:
-        self._said.append("reload")
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class Engine(Fake):
@@ -75,7 +68,7 @@ class Engine(Fake):
 
 async def test_each_side_sleeps_in_the_others_turn() -> None:
     said: list[str] = []
-    trainer = ColocatedTrainer(Learner(said))
+    trainer = ColocatedTrainer(Ranks(said))
     async with trainer.turns.of("engines"):
         pool = ColocatedPool([Engine(said)], trainer.turns)
     publish = PoolSync(trainer, pool, Nowhere()).publish
@@ -89,7 +82,7 @@ async def test_each_side_sleeps_in_the_others_turn() -> None:
     said.clear()
     await trainer.train_batch([])
     await publish(1)
-    assert said == ["sleep", "reload", "train", "stage", "offload", "load"]
+    assert said == ["sleep", "reload", "train_batch", "stage", "offload", "load"]
     said.clear()
     await trainer.digest()  # as for a checkpoint
     await sampled(pool, "a")
@@ -99,7 +92,7 @@ async def test_each_side_sleeps_in_the_others_turn() -> None:
 
 async def test_a_turn_waits_for_the_calls_of_the_other_side() -> None:
     said: list[str] = []
-    trainer = ColocatedTrainer(Learner(said))
+    trainer = ColocatedTrainer(Ranks(said))
     async with trainer.turns.of("engines"):
         pool = ColocatedPool([Engine(said)], trainer.turns)
     await PoolSync(trainer, pool, Nowhere()).publish(0)
@@ -109,14 +102,14 @@ async def test_a_turn_waits_for_the_calls_of_the_other_side() -> None:
     while "sample" not in said:
         await asyncio.sleep(0)
     await asyncio.gather(trainer.train_batch([]), running)
-    assert said == ["sample", "sampled", "sleep", "reload", "train"]
+    assert said == ["sample", "sampled", "sleep", "reload", "train_batch"]
 
 
 def test_an_engine_shares_the_place_of_its_rank() -> None:
     settings = {"kind": "ray", "colocate": True, "engines": {"count": 2}, "rollout": {"workers": 1}}
-    config = build(PlacementConfig, {**settings, "learner": {"ranks": 2, "device": "cuda", "cpus": 3}})
+    config = build(PlacementConfig, {**settings, "learner": {"ranks": 2, "device": "cuda"}})
     bundles = bundles_of(config)
-    assert bundles[1] == Bundle("learner rank", 1, {"CPU": 3.0, "GPU": 0.5})
+    assert bundles[1] == Bundle("learner rank", 1, {"CPU": 1.0, "GPU": 0.5})
     assert bundles[3] == Bundle("engine", 1, {"CPU": 1.0, "GPU": 0.5}, beside=1)
     assert [[str(bundle) for bundle in place] for place in places_of(bundles)] == [
         ["learner rank 0", "engine 0"],
@@ -141,7 +134,7 @@ def test_what_cannot_take_turns_is_refused(settings: tuple[str, ...], message: s
 
 async def test_nothing_is_sampled_in_the_learners_turn() -> None:
     said: list[str] = []
-    trainer = ColocatedTrainer(Learner(said))
+    trainer = ColocatedTrainer(Ranks(said))
     async with trainer.turns.of("engines"):
         pool = ColocatedPool([Engine(said)], trainer.turns)
     await PoolSync(trainer, pool, Nowhere()).publish(0)
@@ -150,5 +143,5 @@ async def test_nothing_is_sampled_in_the_learners_turn() -> None:
     inside = 0
     for word in said:
         inside += {"sample": 1, "sampled": -1}.get(word, 0)
-        assert not (inside and word in ("train", "sleep", "reload"))
-    assert said.count("train") == 4
+        assert not (inside and word in ("train_batch", "sleep", "reload"))
+    assert said.count("train_batch") == 4

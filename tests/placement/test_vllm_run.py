@@ -28,7 +28,7 @@ def settings() -> list[str]:
         "training.threads=1",
         "engine.kind=vllm",
         "engine.batch=16",
-        f"engine.vllm.python={python_with_vllm()}",
+        f"engine.options.python={python_with_vllm()}",
     ]
 
 

@@ -35,14 +35,6 @@ def test_results_are_those_of_every_passage_scored_by_the_definition(
     assert all(hit.score > 0 for hit in found)
 
 
-def test_a_sample_of_a_larger_corpus() -> None:
-    contents = texts(2000)
-    retriever = Bm25.build(contents, len(contents))
-    queries = texts(20, seed=1, length=6)
-    for query, found in zip(queries, retriever.search(queries, 5), strict=True):
-        same(found, brute_force(contents, query, 5))
-
-
 def test_what_matches_no_word_is_not_found() -> None:
     retriever = Bm25.build(["Anna likes chess", "Bob likes golf"], 2)
     assert retriever.search(["tennis", "", "the of", "likes CHESS"], 3) == [
@@ -64,12 +56,6 @@ def test_a_saved_index_finds_the_same(tmp_path: Path) -> None:
     assert len(loaded) == len(built) == 300
 
 
-def test_progress_ends_with_the_last_passage() -> None:
-    told: list[tuple[str, int, int]] = []
-    Bm25.build(texts(30), 30, lambda *report: told.append(report))
-    assert told == [("passages read", 30, 30)]
-
-
 def test_a_corpus_without_words_is_refused() -> None:
     with pytest.raises(DataError, match="no passage of the corpus has a word"):
         Bm25.build(["the", "?!"], 2)
@@ -79,7 +65,3 @@ def test_a_corpus_without_words_is_refused() -> None:
 def test_of_equal_scores_the_first_passages_come_first(scores: list[float], topk: int) -> None:
     ranked = sorted((-score, number) for number, score in enumerate(scores) if score > 0)
     assert top_hits(np.array(scores, np.float32), topk) == [Hit(n, -score) for score, n in ranked[:topk]]
-
-
-def test_words_are_compared_in_lower_case_without_the_commonest() -> None:
-    assert words("The Straße of A. Lopez, part 7") == ["straße", "lopez", "part", "7"]

@@ -70,11 +70,6 @@ def test_one_query_and_bare_documents() -> None:
     assert ask({"queries": []}).json() == {"result": []}
 
 
-def test_what_clients_send_to_suit_every_server_is_one_question() -> None:
-    body = {"query": "Anna", "queries": ["Anna"], "topk": 1, "return_scores": False, "unknown": 1}
-    assert ask(body).json() == {"result": [[PASSAGES[0]]]}
-
-
 @pytest.mark.parametrize(
     "body", [b"{", {}, {"query": 7}, {"queries": "Anna"}, {"query": "x", "topk": 0}, {"query": "x", "topk": 101}, []]
 )
@@ -109,9 +104,8 @@ async def started(
 async def test_too_many_waiting_queries_are_refused_with_a_time_to_come_back() -> None:
     slow = Slow()
     queue, tasks = await started(slow, "a", "b", "c", most_waiting=2)
-    with pytest.raises(Overloaded, match=r"2 queries are waiting; try again in \d+ s") as refused:
+    with pytest.raises(Overloaded, match="2 queries are waiting; try again"):
         await queue.search(["d"], 1)
-    assert refused.value.retry_after >= 1
     transport = httpx.ASGITransport(make_app(queue))
     async with httpx.AsyncClient(transport=transport, base_url="http://retrieval") as client:
         response = await client.post("/retrieve", json={"query": "d"})

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import os
 import resource
 import sys
@@ -14,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIError, AsyncOpenAI, OpenAI
 
 from tests.clocks import SkippingLoop
-from tests.until import CEILING, until, wait_until
-from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, plain_renderer, saying, tool, user
+from tests.until import until, wait_until
+from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
-from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.outcomes import as_played
-from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.agent import check_agent, load_agent
@@ -91,10 +90,6 @@ async def once(task: Task, client: AsyncOpenAI) -> float:
 
 def ask_plainly(client: OpenAI, messages: list[Any]) -> str:
     return str(client.chat.completions.create(model="any", messages=messages).choices[0].message.content)
-
-
-def once_plainly(task: Task, client: OpenAI) -> float:
-    return float(ask_plainly(client, [*task.prompt]) == "a")
 
 
 # The same trajectories
@@ -240,32 +235,6 @@ def test_many_attempts_side_by_side_may_open_their_files() -> None:
 # Limits
 
 
-async def endless(task: Task, client: AsyncOpenAI) -> float:
-    messages: list[Any] = [*task.prompt]
-    while True:
-        messages += [{"role": "assistant", "content": await ask(client, messages)}, user("more")]
-
-
-async def endless_but_polite(task: Task, client: AsyncOpenAI) -> float:
-    try:
-        return await endless(task, client)
-    except BadRequestError:
-        return 0.25
-
-
-def test_one_call_too_many_ends_the_attempt_without_reward() -> None:
-    engine = saying("a")
-    trajectory = play(endless, engine, max_steps=3)
-    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.MAX_STEPS, 0.0, None)
-    assert len(trajectory.steps) == len(engine.calls) == 3
-    assert "the agent raised BadRequestError" in trajectory.warning and "3 calls" in trajectory.warning
-
-
-def test_an_agent_may_give_its_own_reward_at_the_limit() -> None:
-    trajectory = play(endless_but_polite, max_steps=3)
-    assert (trajectory.status, trajectory.reward, trajectory.warning) == (Status.MAX_STEPS, 0.25, "")
-
-
 def test_a_call_that_is_answered_later_hides_no_refusal() -> None:
     """Two calls side by side, of which one is too many: it is refused while the other is sampled."""
     refused = asyncio.Event()
@@ -292,32 +261,6 @@ def test_a_call_that_is_answered_later_hides_no_refusal() -> None:
     assert trajectory.warning.startswith("the agent raised BadRequestError")
 
 
-@pytest.mark.parametrize(("agent", "reward"), [(endless, 0.0), (endless_but_polite, 0.25)])
-def test_a_conversation_that_outgrows_the_context_is_an_outcome(agent: AnyAgent, reward: float) -> None:
-    trajectory = play(agent, max_input_tokens=80)
-    assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.CONTEXT, reward, None)
-    assert 0 < len(trajectory.steps) < 8 and all(len(step.prompt_ids) <= 80 for step in trajectory.steps)
-
-
-@pytest.mark.parametrize("agent", [endless, endless_but_polite])
-def test_a_first_prompt_that_is_too_long_fails_as_it_does_in_an_environment(agent: AnyAgent) -> None:
-    trajectory = play(agent, max_input_tokens=5)
-    assert (trajectory.status, trajectory.reward, trajectory.steps) == (Status.FAILED, None, ())
-    assert trajectory.failure is not None and trajectory.failure.cause is Cause.CONTEXT
-    assert "max_input_tokens is 5" in trajectory.failure.message
-
-
-def test_an_agent_that_makes_do_after_a_limit_is_done() -> None:
-    async def shortening(task: Task, client: AsyncOpenAI) -> float:
-        with pytest.raises(BadRequestError):
-            await ask(client, [user("x" * 200)])
-        await ask(client, [user("x")])
-        return 1.0
-
-    trajectory = play(shortening, max_input_tokens=80)
-    assert (trajectory.status, trajectory.reward, len(trajectory.steps)) == (Status.DONE, 1.0, 1)
-
-
 # Failures
 
 
@@ -325,55 +268,9 @@ class Boom(Exception):
     pass
 
 
-def returning(value: Any) -> AnyAgent:
-    async def agent(task: Task, client: AsyncOpenAI) -> Any:
-        await ask(client, [*task.prompt])
-        if isinstance(value, BaseException):
-            raise value
-        return await value() if callable(value) else value
-
-    return agent
-
-
-async def silent(task: Task, client: AsyncOpenAI) -> float:
-    return 1.0
-
-
 async def elsewhere(task: Task, client: AsyncOpenAI) -> float:
     async with AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="real", max_retries=0) as other:
         return float(await ask(other, [*task.prompt]) == "a")
-
-
-FAILURES: list[tuple[AnyAgent, Cause, str, int]] = [
-    (returning(Boom("bang \ud800")), Cause.AGENT, "the agent raised Boom: bang \\ud800", 1),
-    (returning(None), Cause.AGENT, "the agent returned None; it must return its reward", 1),
-    (returning(math.nan), Cause.AGENT, "the agent returned nan", 1),
-    (returning("1"), Cause.AGENT, "the agent returned '1'", 1),
-    (returning(SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)", 1),
-    (returning(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
-    (returning(hang), Cause.TIMEOUT, "the agent took longer than 1000 s", 1),
-    (silent, Cause.AGENT, "ended without a single answer of the model", 0),
-    (elsewhere, Cause.AGENT, "the agent raised APIConnectionError", 0),
-]
-
-
-@pytest.mark.parametrize(("agent", "cause", "message", "steps"), FAILURES, ids=[f[2][:40] for f in FAILURES])
-def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
-    agent: AnyAgent, cause: Cause, message: str, steps: int
-) -> None:
-    tasks = [Task("t", (user("hello"),), agent=name) for name in ("well", "ill", "well")]
-    engine = saying("a")
-    attempts = played({"well": once, "ill": agent}, engine, tasks)
-    if cause is Cause.TIMEOUT:
-        found = overtime(attempts, lambda: len(engine.calls) == 3 and len(engine.open) == 1)
-    else:
-        found = asyncio.run(attempts)
-    before, failed, after = found
-    assert (failed.status, failed.reward, len(failed.steps)) == (Status.FAILED, None, steps)
-    assert failed.failure is not None and failed.failure.cause is cause
-    assert message in failed.failure.message
-    for healthy in (before, after):
-        assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.0, 1)
 
 
 def returning_plainly(value: Any) -> AnyAgent:
@@ -415,26 +312,6 @@ def test_a_plain_agent_ends_as_an_async_one_does() -> None:
     limited = play(endless_plainly, max_steps=3)
     assert (limited.status, limited.reward, len(limited.steps)) == (Status.MAX_STEPS, 0.0, 3)
     wait_until(lambda: threading.active_count() <= threads)
-
-
-@pytest.mark.parametrize("raises", [True, False])
-def test_a_failing_engine_is_to_blame_itself(raises: bool) -> None:
-    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
-        raise EngineError("out of memory")
-
-    async def patient(task: Task, client: AsyncOpenAI) -> float:
-        with pytest.raises(APIStatusError):
-            await ask(client.with_options(max_retries=0), [*task.prompt])
-        if raises:
-            raise Boom("no answer")
-        return 0.0
-
-    trajectory = play(patient, FakeEngine(reply))
-    assert trajectory.failure == Failure(Cause.ENGINE, "out of memory")
-
-
-def test_any_number_is_a_reward() -> None:
-    assert [play(returning(value)).reward for value in (True, np.float32(0.5), -2)] == [1.0, 0.5, -2.0]
 
 
 def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
@@ -522,52 +399,6 @@ def test_the_reward_stands_on_the_last_step_that_counts() -> None:
     assert [(step.dropped, step.reward) for step in steps] == [(None, 1.0), (DropReason.CANCELLED, 0.0)]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.4])
-def test_cancelled_attempts_close_their_sessions(seconds: float) -> None:
-    async def go() -> FakeEngine:
-        engine = saying("a")
-        running = asyncio.ensure_future(played({"a": returning(hang)}, engine, [TASK] * 3))
-        await asyncio.sleep(seconds)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        async with asyncio.timeout(CEILING):
-            while others := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(others)
-        return engine
-
-    assert asyncio.run(go()).open == []
-
-
-def test_the_client_is_of_no_use_afterwards() -> None:
-    kept: list[AsyncOpenAI] = []
-
-    async def keeping(task: Task, client: AsyncOpenAI) -> float:
-        kept.append(client.copy(http_client=None))
-        return await once(task, client)
-
-    async def go() -> None:
-        engine = saying("a")
-
-        async def late(task: Task, client: AsyncOpenAI) -> float:
-            async with AsyncOpenAI(base_url=kept[0].base_url, api_key=kept[0].api_key) as again:
-                with pytest.raises(APIStatusError) as refused:
-                    await ask(again, [*task.prompt])
-                assert refused.value.status_code in (401, 404)
-            return await once(task, client)
-
-        agents = {"first": keeping, "late": late}
-        config = RolloutConfig(max_completion_tokens=16)
-        renderer, players = plain_renderer(), Players(agents=agents)
-        async with open_rollouts(engine, renderer, players, config) as rollouts:
-            for name in agents:
-                task = Task(name, (user("hello"),), agent=name)
-                trajectory = await rollouts.start(name, task, [Address(1, Stream.TRAIN, 0, 0, 0)])[0]
-                assert (trajectory.reward, len(trajectory.steps)) == (1.0, 1), trajectory.failure
-
-    asyncio.run(go())
-
-
 # Commands
 
 PROGRAM = """
@@ -634,13 +465,6 @@ def test_a_program_that_fails(rest: str, message: str) -> None:
     assert len(trajectory.failure.message) < 1000 and len(trajectory.steps) == 1
 
 
-def test_a_program_that_does_not_exist() -> None:
-    trajectory = play(Command(["/nowhere/agent"]))
-    assert trajectory.failure is not None and trajectory.failure.cause is Cause.AGENT
-    assert "'/nowhere/agent' cannot be run: " in trajectory.failure.message
-    assert "No such file or directory" in trajectory.failure.message
-
-
 def alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
@@ -658,25 +482,6 @@ os.rename(file.name, os.environ["PIDS"])
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
-@pytest.mark.parametrize(
-    ("rest", "cause"),
-    [("import time; time.sleep(3600)", Cause.TIMEOUT), ("print('{\"reward\": 1}')", None)],
-    ids=["hangs", "leaves a child behind"],
-)
-def test_nothing_a_program_started_outlives_the_attempt(rest: str, cause: Cause | None, tmp_path: Path) -> None:
-    """The child inherits the outputs; neither of the two keeps the attempt waiting."""
-    agent = program(CHILD + rest, environment={"PIDS": str(tmp_path / "pids")})
-    if cause is None:
-        trajectory = play(agent)
-    else:
-        [trajectory] = overtime(played({"a": agent}, saying("a"), [TASK]), (tmp_path / "pids").exists)
-    assert (trajectory.failure and trajectory.failure.cause) == cause
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
-    wait_until(lambda: not any(alive(pid) for pid in pids))  # the parent of a child may yet have to fetch it
-
-
 def test_a_program_is_killed_when_its_attempt_is_cancelled(tmp_path: Path) -> None:
     agent = program(CHILD + "import time; time.sleep(3600)", environment={"PIDS": str(tmp_path / "pids")})
 
@@ -692,12 +497,6 @@ def test_a_program_is_killed_when_its_attempt_is_cancelled(tmp_path: Path) -> No
     assert not alive(parent)
     with pytest.raises(ProcessLookupError):
         os.kill(parent, 0)  # reaped
-
-
-def test_a_program_that_runs_into_the_limit() -> None:
-    trajectory = play(program("urllib.request.urlopen(request)"), max_steps=1)
-    assert (trajectory.status, trajectory.reward) == (Status.MAX_STEPS, 0.0)
-    assert "HTTP Error 400" in trajectory.warning
 
 
 # What is refused before anything runs
@@ -723,11 +522,6 @@ async def no_client(task: Task) -> float:
 def test_what_is_no_agent_is_refused(found: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_agent(found, "mine:it")
-
-
-@pytest.mark.parametrize("found", [once, once_plainly, Command(["true"])])
-def test_functions_and_callable_objects_are_agents(found: Any) -> None:
-    assert check_agent(found, "mine:it") is found
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

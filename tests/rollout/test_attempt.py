@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from tests.clocks import StuckLoop
 from tests.worlds import (
-    CHATML,
     END,
     PLAIN,
-    PlainTokenizer,
     Ragged,
     Told,
     ToldPlain,
@@ -31,11 +29,9 @@ from tests.worlds import (
     user,
 )
 from treadle.core.draws import Stream
-from treadle.core.errors import Cause, EngineError, TrajectoryFailure
-from treadle.core.outcomes import as_played
-from treadle.core.types import DropReason, Failure, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import gather_group
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import Outcome
@@ -83,56 +79,14 @@ def test_a_state_is_of_the_step_that_follows_and_recorded_by_a_hash() -> None:
     assert len(kitchen) == len(hall) == 32
 
 
-def test_the_agent_loop_ends_after_max_steps_with_the_reward_so_far() -> None:
-    trajectory = one(Told(*[MORE] * 9), max_steps=3)
-    assert trajectory.status is Status.MAX_STEPS
-    assert trajectory.reward == 0.75
-    assert len(trajectory.steps) == 3
-
-
-class Echo(Environment):
-    """Single-turn: writes nothing but `step`."""
-
-    async def step(self, text: str) -> EnvStep:
-        return EnvStep(reward=float(text == self.task.ground_truth), done=True)
-
-
-def test_a_single_turn_environment_writes_only_step() -> None:
-    task = Task("t", (user("say a"),), "world", ground_truth="a")
-    assert [t.reward for t in play([Echo, Echo], saying("a"), task)] == [1.0, 1.0]
-    assert [t.reward for t in play(Echo, saying("b"), task)] == [0.0]
-
-
 @pytest.mark.parametrize(
     ("reward", "value"),
-    [
-        (True, 1.0),
-        (np.True_, 1.0),
-        (2, 2.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(-3), -3.0),
-        (Fraction(1, 4), 0.25),
-    ],
+    [(True, 1.0), (np.True_, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(-3), -3.0), (Fraction(1, 4), 0.25)],
 )
 def test_any_finite_number_is_a_reward(reward: Any, value: float) -> None:
     trajectory = one(Told(EnvStep(reward=reward, done=True)))
     assert trajectory.reward == value
     assert type(trajectory.reward) is float
-
-
-@pytest.mark.parametrize("answer", [((), 1.0, True, {}), ((), 1, np.True_, None)])
-def test_a_plain_tuple_and_a_numpy_bool_will_do(answer: Any) -> None:
-    trajectory = one(Told(answer))
-    assert (trajectory.status, trajectory.reward) == (Status.DONE, 1.0)
-
-
-def test_attempts_differ_by_their_seeds_and_versions_are_per_token() -> None:
-    engine = saying("ab")
-    asyncio.run(engine.publish(6))
-    trajectories = play([lambda: Told(MORE, DONE)] * 3, engine)
-    seeds = {s.sampling.seed for t in trajectories for s in t.steps}
-    assert len(seeds) == 6
-    assert {as_played(t).oldest_version for t in trajectories} == {6}
 
 
 def test_sampling_for_this_call_replaces_the_configured_one() -> None:
@@ -193,37 +147,20 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     # environment, cause, message, recorded steps
     (Told(opening=Boom("bang")), Cause.ENVIRONMENT, "reset raised Boom: bang", 0),
     (Told(opening=hang), Cause.TIMEOUT, "reset took longer than 0.2 s", 0),
-    (Told(opening=None), Cause.ENVIRONMENT, "reset must give messages", 0),
     (Told(opening=[]), Cause.ENVIRONMENT, "reset gave no messages", 0),
     (Told(opening="hello"), Cause.ENVIRONMENT, "must be a list of messages, got str", 0),
-    (Told(opening=user("hello")), Cause.ENVIRONMENT, "must be a list of messages, got dict", 0),
     (Told(opening=[{"role": "user"}]), Cause.ENVIRONMENT, "message 0 needs 'role' and 'content'", 0),
     (Told(opening=[user("lone \ud800 surrogate")]), Cause.ENVIRONMENT, "reset must give messages", 0),
-    (Told(Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 1),
     (Told(MORE, Boom("bang")), Cause.ENVIRONMENT, "step raised Boom: bang", 2),
-    (Told(StopIteration("over")), Cause.ENVIRONMENT, "step raised", 1),
     (Told(asyncio.CancelledError()), Cause.ENVIRONMENT, "step raised CancelledError", 1),
     (Told(Boom("bang \ud800")), Cause.ENVIRONMENT, "step raised Boom: bang \\ud800", 1),
-    (Told(hang), Cause.TIMEOUT, "step took longer than 0.2 s", 1),
     (Told(MORE, hang), Cause.TIMEOUT, "step took longer than 0.2 s", 2),
     (Told(None), Cause.ENVIRONMENT, "step must return EnvStep(observations, reward, done, info, state), got None", 1),
-    (Told(1.0), Cause.ENVIRONMENT, "got 1.0", 1),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
     (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan; it must be a finite number", 1),
-    (Told(SystemExit(3)), Cause.ENVIRONMENT, "step tried to exit the process (3)", 1),
-    (Told(TrajectoryFailure(Cause.VERIFIER, "no tests")), Cause.VERIFIER, "no tests", 1),
-    (Told(EnvStep(reward=-math.inf, done=True)), Cause.ENVIRONMENT, "the reward -inf", 1),
-    (
-        Told(EnvStep([tool("x")], 1e12), EnvStep(reward=1e12, done=True)),
-        Cause.ENVIRONMENT,
-        "rewards add up to 2000000000000.0",
-        2,
-    ),
     (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),
     (Told(EnvStep(reward="1", done=True)), Cause.ENVIRONMENT, "the reward '1'", 1),  # type: ignore[arg-type]
-    (Told(EnvStep(reward=None, done=True)), Cause.ENVIRONMENT, "the reward None", 1),  # type: ignore[arg-type]
     (Told(EnvStep(reward=1.0, done="yes")), Cause.ENVIRONMENT, "done='yes'; it must be true or false", 1),  # type: ignore[arg-type]
-    (Told(EnvStep(done=np.array([True, True]))), Cause.ENVIRONMENT, "it must be true or false", 1),  # type: ignore[arg-type]
     (Told(EnvStep()), Cause.ENVIRONMENT, "step gave no messages for the agent to read, and is not done", 1),
     (Told(EnvStep("go on")), Cause.ENVIRONMENT, "step must give messages", 1),  # type: ignore[arg-type]
     (Told(EnvStep([tool("\udfff")])), Cause.ENVIRONMENT, "step must give messages", 1),
@@ -259,17 +196,6 @@ def test_a_failure_is_attributed_and_leaves_its_siblings_alone(
         assert (healthy.status, healthy.reward, len(healthy.steps)) == (Status.DONE, 1.25, 2)
 
 
-def raising() -> Environment:
-    raise Boom("no room")
-
-
-def test_an_environment_that_cannot_be_made_fails_its_attempt_alone() -> None:
-    failed, healthy = play([raising, lambda: Told(DONE)], saying("a"))
-    assert failed.failure == Failure(Cause.ENVIRONMENT, "create raised Boom: no room")
-    assert failed.steps == ()
-    assert healthy.reward == 1.0
-
-
 @pytest.mark.parametrize("closing", [Boom("stuck"), hang])
 def test_a_failing_close_takes_no_reward_away(closing: Any) -> None:
     world = Told(DONE, closing=closing)
@@ -277,27 +203,6 @@ def test_a_failing_close_takes_no_reward_away(closing: Any) -> None:
     assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
     assert trajectory.warning == ("close took longer than 0.2 s" if closing is hang else "close raised Boom: stuck")
     assert world.calls.count("close") == 1
-
-
-def test_a_failing_close_does_not_hide_why_the_attempt_failed() -> None:
-    trajectory = one(Told(Boom("first"), closing=Boom("second")))
-    assert trajectory.failure == Failure(Cause.ENVIRONMENT, "step raised Boom: first")
-    assert trajectory.warning == "close raised Boom: second"
-
-
-def test_an_engine_error_fails_its_attempt_alone() -> None:
-    def reply(prompt: Ids, sampling: SamplingParams) -> list[int]:
-        if len(engine.calls) == 3:  # the second call of the first attempt
-            raise EngineError("out of memory")
-        return [*plain_ids("a"), END]
-
-    engine = FakeEngine(reply)
-    worlds = [Told(MORE, DONE), Told(MORE, DONE)]
-    failed, healthy = play([lambda: worlds[0], lambda: worlds[1]], engine)
-    assert failed.failure == Failure(Cause.ENGINE, "out of memory")
-    assert len(failed.steps) == 1
-    assert healthy.reward == 1.25
-    assert [w.calls.count("close") for w in worlds] == [1, 1]
 
 
 async def test_an_attempt_that_its_driver_cancels_fails() -> None:
@@ -321,17 +226,6 @@ def test_an_unexpected_exception_of_the_engine_is_no_trajectory_but_still_cleans
         one(world, engine)
     assert engine.open == []
     assert world.calls == ["reset", "close"]
-
-
-def test_a_conversation_the_chat_template_refuses_fails_its_attempt_alone() -> None:
-    refusal = "{{ raise_exception('roles must alternate') }}"
-    strict = f"{{% for m in messages if m.role == 'tool' %}}{refusal}{{% endfor %}}{CHATML}"
-    worlds = [Told(MORE, DONE), Told(EnvStep([user("more")]), DONE)]
-    failed, healthy = play([lambda: worlds[0], lambda: worlds[1]], saying("a"), tokenizer=PlainTokenizer(strict))
-    assert failed.failure is not None
-    assert failed.failure.cause is Cause.ENVIRONMENT
-    assert "the chat template refuses a conversation of user, assistant, tool: roles must" in failed.failure.message
-    assert healthy.reward == 1.0
 
 
 # Single-message mode
@@ -468,25 +362,6 @@ def test_a_call_that_resists_its_cancellation_is_not_waited_for() -> None:
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(go())
-
-
-def test_groups_keep_the_order_of_attempts_whatever_finishes_first() -> None:
-    async def attempt(number: int) -> Trajectory:
-        await asyncio.sleep(0.01 * (3 - number))
-        return Trajectory(f"g.{number}", "t", number, (), 0.0, Status.DONE)
-
-    async def go() -> list[int]:
-        running: list[Awaitable[Trajectory]] = [attempt(n) for n in range(3)]
-        group = await gather_group("g", 0, 0, 0, Task("t"), running)
-        return [t.attempt for t in group.trajectories]
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        assert runner.run(go()) == [0, 1, 2]
-
-
-def test_the_plain_tokenizer_is_what_these_tests_take_it_for() -> None:
-    assert PLAIN.decode(plain_ids("abacab<|im_end|>"), skip_special_tokens=False) == "abacab<|im_end|>"
-    assert RolloutConfig().max_steps >= 1
 
 
 def test_an_attempt_whose_engine_does_not_answer_fails_of_time() -> None:

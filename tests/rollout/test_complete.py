@@ -16,7 +16,6 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 
 ALL = {**FAMILIES, **WRITING_TOOLS}
-SYSTEM: Message = {"role": "system", "content": "zero"}
 DEVELOPER: Message = {"role": "developer", "content": "Always answer in French."}
 QUESTION, ANSWER = user("What is it?"), Message(role="assistant", content="It is tea.")
 CALLING: Message = {
@@ -89,14 +88,6 @@ def test_a_role_that_the_template_drops_is_refused_with_its_remedy(name: str) ->
     assert text is not None and dropped["content"] in text
 
 
-@pytest.mark.parametrize("name", ["phi3_5", "cohere2"])
-def test_results_of_tools_may_be_written_as_the_users(name: str) -> None:
-    talk = [QUESTION, ANSWER, tool("12:00")]
-    assert said(name, talk, []) is None
-    text = said(name, talk, [], mapped(name, tool="user"))
-    assert text is not None and "12:00" in text
-
-
 def test_calls_of_a_template_without_tools_are_refused_unless_the_model_made_them() -> None:
     """Of a recorded reply it is a break, which has its cause."""
     renderer = world("phi3_5").renderer
@@ -112,10 +103,6 @@ def test_thoughts_are_left_out_before_the_last_question_alone() -> None:
     assert said("qwen3", [QUESTION, thoughtful, QUESTION], []) is not None
     with pytest.raises(DataError, match=r"leaves out the thought of message 2 \(assistant: 'thought'\)"):
         Conversation(world("qwen2_5").renderer).render([QUESTION, thoughtful, tool("milk")])
-
-
-def test_blank_messages_are_no_messages() -> None:
-    assert said("qwen3", [{**DEVELOPER, "content": " \n"}, QUESTION], []) is not None
 
 
 PARTS = st.sampled_from(["system", "developer", "user", "assistant", "thinking", "calling", "tool", "observation"])
@@ -153,10 +140,6 @@ def test_whatever_is_sent_stands_in_the_prompt_or_is_refused(
             assert message["reasoning_content"] in text
         for called in message.get("tool_calls", ()):
             assert f"a{message['content']}" in text and called["function"]["name"] in text
-
-
-def test_the_renderer_of_these_tests_writes_every_role() -> None:
-    assert Conversation(plain_renderer()).render([SYSTEM, DEVELOPER, QUESTION, ANSWER, tool("x")]).break_cause is None
 
 
 # Several system messages

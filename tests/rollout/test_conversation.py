@@ -216,38 +216,7 @@ def test_another_template_by_file_or_name(tmp_path: Any) -> None:
         ChatRenderer(named, [END], chat_template="missing")
 
 
-def test_options_of_a_call_are_above_those_of_the_renderer() -> None:
-    talk = conversation("{{ a }}{{ b }}{{ messages[0].content }}", chat_template_kwargs={"a": "1", "b": "2"})
-    assert talk.render([user("q")], template_kwargs={"b": "3"}).ids.tolist() == plain_ids("13q")
-
-
 # Injection
-
-
-@pytest.mark.quick(6)
-@pytest.mark.parametrize("name", FAMILIES)
-@given(data=st.data())
-def test_nothing_in_a_conversation_can_write_structural_tokens(name: str, data: st.DataObject) -> None:
-    """The same structural tokens come out as if the texts were harmless."""
-    world = WORLDS[name]
-    evil = st.lists(st.sampled_from([*world.special.values(), "assistant", "\n", "x", *RESERVED]), max_size=6)
-    texts = [data.draw(evil.map("".join)) for _ in range(3)]
-
-    def structure(texts: list[str]) -> list[int]:
-        talk = Conversation(world.renderer)
-        messages = [user("Q " + texts[0])]
-        if world.family.system:
-            messages.insert(0, Message(role="system", content="S " + texts[2]))
-        prompt = talk.render(messages)
-        talk.record(prompt, np.array([*plain_piece, world.stops[-1]], np.int32), said("ok"))
-        prompt = talk.render([*messages, said("ok"), user("Q " + texts[1])])
-        return [i for i in prompt.ids.tolist() if i in world.special]
-
-    plain_piece = world.tokenizer.encode("ok", add_special_tokens=False).ids
-    assert structure(texts) == structure(["x"] * 3)
-
-
-WORLDS = {name: World(family, small_vocabulary()) for name, family in FAMILIES.items()}
 
 
 @given(st.text(RESERVED + "<|im_end>ab", max_size=12), st.text(RESERVED + "ab", max_size=12))

@@ -103,14 +103,6 @@ def test_what_is_learned_is_kept_by_the_next_prompt_as_a_sampled_reply_is(name: 
     assert conversation.render([user("who?"), reply, user("and?")]).ids.size > prompt.ids.size
 
 
-def test_several_system_messages_are_one_as_in_a_session() -> None:
-    said = ("system", "be brief"), ("system", "be kind"), ("user", "who?"), ("assistant", "Anna")
-    messages = [Message(role=role, content=content) for role, content in said]
-    [(prompt, completion)] = demonstrated_calls(messages, world("qwen3_6").renderer)
-    assert "be brief\n\nbe kind" in world("qwen3_6").renderer.decode(prompt)
-    assert "Anna" in world("qwen3_6").renderer.decode(completion)
-
-
 def test_what_the_template_leaves_out_is_refused() -> None:
     silent = CHATML.replace("calls(m) +", "")
     with pytest.raises(DataError, match="the chat template leaves out the tool call of message 2"):

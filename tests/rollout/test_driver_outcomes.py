@@ -20,7 +20,13 @@ from treadle.testing import FakeEngine
 
 DONE, MORE = EnvStep(reward=1.0, done=True), EnvStep([tool("more")], 0.25)
 OTHER_TOKENS = Reward(tokens=np.array([1.0] * 7, np.float32))
-VERIFIER = TrajectoryFailure(Cause.VERIFIER, "no tests")
+HUGE = EnvStep([tool("x")], 1e12, done=True)
+VERIFIER, GAVE_UP = TrajectoryFailure(Cause.VERIFIER, "no tests"), TrajectoryFailure(Cause.AGENT, "gave up")
+NO_TESTS = Cause.VERIFIER, "no tests"
+TOO_LONG = Cause.TIMEOUT, "(rollout.trajectory_timeout)"
+REFUSED = Cause.AGENT, "no bad; an agent that does without the answer returns treadle.Recovered(reward)"
+OVER_IT = Recovered(Reward({"page": 0.5}))
+MALFORMED = "1 of its requests were malformed, the first: messages"
 REFUSING = f"{{% for m in messages if m.role == 'tool' %}}{{{{ raise_exception('no tools') }}}}{{% endfor %}}{CHATML}"
 CHOOSY = f"{{% for m in messages if m.content == 'bad' %}}{{{{ raise_exception('no bad') }}}}{{% endfor %}}{CHATML}"
 
@@ -99,174 +105,67 @@ def failed(name: str, player: Any, cause: Cause, message: str, **more: Any) -> R
     return Row(name, player, Status.FAILED, None, cause, message, **more)
 
 
+def limited(**settings: Any) -> dict[str, Any]:
+    return {"settings": tuple(settings.items())}
+
+
 LONG = "x" * 200
-TIGHT = (("max_input_tokens", 80),)
+TIGHT = limited(max_input_tokens=80)
+FIRST: dict[str, Any] = {"engine": lambda: failing(1)}
+SECOND: dict[str, Any] = {"engine": lambda: failing(2)}
+NO_MEMORY = Cause.ENGINE, "out of memory"
+AT_LIMIT: dict[str, Any] = {"warning": "the agent raised BadRequestError"}
 TABLE = [
     # an environment
     Row("it is done", world(MORE, DONE), Status.DONE, 1.25),
-    Row("steps used up", world(*[MORE] * 9), Status.MAX_STEPS, 0.5, settings=(("max_steps", 2),)),
-    Row("a later prompt is too long", world(*[MORE] * 9), Status.CONTEXT, 0.75, settings=TIGHT),
-    failed("the first prompt is too long", world(opening=[user(LONG)]), Cause.CONTEXT, "tokens,", settings=TIGHT),
-    failed("the engine fails", world(DONE), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
-    failed("the engine fails later", world(MORE, DONE), Cause.ENGINE, "out of memory", engine=lambda: failing(2)),
+    Row("steps used up", world(*[MORE] * 9), Status.MAX_STEPS, 0.5, **limited(max_steps=2)),
+    Row("a later prompt is too long", world(*[MORE] * 9), Status.CONTEXT, 0.75, **TIGHT),
+    failed("the first prompt is too long", world(opening=[user(LONG)]), Cause.CONTEXT, "tokens,", **TIGHT),
+    failed("the engine fails later", world(MORE, DONE), *NO_MEMORY, **SECOND),
     failed("the template refuses", world(MORE, DONE), Cause.ENVIRONMENT, "no tools", template=REFUSING),
     failed("it cannot be made", broken, Cause.ENVIRONMENT, "create raised Boom: no room"),
-    failed("reset raises", world(opening=Boom("x")), Cause.ENVIRONMENT, "reset raised Boom: x"),
     failed("step raises", world(MORE, Boom("x")), Cause.ENVIRONMENT, "step raised Boom: x"),
     failed("step knows better", world(VERIFIER), Cause.VERIFIER, "no tests"),
-    failed("step hangs", world(hang), Cause.TIMEOUT, "step took longer", settings=(("environment_timeout", 0.05),)),
+    failed("step hangs", world(hang), Cause.TIMEOUT, "step took longer", **limited(environment_timeout=0.05)),
     failed("it exits", world(SystemExit(3)), Cause.ENVIRONMENT, "step tried to exit"),
-    failed("no EnvStep", world(None), Cause.ENVIRONMENT, "step must return EnvStep"),
-    failed("a reward of other tokens", world(EnvStep(reward=OTHER_TOKENS, done=True)), Cause.ENVIRONMENT, "step: "),
-    failed(
-        "rewards too large together",
-        world(EnvStep([tool("x")], 1e12), EnvStep(reward=1e12, done=True)),
-        Cause.ENVIRONMENT,
-        "the steps' rewards add up",
-    ),
+    failed("a reward of other tokens", world(EnvStep(reward=OTHER_TOKENS, done=True)), Cause.ENVIRONMENT, "7 tokens"),
+    failed("rewards too large", world(HUGE._replace(done=False), HUGE), Cause.ENVIRONMENT, "the steps' rewards add up"),
     Row("close raises", world(DONE, closing=Boom("x")), Status.DONE, 1.0, warning="close raised Boom: x"),
-    Row(
-        "close raises at a limit",
-        world(*[MORE] * 9, closing=Boom("x")),
-        Status.CONTEXT,
-        0.75,
-        warning="close raised Boom: x",
-        settings=TIGHT,
-    ),
     failed(
-        "close raises, too",
-        world(Boom("x"), closing=Boom("y")),
-        Cause.ENVIRONMENT,
-        "step raised Boom: x",
-        warning="close raised Boom: y",
+        "all raises", world(Boom("x"), closing=Boom("y")), Cause.ENVIRONMENT, "step raised Boom: x", warning="close"
     ),
-    failed(
-        "the attempt takes too long",
-        world(hang, closing=Boom("x")),
-        Cause.TIMEOUT,
-        "the attempt took longer than 0.2 s (rollout.trajectory_timeout)",
-        settings=(("trajectory_timeout", 0.2),),
-    ),
+    failed("its attempt takes too long", world(hang), *TOO_LONG, **limited(trajectory_timeout=0.2)),
     # an agent program
     Row("it returns", agent("x", "y"), Status.DONE, 1.0),
-    Row(
-        "it raises at the limit of steps",
-        agent("x", "y", "z"),
-        Status.MAX_STEPS,
-        0.0,
-        warning="the agent raised BadRequestError",
-        settings=(("max_steps", 2),),
-    ),
-    Row("it returns after it", agent("x", "y", caught=1), Status.MAX_STEPS, 1.0, settings=(("max_steps", 1),)),
-    Row(
-        "it raises for a long prompt",
-        agent("x", LONG),
-        Status.CONTEXT,
-        0.0,
-        warning="the agent raised BadRequestError",
-        settings=TIGHT,
-    ),
-    Row("it returns after one", agent("x", LONG, caught=1), Status.CONTEXT, 1.0, settings=TIGHT),
-    Row("it makes do with a shorter one", agent(LONG, "x", caught=1), Status.DONE, 1.0, settings=TIGHT),
-    failed("it raises for a long first prompt", agent(LONG), Cause.CONTEXT, "tokens,", settings=TIGHT),
-    failed("it returns after a long first one", agent(LONG, caught=1), Cause.CONTEXT, "tokens,", settings=TIGHT),
-    Row(
-        "its own failure at a limit counts as the limit",
-        agent("x", LONG, caught=1, returns=TrajectoryFailure(Cause.AGENT, "gave up")),
-        Status.CONTEXT,
-        0.0,
-        warning="gave up",
-        settings=TIGHT,
-    ),
-    failed("it raises as the engine fails", agent("x"), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
-    failed(
-        "it raises as the engine fails later", agent("x", "y"), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
-    ),
-    failed(
-        "it raises for want of an answer",
-        agent("x", "y", caught=1, returns=Boom("x")),
-        Cause.ENGINE,
-        "out of memory",
-        engine=lambda: failing(1),
-    ),
-    failed(
-        "it meets a limit after a failure",
-        agent("x", "y", "z", "w", caught=1),
-        Cause.ENGINE,
-        "out of memory",
-        engine=lambda: failing(2),
-        settings=(("max_steps", 2),),
-    ),
-    failed("no answer but failures", agent("x", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(1)),
-    Row("it asks again", agent("x", "x", caught=1), Status.DONE, 1.0, engine=lambda: failing(1)),
-    Row(
-        "a call that the engine failed is no step",
-        agent("x", "x", "y", caught=1),
-        Status.DONE,
-        1.0,
-        engine=lambda: failing(1),
-        settings=(("max_steps", 2),),
-    ),
-    failed(
-        "it swallows a failure", agent("x", "y", caught=1), Cause.ENGINE, "out of memory", engine=lambda: failing(2)
-    ),
-    failed("it asks something else", agent("x", "y", caught=1), Cause.ENGINE, "memory", engine=lambda: failing(1)),
-    Row(
-        "it gets over a failure",
-        agent("x", "y", caught=1, returns=Recovered(0.5)),
-        Status.DONE,
-        0.5,
-        engine=lambda: failing(2),
-    ),
-    failed(
-        "it swallows what the template refuses",
-        agent("x", "bad", caught=1, returns=0.0),
-        Cause.AGENT,
-        "no bad; an agent that does without the answer returns treadle.Recovered(reward)",
-        template=CHOOSY,
-    ),
-    Row(
-        "it gets over what the template refuses",
-        agent("x", "bad", caught=1, returns=Recovered(Reward({"page": 0.5}))),
-        Status.DONE,
-        0.5,
-        template=CHOOSY,
-    ),
-    Row(
-        "it sends what nobody takes",
-        agent("x", "", caught=1, returns=0.0),
-        Status.DONE,
-        0.0,
-        warning="1 of its requests were malformed, the first: messages",
-    ),
+    Row("it raises at the limit", agent("x", "y", "z"), Status.MAX_STEPS, 0.0, **AT_LIMIT, **limited(max_steps=2)),
+    Row("it returns after it", agent("x", "y", caught=1), Status.MAX_STEPS, 1.0, **limited(max_steps=1)),
+    Row("it raises for a long prompt", agent("x", LONG), Status.CONTEXT, 0.0, **AT_LIMIT, **TIGHT),
+    Row("it returns after one", agent("x", LONG, caught=1), Status.CONTEXT, 1.0, **TIGHT),
+    Row("it makes do with a shorter one", agent(LONG, "x", caught=1), Status.DONE, 1.0, **TIGHT),
+    failed("it raises for a long first prompt", agent(LONG), Cause.CONTEXT, "tokens,", **TIGHT),
+    failed("it returns after a long first one", agent(LONG, caught=1), Cause.CONTEXT, "tokens,", **TIGHT),
+    Row("it gives up", agent("x", LONG, caught=1, returns=GAVE_UP), Status.CONTEXT, 0.0, warning="gave up", **TIGHT),
+    failed("it raises as the engine fails later", agent("x", "y"), *NO_MEMORY, **SECOND),
+    failed("it raises for want of an answer", agent("x", "y", caught=1, returns=Boom("x")), *NO_MEMORY, **FIRST),
+    failed("a limit after a failure", agent(*"xyzw", caught=1), *NO_MEMORY, **{**SECOND, **limited(max_steps=2)}),
+    Row("it asks again", agent("x", "x", caught=1), Status.DONE, 1.0, **FIRST),
+    Row("a failed call is no step", agent(*"xxy", caught=1), Status.DONE, 1.0, **FIRST, **limited(max_steps=2)),
+    failed("it swallows a failure", agent("x", "y", caught=1), *NO_MEMORY, **SECOND),
+    Row("it gets over one", agent("x", "y", caught=1, returns=Recovered(0.5)), Status.DONE, 0.5, **SECOND),
+    failed("it swallows a refusal", agent("x", "bad", caught=1, returns=0.0), *REFUSED, template=CHOOSY),
+    Row("it gets over one, too", agent("x", "bad", caught=1, returns=OVER_IT), Status.DONE, 0.5, template=CHOOSY),
+    Row("it sends what nobody takes", agent("x", "", caught=1, returns=0.0), Status.DONE, 0.0, warning=MALFORMED),
     failed("no number, recovered", agent("x", returns=Recovered(None)), Cause.AGENT, "the agent returned None"),  # type: ignore[arg-type]
-    failed(
-        "it knows better than the engine",
-        agent("x", caught=1, returns=VERIFIER),
-        Cause.VERIFIER,
-        "no tests",
-        engine=lambda: failing(1),
-    ),
-    failed("it raises", agent("x", returns=Boom("x")), Cause.AGENT, "the agent raised Boom: x"),
-    failed("it knows better", agent("x", returns=VERIFIER), Cause.VERIFIER, "no tests"),
+    failed("it knows better than the engine", agent("x", caught=1, returns=VERIFIER), *NO_TESTS, **FIRST),
+    failed("it raises", agent("x", returns=Boom("bang \ud800")), Cause.AGENT, "the agent raised Boom: bang \\ud800"),
+    failed("it exits", agent("x", returns=SystemExit(3)), Cause.AGENT, "the agent tried to exit the process (3)"),
+    failed("it knows better", agent("x", returns=VERIFIER), *NO_TESTS),
     failed("no number", agent("x", returns=None), Cause.AGENT, "the agent returned None"),
+    failed("not a number", agent("x", returns=float("nan")), Cause.AGENT, "the agent returned nan"),
     failed("it never asks", agent(), Cause.AGENT, "without a single answer"),
-    failed("it never asks, for nothing", agent(returns=0.0), Cause.AGENT, "without a single answer"),
     failed("it rewards other tokens", agent("x", returns=OTHER_TOKENS), Cause.AGENT, "the agent's reward: "),
-    failed(
-        "it hangs",
-        agent("x", returns=hang),
-        Cause.TIMEOUT,
-        "the agent took longer than 1 s",
-        settings=(("agent_timeout", 1.0),),
-    ),
-    failed(
-        "its attempt takes too long",
-        agent("x", returns=hang),
-        Cause.TIMEOUT,
-        "the attempt took longer than 1 s (rollout.trajectory_timeout)",
-        settings=(("trajectory_timeout", 1.0),),
-    ),
+    failed("it hangs", agent("x", returns=hang), Cause.TIMEOUT, "the agent took longer", **limited(agent_timeout=1.0)),
+    failed("its attempt takes too long", agent("x", returns=hang), *TOO_LONG, **limited(trajectory_timeout=1.0)),
 ]
 
 

@@ -47,11 +47,6 @@ def test_a_value_that_is_no_number_fails_the_attempt(value: object) -> None:
     assert dict(trajectory.metrics) == {}
 
 
-def test_an_environment_without_metrics_may_say_anything() -> None:
-    [trajectory] = play(lambda: Told(EnvStep(done=True, info={"searches": object()})), saying("hi"))
-    assert dict(trajectory.metrics) == {} and trajectory.reward == 0.0
-
-
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
@@ -92,10 +87,6 @@ def test_info_that_is_no_mapping_fails_the_attempt_of_an_environment_that_measur
     [fine] = play(lambda: Told(step), saying("hi"))
     assert failed.failure is not None and "info None; it must be a mapping" in failed.failure.message
     assert fine.reward == 0.0
-
-
-def test_environments_may_share_a_metric() -> None:
-    check_metrics({"lookup": Lookup, "again": Lookup, "made": lambda: Lookup()})
 
 
 class Family(Told):

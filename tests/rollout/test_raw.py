@@ -1,6 +1,5 @@
 """Raw prompts that carry on what was sampled keep its ids."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +46,3 @@ def test_whatever_was_sampled_is_kept(sampled: list[int], more: str) -> None:
 def test_what_is_no_prompt_is_refused(prompt: object) -> None:
     with pytest.raises(DataError):
         prompts().ids(prompt)  # type: ignore[arg-type]
-
-
-def test_ids_are_taken_as_they_are() -> None:
-    assert prompts().ids([1, 2, 3]).dtype == np.int32

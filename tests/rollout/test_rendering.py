@@ -39,22 +39,14 @@ KEPT_BY_APPENDING = {
 
 
 @cache
-def world(name: str, vocabulary: str) -> World:
-    if vocabulary == "small":
-        return World(FAMILIES[name], small_vocabulary())
-    root = os.environ.get("TREADLE_TEST_DATA")
-    if root is None:
-        pytest.skip("TREADLE_TEST_DATA, which holds tokenizers/qwen, is not set")
-    return World(FAMILIES[name], qwen_vocabulary(root))
+def world(name: str, vocabulary: str = "small") -> World:
+    return World(FAMILIES[name], small_vocabulary() if vocabulary == "small" else qwen_vocabulary())
 
 
 @cache
-def qwen_vocabulary(root: str) -> Tokenizer:
-    return Tokenizer.from_file(str(Path(root) / "tokenizers" / "qwen" / "tokenizer.json"))
-
-
-each_family = pytest.mark.parametrize("name", FAMILIES)
-each_vocabulary = pytest.mark.parametrize("vocabulary", ["small", "qwen"])
+def qwen_vocabulary() -> Tokenizer:
+    root = Path(os.environ["TREADLE_TEST_DATA"])
+    return Tokenizer.from_file(str(root / "tokenizers" / "qwen" / "tokenizer.json"))
 
 
 DEFUSE = "\U00020000"  # a character that no conversation holds
@@ -271,44 +263,40 @@ def talk(world: World, seed: int, turns: int) -> Counter[str]:
 
 
 @pytest.mark.quick(1)
-@each_vocabulary
-@each_family
+@pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32), turns=st.integers(2, 7))
-def test_every_prompt_carries_the_sampled_ids_on(name: str, vocabulary: str, seed: int, turns: int) -> None:
-    talk(world(name, vocabulary), seed, turns)
-
-
-def test_tokenizing_anew_would_have_broken_most_of_them() -> None:
-    """What makes the property above worth having."""
-    counts = sum((talk(world(name, "small"), seed, 5) for name in FAMILIES for seed in range(1)), Counter())
-    assert counts["naive breaks"] > counts["appended"] / 2
-    assert counts["extends"] > counts["appended"] / 2
+def test_every_prompt_carries_the_sampled_ids_on(name: str, seed: int, turns: int) -> None:
+    talk(world(name), seed, turns)
 
 
 def play(conversations: int) -> tuple[Counter[str], Counter[str]]:
-    """Counts of prompts, and of conversations, with the same number of each family; prints how they went."""
-    vocabulary = "qwen" if "TREADLE_TEST_DATA" in os.environ else "small"
+    """Counts of prompts, and of conversations, with the same number of each family; prints how they went.
+
+    Every fifth family has a vocabulary of 150,000 tokens, if there is one: a renderer of it takes seconds to make.
+    """
     total, played = Counter[str](), Counter[str]()
-    for name in FAMILIES:
+    for number, name in enumerate(FAMILIES):
         counts = Counter[str]()
+        vocabulary = "small" if number % 5 or "TREADLE_TEST_DATA" not in os.environ else "qwen"
         for seed in range(conversations // len(FAMILIES)):
             found = talk(world(name, vocabulary), seed, 2 + seed % 6)
             counts += found
             played["all"] += 1
             played["broken if tokenized anew"] += found["naive breaks"] > 0
             played["broken"] += found["extends"] < found["appended"]
-        print(f"{name}: {dict(counts)}", flush=True)
+        print(f"{name}, {vocabulary} vocabulary: {dict(counts)}", flush=True)
         total += counts
-    print(f"\n{vocabulary} vocabulary: conversations {dict(played)}\nprompts {dict(total)}")
+    print(f"\nconversations {dict(played)}\nprompts {dict(total)}")
     return total, played
 
 
 @pytest.mark.slow
 def test_hundreds_of_conversations() -> None:
-    """Run as a module, this file plays as many as it is told."""
-    total, conversations = play(400)
+    """Most of which would be broken had all been tokenized anew. As a module, this file plays as many as it is told."""
+    total, conversations = play(200)
     assert conversations["broken if tokenized anew"] > conversations["all"] / 2
+    assert total["naive breaks"] > total["appended"] / 2 < total["extends"]
     assert total["structure unchecked"] < total["appended"] / 100
 
 

@@ -26,11 +26,6 @@ def calls(message: Message) -> list[tuple[str, object]]:
     return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
 
 
-def test_plain_is_all_content() -> None:
-    text = "<think>a</think><tool_call>{}</tool_call>"
-    assert plain(text, TOOLS) == {"role": "assistant", "content": text}
-
-
 @pytest.mark.parametrize("parse", [thinking, hermes, qwen_xml])
 @pytest.mark.parametrize(
     ("text", "thought", "content"),

@@ -81,13 +81,6 @@ def test_every_call_has_its_own_seed_from_its_address() -> None:
     assert len(set(seeds)) == 3
 
 
-def test_greedy_tokens_are_recorded_but_never_trainable() -> None:
-    session = open_session(saying("a"), temperature=0.0)
-    talk(session, 1)
-    assert session.steps[0].completion_ids.tolist() == [*plain_ids("a"), END]
-    assert not session.steps[0].mask.any()
-
-
 class Swapping(FakeEngine):
     """Weights are swapped in flight: the first token by the current version, the others by the next."""
 

@@ -162,14 +162,6 @@ def test_content_is_never_structural(name: str, inside: bool) -> None:
     check()
 
 
-def test_huge_pieces_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.rendering.structure._MEMOISED", ((10, 4), (1000, 4)))
-    _, built = structure("byte level")
-    for length, remembered in ((5, True), (1000, True), (1001, False)):
-        first = built.encode("x" * length)[0]
-        assert (built.encode("x" * length)[0] is first) == remembered
-
-
 def test_what_a_tokenizer_was_set_to_truncate_or_pad_is_encoded_whole() -> None:
     tokenizer, _ = structure("byte level")
     whole = tokenizer.encode("<s>messages", add_special_tokens=False).ids

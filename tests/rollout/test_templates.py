@@ -20,10 +20,7 @@ def template(source: str, name: str = "qwen2_5") -> ChatTemplate:
     ("source", "why"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].tools[0] }}", "'dict object' has no attribute 'tools'"),
-        ("{{ nothing.content }}", "'nothing' is undefined"),
         ("{{ 1 // 0 }}", "integer division or modulo by zero"),
-        ("{{ messages + 1 }}", "can only concatenate list"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "maximum recursion depth exceeded"),
         ("{{ messages.__class__.mro() }}", "access to attribute '__class__' of 'list' object is unsafe"),
@@ -36,33 +33,13 @@ def test_what_a_template_fails_with_is_said_and_that_it_is_the_template(source: 
     assert why in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("source", "written"),
-    [
-        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
-        ("{{ 'x' | center(5) }}|{{ 'x'.ljust(3) }}|{{ 'x'.zfill(3) }}", "  x  |x  |00x"),
-        ("{{ '%5.1f' % 2 }}{{ '%s-%s' % (1, 'a') }}{{ '{:>3}'.format(1) }}{{ '%d' | format(3) }}", "  2.01-a  13"),
-        ("{{ 3 * 'ab' }}{{ 2 ** 3 }}{{ 7 % 4 }}{{ 1 + 2 }}{{ [1] + [2] }}", "ababab833[1, 2]"),
-        ("{{ messages | map(attribute='role') | join(', ') }}{{ ', '.join(['a', 'b']) }}", "usera, b"),
-        ("{{ messages | join(attribute='role') }}{{ 'a' ~ 1 ~ none }}", "usera1None"),
-        (
-            "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}",
-            "1/3,2/3,3/3",
-        ),
-        ("{% for i in [1, [2]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}", "12"),
-        ("{% for a in [] %}{% else %}none{% endfor %}{% for a in x %}{% endfor %}", "none"),
-        ("{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}{{ dict(b=1) | tojson }}", '2{"b": 1}'),
-        ("{% generation %}{{ 'a' | upper | replace('A', 'b') }}{% endgeneration %}", "b"),
-        ("{{ {'a': [1]} | tojson(indent=1) }}", json.dumps({"a": [1]}, indent=1)),
-        (
-            "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}"
-            "{{ i }}{% endfor %}",
-            "02",
-        ),
-    ],
-)
-def test_what_templates_do_stays_as_it_was(source: str, written: str) -> None:
-    assert render(template(source)) == written
+def test_templates_have_what_transformers_gives_them() -> None:
+    source = (
+        "{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}{{ {'a': [1]} | tojson(indent=1) }}"
+        "{% generation %}{{ 'a' }}{% endgeneration %}{% for i in range(9) %}{% if i == 1 %}{% break %}{% endif %}"
+        "{{ i }}{% endfor %}"
+    )
+    assert render(template(source)) == "2" + json.dumps({"a": [1]}, indent=1) + "a0"
 
 
 @pytest.mark.parametrize("source", ["{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "{{ namespace(_a=1) }}"])

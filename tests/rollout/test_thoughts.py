@@ -40,11 +40,7 @@ def said(text: str, parse: ReplyParser, options: CallOptions = NO_OPTIONS, *hist
 
 @pytest.mark.parametrize("parse", [hermes, thinking])
 def test_what_is_cut_within_a_thought_that_the_prompt_opened_is_thought(parse: ReplyParser) -> None:
-    assert said(f"hm {CALL}", parse) == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": f"hm {CALL}",
-    }
+    assert said(f"hm {CALL}", parse) == {"role": "assistant", "content": "", "reasoning_content": f"hm {CALL}"}
 
 
 def test_behind_the_thought_a_call_is_one() -> None:
@@ -63,10 +59,6 @@ def test_a_thought_that_the_caller_began_goes_on() -> None:
     options = CallOptions(template_kwargs={"enable_thinking": False}, continue_final_message=True)
     message = said("hm", thinking, options, Message(role="assistant", content="<think>\nlet"))
     assert (message["content"], message["reasoning_content"]) == ("", "hm")
-
-
-def test_plain_is_what_was_sampled() -> None:
-    assert said("hm", plain) == {"role": "assistant", "content": "hm"}
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano", "deepseekv3"])

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,17 +18,7 @@ from treadle.core.types import SamplingParams
 from treadle.recipes.agents.questions import TOOL, parse_reply
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
-from treadle.rendering.replies import (
-    ReplyParser,
-    glm,
-    harmony,
-    hermes,
-    llama,
-    parser_name,
-    plain,
-    qwen_xml,
-    thinking,
-)
+from treadle.rendering.replies import ReplyParser, glm, harmony, hermes, llama, parser_name, plain, qwen_xml, thinking
 from treadle.rollout.session import Address, CallOptions, Session, SessionSpec
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
@@ -134,13 +123,6 @@ def test_calls_that_nobody_looks_for_need_not_be_read() -> None:
     assert asyncio.run(session.chat([user("q")], [LOOK], CallOptions(tool_calls=False))).message["content"] == "ab"
     with pytest.raises(DataError, match="does not write tools"):
         asyncio.run(open_session(SILENT, plain).chat([user("q")], [LOOK], CallOptions(tool_calls=False)))
-
-
-def test_a_template_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "own.jinja"
-    path.write_text(SILENT)
-    shown = ChatRenderer(PlainTokenizer(), [END], chat_template=str(path))
-    assert shown.tools_problem().startswith(f"the chat template '{path}' does not write tools")
 
 
 @pytest.mark.xdist_group("anthropic")

@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,9 +26,7 @@ from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.isolation import blocked_loop, user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.interrupts import Interrupt, InterruptHandler, handled
 from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
-from treadle.rollout.isolation.user_code import attributed
 from treadle.testing import VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -206,24 +203,6 @@ def test_stopping_the_loop_ends_the_run_with_an_error_that_says_so() -> None:
         play([lambda: Told(MORE, DONE), lambda: Told(stopping)], saying("a"))
 
 
-def test_a_callback_that_exits_is_logged_and_harms_nobody() -> None:
-    said: list[str] = []
-
-    def leaving() -> None:
-        sys.exit("bye")
-
-    async def step() -> EnvStep:
-        asyncio.get_running_loop().call_soon(leaving)
-        await asyncio.sleep(0.01)
-        return DONE
-
-    trajectories = play([lambda: Told(MORE, DONE), lambda: Told(step)], saying("a"), said=said)
-    assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.0]
-    [line] = said
-    assert line.startswith("a task or callback tried to exit the process (SystemExit('bye')), at ")
-    assert "in leaving" in line
-
-
 async def resisting() -> None:
     while True:
         try:
@@ -292,31 +271,6 @@ def test_a_first_ctrl_c_cancels_what_is_running() -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_ctrl_c_in_a_task_that_nobody_awaits_is_no_error_of_any_task(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def broken() -> None:
-        try:
-            await hang()
-        finally:
-            raise RuntimeError("what it needs to end has gone")
-
-    async def twice() -> None:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-
-    async def main() -> None:
-        tasks = [asyncio.ensure_future(broken()), asyncio.ensure_future(twice())]
-        await hang()
-        tasks.clear()
-
-    with pytest.raises(KeyboardInterrupt):
-        run(main(), print)
-    gc.collect()
-    assert not caplog.records  # of an exception that was never retrieved
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
     """It may have broken what the others wait for."""
     said: list[str] = []
@@ -330,14 +284,6 @@ def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
         run(main(), said.append, new_event_loop=VirtualLoop)
     [line] = said
     assert line.startswith("cancelled, but does not end, and is left behind: ")
-
-
-def test_each_later_signal_raises_an_interrupt() -> None:
-    handler = InterruptHandler(lambda: None)
-    handler(2, None)
-    with pytest.raises(Interrupt):
-        handler(2, None)
-    handler.close()
 
 
 # What blocks
@@ -512,13 +458,6 @@ def test_calls_that_never_return_take_no_place_in_the_loops_own_threads(loop: St
     assert last.reward == 1.0
 
 
-def test_the_default_executor_passes_results_and_exceptions_on() -> None:
-    with DaemonThreads() as executor:
-        assert executor.submit(pow, 2, 5).result() == 32
-        with pytest.raises(ZeroDivisionError):
-            executor.submit(divmod, 1, 0).result()
-
-
 async def test_a_thread_that_raises_stop_iteration_keeps_nobody_waiting() -> None:
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     with pytest.raises(RuntimeError, match="StopIteration: none is left"):
@@ -573,26 +512,6 @@ def test_a_traceback_begins_with_user_code_and_shows_causes() -> None:
     assert "treadle/rollout" not in text and "asyncio" not in text
 
 
-def test_a_long_traceback_is_trimmed() -> None:
-    def even(n: int) -> int:
-        return odd(n - 1) + 1
-
-    def odd(n: int) -> int:
-        return even(n - 1) + 1 if n > 0 else n // 0
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        even(200)
-    failure = attributed(caught.value, "step", Cause.ENVIRONMENT)
-    lines = failure.traceback.splitlines()
-    assert len(lines) < 70 and any("lines left out" in line for line in lines)
-    assert lines[-1].startswith("ZeroDivisionError")
-
-
-def test_what_is_the_environments_fault_without_an_exception_has_no_traceback() -> None:
-    [trajectory] = play(lambda: Told(EnvStep(reward=float("nan"), done=True)), saying("a"))
-    assert trajectory.failure is not None and trajectory.failure.traceback == ""
-
-
 # Tasks
 
 
@@ -616,22 +535,3 @@ def test_each_attempt_has_its_own_task() -> None:
     play([lambda: Vandal(DONE)] * 3, saying("a"), task)
     assert seen == [("hello", 1, {"a": [1]})] * 3
     assert (task.prompt[0]["content"], task.ground_truth, task.extras) == ("hello", {"rows": [1]}, {"a": [1]})
-
-
-# An interrupt that is swallowed
-
-
-@pytest.fixture
-def interrupts() -> Iterator[InterruptHandler]:
-    with handled(lambda: None, signal.SIGINT) as handler:
-        handler.asked = True  # once already
-        yield handler
-
-
-def test_an_interrupt_that_is_lost_comes_again(interrupts: InterruptHandler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.rollout.isolation.interrupts.INSISTING", 0.01)
-    with suppress(Interrupt):
-        signal.raise_signal(signal.SIGINT)  # lost
-    with pytest.raises(Interrupt):
-        threading.Event().wait(CEILING)
-    interrupts.close()

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.losses import PolicyLoss, Tokens
+from treadle.core.config import Config
 
 
-def _per_token(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+def _per_token(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
     """-(s / mean s) A, with s the geometric mean of a step's trained ratios, one for all of its tokens (as in GSPO).
 
     Divided by the mean over the batch's steps on purpose: no sum over parts of the batch gives it.

@@ -22,12 +22,13 @@ from tests.models import (
     step_logprobs,
 )
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, ValueConfig
+from treadle.algorithms.config import AlgorithmConfig, NormConfig, PpoClipConfig, ValueConfig
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
 from treadle.algorithms.reductions import token_weights
+from treadle.core.config import build
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
@@ -38,6 +39,7 @@ from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, concat, lookup
 from treadle.training.ranks import Ranks
+from treadle.training.traces import TracedGroups
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -59,11 +61,17 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
 
 
 def make_learner(
-    model: PreTrainedModel, algorithm: AlgorithmConfig | None = None, ranks: Ranks | None = None, **training: Any
+    model: PreTrainedModel,
+    algorithm: AlgorithmConfig | None = None,
+    ranks: Ranks | None = None,
+    updates: int = 10,
+    reference: PreTrainedModel | None = None,
+    traced: TracedGroups | None = None,
+    **training: Any,
 ) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
-    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, ranks=ranks)
+    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), updates, reference, ranks, traced)
     if learner.value_head is not None:
         with torch.no_grad():
             for own, drawn in zip(learner.value_head.parameters(), drawn_head(model).parameters(), strict=True):
@@ -194,7 +202,8 @@ def separate(
         trajectory=torch.from_numpy(batch.trajectory_id),
     )
     policy_loss, correction = losses.by_name(algorithm.policy_loss), algorithm.correction
-    policy = policy_loss.per_token(logp, tokens, algorithm)
+    loss_options = losses.options_of(algorithm)
+    policy = policy_loss.per_token(logp, tokens, loss_options)
     weight = tensor(token_weights(batch, algorithm))
     gap = (anchor - tokens.logp_rollout).abs()[trained]
     count = max(int(trained.sum()), 1)
@@ -207,7 +216,7 @@ def separate(
         "trainable_fraction": int(trained.sum()) / max(len(trained), 1),
     }
     if policy_loss.clipped is not None:
-        cut = policy_loss.clipped(logp.detach(), tokens, algorithm)
+        cut = policy_loss.clipped(logp.detach(), tokens, loss_options)
         metrics["clip_fraction"] = float(cut[trained].sum()) / count
     if correction.active:
         found_correction = corrected(
@@ -227,7 +236,7 @@ def separate(
         error, told = _value_error(value, tensor(start), tokens.advantage, trained, algorithm.value)
         policy = policy + algorithm.value.coef * error
         metrics.update(told)
-    loss = (weight * (policy - algorithm.entropy_coef * entropy)).sum()
+    loss = (weight * (policy - algorithm.entropy_bonus[0] * entropy)).sum()
     return Separate(loss, {**metrics, "loss": float(loss.detach())})
 
 
@@ -310,7 +319,8 @@ def literal_loss(
         weight = 1 / max(tokens, 1)
     else:
         weight = 1 / (algorithm.length_norm * max(trajectories if algorithm.scope == "trajectory" else steps, 1))
-    clip = algorithm.ppo_clip
+    clip = build(PpoClipConfig, algorithm.policy_loss_options)
+    norm_by_std = build(NormConfig, algorithm.advantage_options).norm_by_std
     loss = torch.zeros((), dtype=torch.float64)
     metrics = {"entropy": 0.0, "clip_fraction": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
     at, log_ratios, gaps = 0, [], []
@@ -320,7 +330,7 @@ def literal_loss(
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1))
         advantage = trajectory.reward - mean if max(rewards) > min(rewards) else 0.0
-        if algorithm.norm_by_std:
+        if norm_by_std:
             advantage /= std + 1e-6
         if not len(step.completion_ids):
             continue
@@ -330,7 +340,7 @@ def literal_loss(
                 ratio = (logp[number] - (logp[number].detach() if old is None else old[at])).exp()
                 bounded = ratio.clamp(1 - clip.eps_low, 1 + clip.eps_high)
                 policy = -torch.minimum(ratio * advantage, bounded * advantage)
-                loss = loss + weight * (policy - algorithm.entropy_coef * entropy[number])
+                loss = loss + weight * (policy - algorithm.entropy_bonus[0] * entropy[number])
                 anchor = float(logp[number].detach()) if old is None else float(old[at])
                 gap = abs(anchor - float(step.logprobs[number]))
                 gaps.append(anchor - float(step.logprobs[number]))
@@ -357,7 +367,7 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:
     """How large the gradient's terms are. Where they cancel, their rounding is all that is left."""
     advantage, values = advantage_of(batch, algorithm), earlier_values(batch, algorithm)
-    size = np.abs(advantage) + algorithm.entropy_coef
+    size = np.abs(advantage) + algorithm.entropy_bonus[0]
     if values is not None:
         size = size + algorithm.value.coef * (np.abs(values + advantage) + 1)
     return float((token_weights(batch, algorithm) * size).sum())

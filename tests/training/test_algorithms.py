@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, ma
 from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import k1
-from treadle.algorithms.losses import PolicyLoss, by_name
+from treadle.algorithms.losses import PolicyLoss
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.manifest import Manifest
 from treadle.core.registry import names
-from treadle.packing.flat import FlatBatch, flatten
+from treadle.packing.flat import flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.objective import TokenScores
 from treadle.training.validation import check_algorithm
 
 FAST = OptimizerConfig(learning_rate=1e-2)
@@ -63,52 +63,6 @@ def test_the_advantage_of_a_trajectory_is_told_as_the_mean_over_its_trained_toke
     assert set(result.advantage) == {"g000000.0", "g000000.1"}
     assert result.advantage["g000000.0"] == pytest.approx(per_token[:3].mean())
     assert len(set(per_token[:3].tolist())) == 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "passes"),
-    [
-        ({}, 2),
-        ({"policy_loss": "importance_sampling"}, 0),
-        ({"policy_loss": "dppo"}, 0),
-        ({"policy_loss": "reinforce"}, 0),
-        ({"policy_loss": "reinforce", "correction": CorrectionConfig(token_tis=2.0)}, 2),
-        ({"policy_loss": "gspo"}, 2),
-        ({"policy_loss": "dppo", "advantage": "gae"}, 2),
-        ({"kl": KlConfig(coef=0.1, where="reward"), "policy_loss": "reinforce"}, 2),
-    ],
-    ids=str,
-)
-def test_old_logprobs_are_computed_only_for_what_compares_with_them(
-    fields: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = learner_with(AlgorithmConfig(**fields), updates_per_batch=2)
-    asked = []
-    own = learner.scores
-
-    def counted(batch: FlatBatch) -> TokenScores:
-        asked.append(batch)
-        return own(batch)
-
-    monkeypatch.setattr(learner, "scores", counted)
-    learner.train_batch(random_groups(0))
-    assert len(asked) == passes
-
-
-def test_a_coupled_correction_sees_the_whole_batch_only_where_it_must() -> None:
-    """On the first update of a batch `logp_old` is not known before the forward pass; later it is."""
-    groups, model = random_groups(0), exact()
-    by_unit = AlgorithmConfig(correction=CorrectionConfig(geometric_mask=(0.5, 2.0)))
-    batch = flatten(groups)
-    for algorithm, old, couples in (
-        (by_unit, None, True),
-        (by_unit, earlier_policy(model, groups), False),
-        (AlgorithmConfig(correction=CorrectionConfig(token_tis=2.0)), None, False),
-        (AlgorithmConfig(), None, False),
-        (AlgorithmConfig(policy_loss="gspo"), earlier_policy(model, groups), True),
-    ):
-        learner = make_learner(model, algorithm)
-        assert learner.objective(batch, advantages(batch, algorithm), old).couples == couples
 
 
 def test_a_correction_weighs_what_is_trained() -> None:
@@ -161,7 +115,7 @@ def test_an_untrained_token_may_be_as_improbable_as_it_likes(loss: str) -> None:
 def test_kl_in_the_loss_holds_the_policy_near_its_reference() -> None:
     """Without any advantage, KL is all there is: it falls."""
     groups = random_groups(0, rewards=(1.0,))
-    learner = learner_with(AlgorithmConfig(kl=KlConfig(coef=1.0)), exact(seed=5))
+    learner = learner_with(AlgorithmConfig(kl=KlConfig(coef=1.0)), reference=exact(seed=5))
     kls = [learner.train_batch(groups)[0].metrics["kl"] for _ in range(6)]
     assert kls[-1] < 0.8 * kls[0]
     assert learner.train_batch(groups)[0].metrics["kl_coef"] == 1.0
@@ -173,7 +127,7 @@ def test_kl_in_the_reward_is_a_penalty_of_each_token() -> None:
     reference = full(make_learner(exact(seed=5)).logprobs(batch))
     algorithm = AlgorithmConfig(advantage="reinforce++", kl=KlConfig(coef=0.3, estimator="k1", where="reward"))
     learner, other = (
-        learner_with(algorithm, exact(seed=5)),
+        learner_with(algorithm, reference=exact(seed=5)),
         learner_with(AlgorithmConfig(advantage="reinforce++")),
     )
     old = full(learner.logprobs(batch))
@@ -189,9 +143,7 @@ def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) 
     groups = random_groups(0)
     algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1, target=1e-3, horizon=6.0))
 
-    def fresh() -> Learner:
-        return Learner(tiny(), TrainingConfig(optimizer=FAST), algorithm, 10, tiny(seed=5))
-
+    fresh = partial(make_learner, tiny(), algorithm, reference=tiny(seed=5), optimizer=FAST)
     learner = fresh()
     coefs = [learner.train_batch(groups)[0].metrics["kl_coef"] for _ in range(3)]
     assert coefs == pytest.approx([0.1, 0.1 * 1.2, 0.1 * 1.2**2])  # 6 trajectories an update
@@ -213,7 +165,7 @@ def test_an_adaptive_coefficient_moves_and_is_in_the_checkpoint(tmp_path: Path) 
         (AlgorithmConfig(value=ValueConfig(clip=0.2)), {}, "'grpo' needs no value head"),
         (AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="k1")), {}, "the gradient of k1 as a loss is 0"),
         (AlgorithmConfig(), {"group_size": 1}, "training.group_size is 1, but algorithm.advantage 'grpo' compares"),
-        (AlgorithmConfig(gamma=0.5), {}, "algorithm.gamma is set, but advantage 'grpo' does not read it"),
+        (AlgorithmConfig(advantage_options={"gamma": 0.5}), {}, "algorithm.advantage_options: unknown key 'gamma'"),
     ],
     ids=["value", "kl", "group of one", "validation"],
 )
@@ -226,26 +178,14 @@ def test_what_cannot_work_is_refused_before_there_is_a_model(
         learner_with(algorithm, **training)
 
 
-def test_a_group_of_one_is_allowed_without_a_group_baseline() -> None:
-    check_algorithm(AlgorithmConfig(advantage="reinforce++"), TrainingConfig(group_size=1))
-
-
-def test_every_loss_without_an_anchor_of_old_says_so() -> None:
-    assert {name for name in names("policy_losses") if by_name(name).anchor != "old"} == {
-        "dppo",
-        "importance_sampling",
-        "reinforce",
-    }
-
-
 # Functions of users that give something else
 
 
-def scalar(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
+def scalar(logp: torch.Tensor, tokens: Any, options: Any) -> torch.Tensor:
     return torch.as_tensor(-(logp * tokens.advantage).mean())
 
 
-def not_a_number(logp: torch.Tensor, tokens: Any, config: Any) -> torch.Tensor:
+def not_a_number(logp: torch.Tensor, tokens: Any, options: Any) -> torch.Tensor:
     return logp * math.nan
 
 
@@ -284,6 +224,6 @@ def test_a_loss_that_is_none_is_named_at_the_first_update(loss: str, error: type
 )
 def test_an_advantage_that_is_none_is_named_at_the_first_update(gives: Any, said: str) -> None:
     learner = learner_with(AlgorithmConfig())
-    learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, config: gives(len(batch.mask)))
+    learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, options: gives(len(batch.mask)))
     with pytest.raises(ConfigError, match=f"algorithm.advantage: 'grpo' {said}"):
         learner.train_batch(random_groups(0))

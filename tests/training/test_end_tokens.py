@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.models import tiny
 from tests.rollout.families import FAMILIES, WRITING_TOOLS, Family, World, small_vocabulary
-from tests.sources import make_engine
 from tests.worlds import user
 from treadle.core.errors import ConfigError
 from treadle.core.manifest import Manifest
-from treadle.core.types import BreakCause, Message, SamplingParams, StopReason
+from treadle.core.types import BreakCause, Message
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.orchestration.setup.chat_interface import load_chat_interface
@@ -216,31 +214,3 @@ def test_a_model_from_scratch_gets_its_end_tokens(given: tuple[str, ...] | None,
     stops = load_chat_interface(config).stop_token_ids
     assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == list(stops)
     assert load_chat_interface(ModelConfig(path=str(tmp_path / "model"))).stop_token_ids == stops
-
-
-async def test_what_is_exported_ends_under_generate_as_here(tmp_path: Path) -> None:
-    """Greedy: the completion is cut at one of several end tokens, which the tokenizer does not name."""
-    prompt = np.array([3, 1, 4, 1, 5], np.int32)
-    free = await _sampled(tmp_path / "free", prompt, [])
-    second = int(next(ident for ident in free[3:] if ident != 2))
-    ids = await _sampled(tmp_path / "ends", prompt, [2, second])
-    assert ids[-1] == second and len(ids) < len(free)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path / "ends-export"))
-    answer = loaded.generate(torch.tensor(prompt[None].tolist()), do_sample=False, max_new_tokens=40)
-    assert answer[0, len(prompt) :].tolist() == ids
-
-
-async def _sampled(folder: Path, prompt: Any, ends: list[int]) -> list[int]:
-    config = model_directory(folder, eos_token_id=ends or [2])
-    stops = load_chat_interface(config).stop_token_ids if ends else ()
-    model = load_model(config, 0)
-    export_model(folder.with_name(f"{folder.name}-export"), model, folder)
-    engine = make_engine(model, stop_token_ids=stops, lock_step=True)
-    try:
-        engine.open_session("s")
-        answer = await engine.generate(prompt, SamplingParams(max_tokens=40, temperature=0.0, seed=0), session="s")
-        engine.close_session("s")
-    finally:
-        await engine.close()
-    assert answer.stop_reason is (StopReason.STOP if ends else StopReason.LENGTH)
-    return [int(ident) for ident in answer.token_ids]

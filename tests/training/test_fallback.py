@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch import nn
 from transformers import AutoConfig
 
-from tests.models import INEXACT, ROW_FAMILIES, distance, exact, full, make_group, make_step, norm, step_logprobs, tiny
+from tests.models import INEXACT, ROW_FAMILIES, distance, exact, make_group, make_step, norm, tiny
 from tests.training.reference import (
     COUPLED,
     LAYOUTS,
@@ -25,7 +23,6 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import DataError
 from treadle.models.support import why_not_packable
 from treadle.packing.flat import flatten
-from treadle.training.forward import Forward
 from treadle.training.learner import Learner
 
 REASONS = {
@@ -104,41 +101,12 @@ def test_every_packing_is_step_there(layout: str) -> None:
     assert metrics["packed_tokens"] == sum(len(step.full_ids) for step in trained)
 
 
-def test_logprobs_in_rows_are_those_of_each_step_alone() -> None:
-    batch = flatten(forked_groups())
-    model = exact("lfm2")
-    with torch.no_grad():
-        wanted = np.concatenate([full(step_logprobs(model, step)[0]) for step in batch.steps])
-    found = rows_learner("lfm2", max_tokens_per_microbatch=50).logprobs(batch)
-    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_a_step_longer_than_the_budget_is_an_error_there() -> None:
     learner = rows_learner("lfm2", max_tokens_per_microbatch=9)
     fits, long = make_step([1] * 5, [2] * 4), make_step([1] * 5, [2] * 5)
     learner.train_batch([make_group([([fits], 1.0)])])
     with pytest.raises(DataError, match=r"a call of 10 tokens exceeds max_tokens_per_microbatch = 9.*raise the budget"):
         learner.train_batch([make_group([([fits, long], 1.0)])])
-
-
-def test_a_batch_of_nothing_is_fine_there() -> None:
-    learner = rows_learner("lfm2")
-    (result,) = learner.train_batch([make_group([([], 1.0)])])
-    assert result.metrics["packed_tokens"] == 0
-
-
-def test_packing_matters_to_these_models() -> None:
-    """A guard: sharing prefixes anyway would train something else."""
-    groups = forked_groups()
-    wanted, _ = separate_gradient(exact("lfm2"), groups, AlgorithmConfig())
-    learner = rows_learner("lfm2")
-    learner.forward.shares = True
-    trees = learner.trees(flatten(groups))
-    learner.forward.shares = False
-    assert len(trees[0]) < sum(len(step.full_ids) for step in flatten(groups).steps)
-    learner.forward.trees = lambda *_: trees  # type: ignore[method-assign]
-    found, _ = accumulated(learner, groups)
-    assert distance(found, wanted) > 1e-2 * norm(wanted)
 
 
 # Which models
@@ -201,8 +169,3 @@ def test_soft_capping_that_is_switched_off_shares_prefixes() -> None:
     wanted, _ = separate_gradient(model, groups, AlgorithmConfig())
     found, _ = accumulated(make_learner(model, max_tokens_per_microbatch=9), groups)
     assert distance(found, wanted) <= INEXACT["gemma2"] * norm(wanted)
-
-
-def test_an_ordinary_model_does_not_warn() -> None:
-    """Warnings are errors here."""
-    assert Forward(tiny(), 8).shares

@@ -23,7 +23,6 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import advantages
 from treadle.core.types import Group
 from treadle.packing.flat import flatten
-from treadle.training.forward import Forward
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, concat, lookup
 
@@ -132,76 +131,3 @@ def test_gradient_checkpointing_changes_nothing(layout: dict[str, Any], budget: 
             found.append(accumulated(learner, groups)[0])
         assert max(sizes) <= budget
     assert same_bits(*found)
-
-
-def test_gradient_checkpointing_computes_layers_again() -> None:
-    """A guard: were it not on, the test above would compare a thing with itself."""
-    calls = []
-    for checkpointing in (False, True):
-        learner = make_learner(tiny(), gradient_checkpointing=checkpointing)
-        layer: Any = learner.model.model.layers[0].mlp
-        count = [0]
-        layer.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        accumulated(learner, forked_groups(groups=1))
-        calls.append(count[0])
-    assert calls == [1, 2]
-
-
-@pytest.mark.parametrize("budget", [9, 8192])
-def test_scoring_leaves_no_gradient_and_no_graph(budget: int) -> None:
-    learner = make_learner(tiny(), max_tokens_per_microbatch=budget)
-    batch = flatten(forked_groups())
-    temperature = torch.ones(len(batch))
-    for tree in learner.trees(batch):
-        scores = learner.forward.scores(tree, temperature)
-        assert not scores.logp.requires_grad and not scores.entropy.requires_grad
-    assert norm(gradients(learner.model)) == 0
-
-
-def test_a_loss_that_ignores_entropy_needs_no_entropy_gradient() -> None:
-    """And one that asks for it without a bonus gets the same."""
-    batch = flatten(forked_groups())
-    for budget in (9, 8192):
-        learner = make_learner(exact(), max_tokens_per_microbatch=budget)
-        objective = learner.objective(batch, advantages(batch, learner.algorithm))
-        found = []
-        for asked in (False, True):
-            learner.model.zero_grad()
-            for tree in learner.trees(batch):
-                learner.forward.backward(
-                    tree, torch.ones(len(batch), dtype=torch.float64), objective.gradient, entropy_grad=asked
-                )
-            found.append(gradients(learner.model))
-        assert distance(*found) == 0 < norm(found[0])
-
-
-def test_a_frozen_model_is_scored_and_gets_no_gradient() -> None:
-    model = tiny()
-    model.requires_grad_(False)
-    forward = Forward(model, 9)
-    learner = make_learner(tiny(), max_tokens_per_microbatch=9)
-    batch = flatten(forked_groups())
-    objective = learner.objective(batch, advantages(batch, learner.algorithm))
-    for tree in learner.trees(batch):
-        forward.backward(tree, torch.ones(len(batch)), objective.gradient)
-    assert norm(gradients(model)) == 0
-
-
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("budget", [15, 8192])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_bfloat16_streams_and_stays_near_float32(layout: dict[str, Any], budget: int) -> None:
-    groups = forked_groups(groups=1)
-    wanted, _ = separate_gradient(tiny(), groups, AlgorithmConfig(entropy_coef=0.05))
-    learner = make_learner(
-        tiny(),
-        AlgorithmConfig(entropy_coef=0.05),
-        max_tokens_per_microbatch=budget,
-        precision="bfloat16",
-        **layout,
-    )
-    with computed(learner.model) as sizes:
-        found, metrics = accumulated(learner, groups)
-    assert max(sizes) <= budget
-    assert {g.dtype for g in found.values()} == {torch.float32} and metrics["loss"] != 0
-    assert 1e-4 * norm(wanted) < distance(found, wanted) < 0.05 * norm(wanted)

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,29 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from tests.models import exact, full, make_group, random_groups, same_bits, step_logprobs, tiny, weights_of
+from tests.training import reference
 from tests.training.reference import LAYOUTS, LOSSES, forked_groups
-from treadle.algorithms import losses
-from treadle.algorithms.config import AlgorithmConfig
-from treadle.core.registry import names
+from treadle.algorithms.config import AlgorithmConfig, PpoClipConfig
 from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Group, Step
 from treadle.packing.flat import flatten
-from treadle.training.config import OptimizerConfig, TrainingConfig
-from treadle.training.learner import Learner
+from treadle.training.config import OptimizerConfig
 from treadle.training.traces import TracedGroups
 
 ALL = TracedGroups(share=1.0)
 FAST = OptimizerConfig(learning_rate=0.1)  # so that ratios leave their bounds
 
 
-def make_learner(
-    model: PreTrainedModel, traced: TracedGroups, algorithm: AlgorithmConfig | None = None, **training: Any
-) -> Learner:
-    config = TrainingConfig(**{"optimizer": FAST, **training})
-    return Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), 10, traced=traced)
+make_learner = partial(reference.make_learner, optimizer=FAST)
 
 
 def batch_of_two() -> list[Group]:
@@ -61,11 +55,11 @@ def test_each_update_is_traced_as_a_plain_forward_pass_of_each_step_computes_it(
     """Two updates in each of two epochs: the ratio is to the policy at the batch's start, the rest of each update."""
     groups, model = batch_of_two(), exact()
     training: dict[str, Any] = {"updates_per_batch": 2, "epochs_per_batch": 2}
-    results = make_learner(model, ALL, **training).train_batch(groups)
-    follower = make_learner(model, TracedGroups(), **training)
+    results = make_learner(model, traced=ALL, **training).train_batch(groups)
+    follower = make_learner(model, **training)
     batches = [flatten([group]) for group in groups]
     starts = [follower.scores(batch) for batch in batches]
-    clip, some_clipped = follower.algorithm.ppo_clip, 0
+    clip, some_clipped = PpoClipConfig(), 0
     for number, result in enumerate(results):
         now = copy.deepcopy(follower.model)
         follower.update(batches[number % 2], starts[number % 2])
@@ -110,9 +104,9 @@ def _ratio(name: str, step: Step, new: NDArray[np.float64], old: NDArray[np.floa
 def test_the_ratio_is_the_one_that_the_loss_is_a_function_of(name: str) -> None:
     groups, model = batch_of_two(), exact()
     algorithm = AlgorithmConfig(policy_loss=name)
-    learner = make_learner(model, ALL, algorithm, epochs_per_batch=2)
+    learner = make_learner(model, algorithm, traced=ALL, epochs_per_batch=2)
     _, second = learner.train_batch(groups)
-    follower = make_learner(model, TracedGroups(), algorithm, epochs_per_batch=2)
+    follower = make_learner(model, algorithm, epochs_per_batch=2)
     batch = flatten(groups)
     follower.update(batch, follower.scores(batch) if follower._compares_with_old() else None)
     steps = [step for group in groups for *_, step, _ in trained(group)]
@@ -134,7 +128,7 @@ def test_the_ratio_is_the_one_that_the_loss_is_a_function_of(name: str) -> None:
 def test_traces_do_not_depend_on_the_layout() -> None:
     groups = batch_of_two()
     found = {
-        name: make_learner(exact(), ALL, max_tokens_per_microbatch=16, **layout).train_batch(groups)[0].traces
+        name: make_learner(exact(), traced=ALL, max_tokens_per_microbatch=16, **layout).train_batch(groups)[0].traces
         for name, layout in LAYOUTS.items()
     }
     first, *others = found.values()
@@ -150,7 +144,7 @@ def _table(trace: StepTrace) -> NDArray[np.float64]:
 
 def test_tracing_changes_no_bit_of_what_is_trained() -> None:
     groups = random_groups(3)
-    with_traces, without = (make_learner(tiny(), traced) for traced in (ALL, TracedGroups()))
+    with_traces, without = (make_learner(tiny(), traced=traced) for traced in (ALL, TracedGroups()))
     results = [[learner.train_batch(groups)[0] for _ in range(2)] for learner in (with_traces, without)]
     assert same_bits(weights_of(with_traces.model), weights_of(without.model))
     assert all(a.metrics == b.metrics and a.advantage == b.advantage for a, b in zip(*results, strict=True))
@@ -186,9 +180,3 @@ def test_the_share_is_kept_over_tasks_epochs_and_seeds() -> None:
         assert len({tuple(epoch) for epoch in by_epoch.tolist()}) == 4
     assert (drawn[0] != drawn[1]).any()
     assert not TracedGroups(0, 0.0).among(groups).any() and TracedGroups(0, 1.0).among(groups).all()
-
-
-def test_every_loss_that_clips_tells_the_ratio_that_it_clips() -> None:
-    for name in names("policy_losses"):
-        loss = losses.by_name(name)
-        assert loss.ratio is not None or loss.clipped is None, name

@@ -95,7 +95,7 @@ def test_each_step_says_what_became_of_it(get: Get, recorded: Path) -> None:
     assert "orchestration.max_staleness" in view["steps"][0]["fate"]["settings"]
     assert view["steps"][1]["fate"]["text"].startswith("Trained in update 1: 2 of its 2 sampled tokens")
     failed = get(f"{RUN}/trajectories/g000000.2")
-    assert failed["steps"][0]["fate"]["settings"] == ["failures.environment.retries", "failures.environment.then"]
+    assert failed["steps"][0]["fate"]["settings"] == ["failures.causes"]
     assert "step raised" in failed["steps"][0]["fate"]["text"] and "\x1b" not in failed["traceback"]
     assert len(failed["steps"][0]["fate"]["text"]) < 300  # of a message of a megabyte, which the page shows once
     assert len(failed["attempt"]["failure_message"]) > 2000
@@ -182,7 +182,7 @@ def test_a_failure_names_the_settings_of_its_cause(get: Get) -> None:
     known = {setting["path"] for setting in get(RUN)["settings"]}
     assert {path for cause in Cause for path in failure_settings(cause, "")} <= known
     found = failure_settings("timeout", "the attempt took longer than 5 s (rollout.trajectory_timeout)")
-    assert found == ("rollout.trajectory_timeout", "failures.timeout.retries", "failures.timeout.then")
+    assert found == ("rollout.trajectory_timeout", "failures.causes")
     assert failure_settings("of another version", "") == ()
 
 

@@ -9,10 +9,35 @@ from pydantic import AfterValidator, Field, model_validator
 from treadle.core.config import Config
 
 Scope = Literal["trajectory", "step"]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class NormConfig(Config):
+    """Options of advantage grpo."""
+
+    norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
+
+
+class DiscountConfig(Config):
+    """Options of advantages step_return and reinforce++."""
+
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per step (step_return) or trained token (reinforce++)")
+
+
+class GigpoConfig(NormConfig, DiscountConfig):
+    """Options of advantage gigpo, discounted per step."""
+
+    weight: float = Field(1.0, ge=0, description="weight of the step advantage")
+
+
+class GaeConfig(DiscountConfig):
+    """Options of advantage gae, discounted per trained token."""
+
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="decay of later errors")
 
 
 class PpoClipConfig(Config):
-    """Configures policy_loss ppo_clip."""
+    """Options of policy_loss ppo_clip."""
 
     eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - eps_low")
     eps_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + eps_high")
@@ -25,7 +50,7 @@ class PpoClipConfig(Config):
 
 
 class GspoConfig(Config):
-    """Configures policy_loss gspo."""
+    """Options of policy_loss gspo."""
 
     eps_low: float = Field(3e-4, gt=0, lt=1, description="the unit's ratio is clipped below 1 - eps_low")
     eps_high: float = Field(4e-4, gt=0, description="the unit's ratio is clipped above 1 + eps_high")
@@ -33,21 +58,21 @@ class GspoConfig(Config):
 
 
 class CispoConfig(Config):
-    """Configures policy_loss cispo."""
+    """Options of policy_loss cispo."""
 
     eps_low: float = Field(1.0, gt=0, le=1, description="the weight is at least 1 - eps_low (1: no lower bound)")
     eps_high: float = Field(4.0, gt=0, description="the weight is at most 1 + eps_high")
 
 
 class SapoConfig(Config):
-    """Configures policy_loss sapo."""
+    """Options of policy_loss sapo."""
 
     tau_positive: float = Field(1.0, gt=0, description="steepness of the gate where the advantage is positive")
     tau_negative: float = Field(1.05, gt=0, description="steepness of the gate elsewhere")
 
 
 class DppoConfig(Config):
-    """Configures policy_loss dppo."""
+    """Options of policy_loss dppo."""
 
     divergence: Literal["tv", "kl"] = Field("tv", description="total variation or KL, of the token against all others")
     delta: float = Field(0.15, gt=0, description="largest divergence from the sampling policy")
@@ -135,28 +160,17 @@ class ValueConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """Configures how rewards become a loss: advantage, policy loss with its options, corrections, KL and reduction."""
+    """Configures how rewards become a loss: advantage, policy loss, corrections, KL and reduction."""
 
     advantage: str = Field("grpo", description="advantage estimator: a registered name or module:attribute")
     advantage_options: dict[str, Any] = Field(
-        default_factory=dict, description="options of an advantage estimator that is not Treadle's own"
+        default_factory=dict, description="its options: {norm_by_std: false} (docs/algorithms.md)"
     )
-    norm_by_std: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
-    gamma: float = Field(
-        1.0, gt=0, le=1, description="discount: per step (step_return, gigpo) or trained token (reinforce++, gae)"
-    )
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="decay of later errors (gae)")
-    gigpo_weight: float = Field(1.0, ge=0, description="weight of the step advantage (gigpo)")
     value: ValueConfig = Field(ValueConfig(), description="the value head (gae)")
     policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
     policy_loss_options: dict[str, Any] = Field(
-        default_factory=dict, description="options of a policy loss that is not Treadle's own"
+        default_factory=dict, description="its options: {eps_high: 0.28} (docs/algorithms.md)"
     )
-    ppo_clip: PpoClipConfig = Field(PpoClipConfig(), description="options of ppo_clip")
-    gspo: GspoConfig = Field(GspoConfig(), description="options of gspo")
-    cispo: CispoConfig = Field(CispoConfig(), description="options of cispo")
-    sapo: SapoConfig = Field(SapoConfig(), description="options of sapo")
-    dppo: DppoConfig = Field(DppoConfig(), description="options of dppo")
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
     kl: KlConfig | None = Field(None, description="KL from a reference model; null: there is none")
     reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
@@ -164,14 +178,20 @@ class AlgorithmConfig(Config):
     )
     scope: Scope = Field("trajectory", description="unit of seq_mean_token_sum_norm")
     length_norm: float | None = Field(None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens")
-    entropy_coef: float = Field(0.0, ge=0, description="entropy bonus at the first update")
-    entropy_coef_end: float = Field(0.0, ge=0, description="entropy bonus it moves to, linearly, by the end of the run")
+    entropy_coef: NonNegative | tuple[NonNegative, NonNegative] = Field(
+        0.0, description="entropy bonus, which moves linearly from this to 0 by the end of the run; or [from, to]"
+    )
 
     dynamic_sampling: Literal["off", "filter", "replace"] = Field(
         "off",
         description="groups whose advantages are all 0: off keeps them, filter samples others in their place, replace "
         "gives their weight to the other groups of the update",
     )
+
+    @property
+    def entropy_bonus(self) -> tuple[float, float]:
+        """Return the entropy bonus at the first update, and after the last one."""
+        return self.entropy_coef if isinstance(self.entropy_coef, tuple) else (self.entropy_coef, 0.0)
 
     @model_validator(mode="after")
     def _length_norm_where_needed(self) -> AlgorithmConfig:

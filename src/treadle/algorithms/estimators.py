@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,10 @@ from treadle.algorithms.advantages import (
     rloo,
     step_return,
 )
-from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.config import AlgorithmConfig, DiscountConfig, GaeConfig, GigpoConfig, NormConfig
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
-from treadle.core.registry import resolve
+from treadle.core.registry import NoOptions, build_options, resolve
 from treadle.packing.branches import parent_steps
 from treadle.packing.flat import Doubles, FlatBatch, Indices
 
@@ -73,13 +74,15 @@ class Rewards:
         )
 
 
+Estimator = Callable[[FlatBatch, Signals, Any], Doubles]
+
+
 @dataclass(frozen=True, slots=True)
 class Advantage:
     """Describes a registered advantage estimator (entry points `treadle.advantages`).
 
-    per_token: (batch, signals, config) -> advantage float64[N]; values at untrainable tokens are of no effect.
-    options: fields of the configuration that it reads. options_type: the type that `advantage_options` is built into
-    (`core.config.build`), for one with options of its own.
+    per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens are of no effect.
+    options_type: the type of `options`, into which a recipe's `algorithm.advantage_options` are built.
     needs_values: it needs `Signals.values`, of a value head, which then learns values + advantage; such an advantage
     must not be whitened.
     by_group: it has a baseline over the group, so that a group of one trains nothing.
@@ -87,13 +90,12 @@ class Advantage:
     single tokens.
     """
 
-    per_token: Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]
-    options: tuple[str, ...] = ()
+    per_token: Estimator
+    options_type: type[Config] = NoOptions
     needs_values: bool = False
     by_group: bool = True
     by_step: bool = False
     by_token: bool = False
-    options_type: type[Config] | None = None
 
 
 @cache
@@ -105,9 +107,15 @@ def by_name(name: str) -> Advantage:
     return found
 
 
+def options_of(config: AlgorithmConfig) -> Config:
+    """Return the options of the configured advantage. Raises ConfigError."""
+    options_type = by_name(config.advantage).options_type
+    return build_options(options_type, config.advantage_options, "algorithm.advantage_options", config.advantage)
+
+
 def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
     """Return float64[N], the advantage of each token, by the configured estimator."""
-    return by_name(config.advantage).per_token(batch, signals or Signals(), config)
+    return by_name(config.advantage).per_token(batch, signals or Signals(), options_of(config))
 
 
 def state_ids(batch: FlatBatch) -> Indices:
@@ -123,53 +131,53 @@ def state_ids(batch: FlatBatch) -> Indices:
 
 
 def _by_trajectory(
-    estimate: Callable[[Doubles, Indices, AlgorithmConfig], Doubles],
-) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
+    estimate: Callable[[Doubles, Indices, Any], Doubles],
+) -> Estimator:
     """Turn an estimator of trajectories into one of tokens: each token gets its trajectory's advantage."""
 
-    def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
         rewards = Rewards.of(batch, signals.penalty).trajectory
-        return estimate(rewards, batch.group_of_trajectory, config)[batch.trajectory_id]
+        return estimate(rewards, batch.group_of_trajectory, options)[batch.trajectory_id]
 
     return per_token
 
 
 def _by_main_step(
-    estimate: Callable[[Rewards, FlatBatch, Indices, AlgorithmConfig], Doubles],
-) -> Callable[[FlatBatch, Signals, AlgorithmConfig], Doubles]:
+    estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles],
+) -> Estimator:
     """Turn an estimator of the main branch's M steps into one of tokens.
 
-    estimate: (rewards, with `step` of these M only; batch; their indices int64[M] among the played steps; config) ->
+    estimate: (rewards, with `step` of these M only; batch; their indices int64[M] among the played steps; options) ->
     advantage float64[M].
     It sees all steps that were played, so that a step's return and its baseline are the same whichever of them are
     trained. Rewards of a sub-agent's steps are added to the step that called it, whose advantage they take.
     """
 
-    def per_token(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+    def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
         rewards, caller = Rewards.of(batch, signals.penalty), parent_steps(batch)
         main = np.flatnonzero(caller == np.arange(len(caller)))
         paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
-        found = estimate(replace(rewards, step=paid), batch, main, config)
+        found = estimate(replace(rewards, step=paid), batch, main, options)
         return found[np.searchsorted(main, caller)][batch.played_id]
 
     return per_token
 
 
-def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmConfig) -> Doubles:
+def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, options: DiscountConfig) -> Doubles:
     owner = batch.trajectory_of_played[main]
-    return step_return(rewards.trajectory, rewards.step, owner, batch.group_of_trajectory, config.gamma)
+    return step_return(rewards.trajectory, rewards.step, owner, batch.group_of_trajectory, options.gamma)
 
 
-def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, config: AlgorithmConfig) -> Doubles:
+def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, options: GigpoConfig) -> Doubles:
     return gigpo(
         rewards.trajectory,
         rewards.step,
         batch.trajectory_of_played[main],
         batch.group_of_trajectory,
         state_ids(batch)[main],
-        config.gamma,
-        config.gigpo_weight,
-        config.norm_by_std,
+        options.gamma,
+        options.weight,
+        options.norm_by_std,
     )
 
 
@@ -187,32 +195,38 @@ def parent_tokens(batch: FlatBatch) -> Indices:
     return np.where(called, found, own)
 
 
-def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, options: DiscountConfig) -> Doubles:
     token = Rewards.of(batch, signals.penalty).token
-    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, config.gamma, parent_tokens(batch))
+    return reinforce_plus_plus(token, batch.mask, batch.trajectory_id, options.gamma, parent_tokens(batch))
 
 
-def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+def _reinforce_plus_plus_baseline(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
     rewards = Rewards.of(batch, signals.penalty).trajectory
     return reinforce_plus_plus_baseline(rewards, batch.group_of_trajectory, batch.mask, batch.trajectory_id)
 
 
-def _gae(batch: FlatBatch, signals: Signals, config: AlgorithmConfig) -> Doubles:
+def _gae(batch: FlatBatch, signals: Signals, options: GaeConfig) -> Doubles:
     if signals.values is None:
         raise ValueError("advantage gae needs the values of a value head (Signals.values)")
     source = parent_tokens(batch)
     main = batch.mask & (source == np.arange(len(batch)))
     token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
-    found = gae(token, signals.values, main, batch.trajectory_id, config.gamma, config.gae_lambda)
+    found = gae(token, signals.values, main, batch.trajectory_id, options.gamma, options.gae_lambda)
     togo = (found + signals.values)[source]  # of a sub-agent's token: the return of the step that called it
     return np.where(batch.mask & ~main, togo - signals.values, found)
 
 
-GRPO = Advantage(_by_trajectory(lambda r, group, config: grpo(r, group, config.norm_by_std)), options=("norm_by_std",))
-RLOO = Advantage(_by_trajectory(lambda r, group, config: rloo(r, group)))
-MAXRL = Advantage(_by_trajectory(lambda r, group, config: maxrl(r, group)))
-STEP_RETURN = Advantage(_by_main_step(_step_return), options=("gamma",), by_step=True)
-GIGPO = Advantage(_by_main_step(_gigpo), options=("gamma", "gigpo_weight", "norm_by_std"), by_step=True)
-REINFORCE_PLUS_PLUS = Advantage(_reinforce_plus_plus, options=("gamma",), by_group=False, by_step=True, by_token=True)
+def _grpo(rewards: Doubles, group: Indices, options: NormConfig) -> Doubles:
+    return grpo(rewards, group, options.norm_by_std)
+
+
+GRPO = Advantage(_by_trajectory(_grpo), options_type=NormConfig)
+RLOO = Advantage(_by_trajectory(lambda rewards, group, options: rloo(rewards, group)))
+MAXRL = Advantage(_by_trajectory(lambda rewards, group, options: maxrl(rewards, group)))
+STEP_RETURN = Advantage(_by_main_step(_step_return), options_type=DiscountConfig, by_step=True)
+GIGPO = Advantage(_by_main_step(_gigpo), options_type=GigpoConfig, by_step=True)
+REINFORCE_PLUS_PLUS = Advantage(
+    _reinforce_plus_plus, options_type=DiscountConfig, by_group=False, by_step=True, by_token=True
+)
 REINFORCE_PLUS_PLUS_BASELINE = Advantage(_reinforce_plus_plus_baseline)
-GAE = Advantage(_gae, options=("gamma", "gae_lambda"), needs_values=True, by_group=False, by_step=True, by_token=True)
+GAE = Advantage(_gae, options_type=GaeConfig, needs_values=True, by_group=False, by_step=True, by_token=True)

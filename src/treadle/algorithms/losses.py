@@ -2,8 +2,8 @@
 
     r = exp(logp_new - logp_old), A the advantage, sg the identity without gradient
 
-Each function takes tensors [N] and returns the loss of each token [N]; `PolicyLoss` entries at the end bind them to a
-configuration, and are what is registered. Tensors' own methods do the work, so that a configuration can be checked
+Each function takes tensors [N] and returns the loss of each token [N]; `PolicyLoss` entries at the end bind them to
+their options, and are what is registered. Tensors' own methods do the work, so that a configuration can be checked
 before torch is loaded.
 """
 
@@ -12,15 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from treadle.algorithms.config import AlgorithmConfig, Scope
+from treadle.algorithms.config import (
+    AlgorithmConfig,
+    CispoConfig,
+    DppoConfig,
+    GspoConfig,
+    PpoClipConfig,
+    SapoConfig,
+    Scope,
+)
 from treadle.algorithms.segments import unit_mean
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
-from treadle.core.registry import resolve
+from treadle.core.registry import NoOptions, build_options, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,28 +61,27 @@ class Tokens:
         return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
 
-TokenFunction: TypeAlias = "Callable[[Tensor, Tokens, AlgorithmConfig], Tensor]"
+TokenFunction: TypeAlias = "Callable[[Tensor, Tokens, Any], Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """Describes a registered policy loss (entry points `treadle.policy_losses`).
 
-    per_token: (logp [N], tokens, config) -> loss of each token [N].
+    per_token: (logp [N], tokens, options) -> loss of each token [N].
+    options_type: the type of `options`, into which a recipe's `algorithm.policy_loss_options` are built.
     couples: a token's loss depends on other tokens' log-probabilities, so that it must see the whole batch at once. A
     loss with a `scope` couples the tokens of each unit.
     anchor: the log-probabilities that it compares with; only `old` needs a pass before the first of several updates.
-    options: the sections of the configuration that it reads. options_type: the type that `policy_loss_options` is built
-    into (`core.config.build`), for a loss with options of its own. clipped: (logp, tokens, config) -> bool[N], tokens
-    whose ratio was bounded. ratio: (logp, tokens, config) -> that ratio [N], to the policy that the loss compares with.
+    clipped: (logp, tokens, options) -> bool[N], tokens whose ratio was bounded. ratio: (logp, tokens, options) -> that
+    ratio [N], to the policy that the loss compares with.
     """
 
     per_token: TokenFunction
     couples: bool = False
     anchor: Literal["old", "rollout", "none"] = "old"
-    options: tuple[str, ...] = ()
+    options_type: type[Config] = NoOptions
     clipped: TokenFunction | None = None
-    options_type: type[Config] | None = None
     ratio: TokenFunction | None = None
 
 
@@ -85,6 +92,12 @@ def by_name(name: str) -> PolicyLoss:
     if not isinstance(found, PolicyLoss):
         raise ConfigError(f"algorithm.policy_loss: {name!r} is of type {type(found).__name__}; make it a `PolicyLoss`")
     return found
+
+
+def options_of(config: AlgorithmConfig) -> Config:
+    """Return the options of the configured loss. Raises ConfigError."""
+    options_type = by_name(config.policy_loss).options_type
+    return build_options(options_type, config.policy_loss_options, "algorithm.policy_loss_options", config.policy_loss)
 
 
 # The functions
@@ -220,78 +233,79 @@ def importance_sampling(logp_new: Tensor, logp_rollout: Tensor, advantage: Tenso
 # What is registered
 
 
-def _to_old(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+def _to_old(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
     return importance_ratio(logp, tokens.logp_old)
 
 
-def _to_rollout(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
+def _to_rollout(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
     return importance_ratio(logp, tokens.logp_rollout)
 
 
-PPO_CLIP = PolicyLoss(
-    lambda logp, t, config: ppo_clip(logp, t.logp_old, t.advantage, *config.ppo_clip.bounds),
-    options=("ppo_clip",),
-    clipped=lambda logp, t, config: clipped(logp, t.logp_old, t.advantage, *config.ppo_clip.bounds),
-    ratio=_to_old,
-)
+def _ppo_clip(logp: Tensor, tokens: Tokens, options: PpoClipConfig) -> Tensor:
+    return ppo_clip(logp, tokens.logp_old, tokens.advantage, *options.bounds)
 
 
-def _gspo(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    section = config.gspo
-    unit = tokens.unit(section.scope)
-    return gspo(logp, tokens.logp_old, tokens.advantage, tokens.mask, unit, section.eps_low, section.eps_high)
+def _ppo_clipped(logp: Tensor, tokens: Tokens, options: PpoClipConfig) -> Tensor:
+    return clipped(logp, tokens.logp_old, tokens.advantage, *options.bounds)
 
 
-def _gspo_log_ratio(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    return sequence_log_ratio(logp, tokens.logp_old, tokens.mask, tokens.unit(config.gspo.scope))
+PPO_CLIP = PolicyLoss(_ppo_clip, options_type=PpoClipConfig, clipped=_ppo_clipped, ratio=_to_old)
 
 
-def _gspo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    ratio, section = _gspo_log_ratio(logp, tokens, config), config.gspo
-    return clipped(ratio, ratio.new_zeros(len(ratio)), tokens.advantage, section.eps_low, section.eps_high)
+def _gspo(logp: Tensor, tokens: Tokens, options: GspoConfig) -> Tensor:
+    unit = tokens.unit(options.scope)
+    return gspo(logp, tokens.logp_old, tokens.advantage, tokens.mask, unit, options.eps_low, options.eps_high)
+
+
+def _gspo_log_ratio(logp: Tensor, tokens: Tokens, options: GspoConfig) -> Tensor:
+    return sequence_log_ratio(logp, tokens.logp_old, tokens.mask, tokens.unit(options.scope))
+
+
+def _gspo_clipped(logp: Tensor, tokens: Tokens, options: GspoConfig) -> Tensor:
+    ratio = _gspo_log_ratio(logp, tokens, options)
+    return clipped(ratio, ratio.new_zeros(len(ratio)), tokens.advantage, options.eps_low, options.eps_high)
 
 
 GSPO = PolicyLoss(
     _gspo,
     couples=True,
-    options=("gspo",),
+    options_type=GspoConfig,
     clipped=_gspo_clipped,
-    ratio=lambda logp, t, config: _gspo_log_ratio(logp, t, config).exp(),
+    ratio=lambda logp, tokens, options: _gspo_log_ratio(logp, tokens, options).exp(),
 )
 
 
-def _cispo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    ratio = _to_old(logp, tokens, config)
-    return (ratio < 1 - config.cispo.eps_low) | (ratio > 1 + config.cispo.eps_high)
+def _cispo(logp: Tensor, tokens: Tokens, options: CispoConfig) -> Tensor:
+    return cispo(logp, tokens.logp_old, tokens.advantage, options.eps_low, options.eps_high)
 
 
-CISPO = PolicyLoss(
-    lambda logp, t, config: cispo(logp, t.logp_old, t.advantage, config.cispo.eps_low, config.cispo.eps_high),
-    options=("cispo",),
-    clipped=_cispo_clipped,
-    ratio=_to_old,
-)
-
-SAPO = PolicyLoss(
-    lambda logp, t, config: sapo(logp, t.logp_old, t.advantage, config.sapo.tau_positive, config.sapo.tau_negative),
-    options=("sapo",),
-    ratio=_to_old,
-)
+def _cispo_clipped(logp: Tensor, tokens: Tokens, options: CispoConfig) -> Tensor:
+    ratio = _to_old(logp, tokens, options)
+    return (ratio < 1 - options.eps_low) | (ratio > 1 + options.eps_high)
 
 
-def _dppo_clipped(logp: Tensor, tokens: Tokens, config: AlgorithmConfig) -> Tensor:
-    section = config.dppo
-    return outside_trust_region(logp, tokens.logp_rollout, tokens.advantage, section.divergence, section.delta)
+CISPO = PolicyLoss(_cispo, options_type=CispoConfig, clipped=_cispo_clipped, ratio=_to_old)
 
 
-DPPO = PolicyLoss(
-    lambda logp, t, config: dppo(logp, t.logp_rollout, t.advantage, config.dppo.divergence, config.dppo.delta),
-    anchor="rollout",
-    options=("dppo",),
-    clipped=_dppo_clipped,
-    ratio=_to_rollout,
-)
-REINFORCE = PolicyLoss(lambda logp, t, config: reinforce(logp, t.advantage), anchor="none")
+def _sapo(logp: Tensor, tokens: Tokens, options: SapoConfig) -> Tensor:
+    return sapo(logp, tokens.logp_old, tokens.advantage, options.tau_positive, options.tau_negative)
+
+
+SAPO = PolicyLoss(_sapo, options_type=SapoConfig, ratio=_to_old)
+
+
+def _dppo(logp: Tensor, tokens: Tokens, options: DppoConfig) -> Tensor:
+    return dppo(logp, tokens.logp_rollout, tokens.advantage, options.divergence, options.delta)
+
+
+def _dppo_clipped(logp: Tensor, tokens: Tokens, options: DppoConfig) -> Tensor:
+    return outside_trust_region(logp, tokens.logp_rollout, tokens.advantage, options.divergence, options.delta)
+
+
+DPPO = PolicyLoss(_dppo, anchor="rollout", options_type=DppoConfig, clipped=_dppo_clipped, ratio=_to_rollout)
+REINFORCE = PolicyLoss(lambda logp, tokens, options: reinforce(logp, tokens.advantage), anchor="none")
 IMPORTANCE_SAMPLING = PolicyLoss(
-    lambda logp, t, config: importance_sampling(logp, t.logp_rollout, t.advantage), anchor="rollout", ratio=_to_rollout
+    lambda logp, tokens, options: importance_sampling(logp, tokens.logp_rollout, tokens.advantage),
+    anchor="rollout",
+    ratio=_to_rollout,
 )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig, ValueConfig
 from treadle.algorithms.estimators import Advantage
 from treadle.algorithms.losses import PolicyLoss
-from treadle.core.config import Config, build
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
-
-ADVANTAGE_OPTIONS = ("norm_by_std", "gamma", "gae_lambda", "gigpo_weight")
-LOSS_OPTIONS = ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
 
 
 def check(config: AlgorithmConfig, filtered_sampling: bool = False) -> None:
@@ -31,9 +27,8 @@ def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[s
     """
     advantage, loss = estimators.by_name(config.advantage), losses.by_name(config.policy_loss)
     return [
-        *_unread_options(config, advantage, loss),
-        *_own_options("advantage", config.advantage, config.advantage_options, advantage.options_type),
-        *_own_options("policy_loss", config.policy_loss, config.policy_loss_options, loss.options_type),
+        *_options(config, estimators.options_of),
+        *_options(config, losses.options_of),
         *_value(config, advantage),
         *_correction(config, loss),
         *_kl(config),
@@ -43,27 +38,12 @@ def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[s
     ]
 
 
-def _unread_options(config: AlgorithmConfig, advantage: Advantage, loss: PolicyLoss) -> Iterator[str]:
-    defaults = AlgorithmConfig()
-    for kind, chosen, options, read in (
-        ("advantage", config.advantage, ADVANTAGE_OPTIONS, advantage.options),
-        ("policy_loss", config.policy_loss, LOSS_OPTIONS, loss.options),
-    ):
-        for name in options:
-            if name not in read and getattr(config, name) != getattr(defaults, name):
-                yield f"{name} is set, but {kind} {chosen!r} does not read it; leave it out or choose another {kind}"
-
-
-def _own_options(kind: str, name: str, given: Mapping[str, Any], expected: type[Config] | None) -> Iterator[str]:
-    """Yield the problems of `advantage_options` or `policy_loss_options`."""
-    if expected is None:
-        if given:
-            yield f"{kind}_options is set, but {kind} {name!r} has no options of its own; leave it out"
-        return
+def _options(config: AlgorithmConfig, build: Callable[[AlgorithmConfig], Config]) -> list[str]:
     try:
-        build(expected, given, f"{kind}_options")
+        build(config)
     except ConfigError as error:
-        yield from str(error).splitlines()
+        return [line.removeprefix("algorithm.") for line in str(error).splitlines()]
+    return []
 
 
 def _value(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:

@@ -18,8 +18,8 @@ from treadle.cli.options import Commands, add_command, add_overrides, positive
 from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
-from treadle.data.config import DataConfig, TaskSetConfig
-from treadle.data.load import LoadContext, find_problems, load_tasks, named_sources, open_rows
+from treadle.data.config import DataConfig, sources_of
+from treadle.data.load import LoadContext, Section, find_problems, load_tasks, named_sources, open_rows
 from treadle.data.rows import Row, parse_json
 from treadle.data.tasks import check_disjoint
 from treadle.integrations.harbor.packed import unpack
@@ -89,7 +89,7 @@ def run_check(options: argparse.Namespace) -> int:
             _print_problems(section, split, context, error)
             status = 2
             continue
-        name = section.source or ", ".join(part.source for part in section.mixture)
+        name = ", ".join(part.source for part in sources_of(section))
         console.line(f"{split}: ", (f"{len(found[-1])} tasks", "bold"), f" of {name}")
         for line in _summary(found[-1]):
             console.line(f"  {line}")
@@ -101,15 +101,17 @@ def run_check(options: argparse.Namespace) -> int:
 def run_prepare(options: argparse.Namespace) -> int:
     """Unpack tasks; return 0."""
     number = unpack(options.source, options.directory)
-    Console().line((f"{number} tasks", "bold"), f" in {options.directory}; train with harbor.tasks={options.directory}")
+    Console().line(
+        (f"{number} tasks", "bold"), f" in {options.directory}; train with data.train.options.path={options.directory}"
+    )
     return 0
 
 
-def _sections(options: argparse.Namespace) -> tuple[dict[str, TaskSetConfig], LoadContext]:
+def _sections(options: argparse.Namespace) -> tuple[dict[str, Section], LoadContext]:
     """Return the sections to look at, by split, and what their sources have in common."""
     if options.source in recipe_names() or options.source.endswith((".yaml", ".yml")):
         config = load_recipe(options.source, options.overrides)
-        if config.data.train.source == IN_MEMORY:
+        if sources_of(config.data.train)[0].source == IN_MEMORY:
             raise ConfigError(f"{options.source}: its tasks were made in Python and are in no file")
         data, context = config.data, load_context(config)
     else:
@@ -146,7 +148,7 @@ def _print_value(console: Console, name: str, value: Any) -> None:
     console.line(f"  {name:<14} ", short)
 
 
-def _print_problems(section: TaskSetConfig, split: str, context: LoadContext, first: DataError) -> None:
+def _print_problems(section: Section, split: str, context: LoadContext, first: DataError) -> None:
     """List what is wrong, row by row; at least the error that loading ended with."""
     errors = Console(stderr=True)
     problems = _problems(section, split, context)
@@ -157,7 +159,7 @@ def _print_problems(section: TaskSetConfig, split: str, context: LoadContext, fi
         errors.line(f"error: and {more} more rows are no tasks")
 
 
-def _problems(section: TaskSetConfig, split: str, context: LoadContext) -> Iterator[str]:
+def _problems(section: Section, split: str, context: LoadContext) -> Iterator[str]:
     for setting, source in named_sources(section, split):
         yield from find_problems(source, split, setting, context)
 

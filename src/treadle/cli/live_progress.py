@@ -22,7 +22,7 @@ from treadle.cli.console import Console
 from treadle.core.text import escape_line
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown
-from treadle.orchestration.reporting.progress import PlainProgress, Progress, evaluation_lines, has_line, update_line
+from treadle.orchestration.reporting.progress import PlainProgress, Progress, evaluation_lines, update_line
 
 _EVERY = 10  # updates between lines that stay; the bar shows each
 _WIDE = 110  # columns from which both times and a longer bar fit beside the figures
@@ -37,7 +37,7 @@ def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]
             yield LiveProgress(console, bars, config.orchestration.updates, table_by)
     else:
         with redirect_stdout(sys.stderr) if stderr else nullcontext():  # PlainProgress prints
-            yield PlainProgress(config.orchestration.log_every, table_by)
+            yield PlainProgress(table_by)
 
 
 def make_bars(console: Console) -> Bars:
@@ -75,10 +75,10 @@ class LiveProgress:
         self._bars.update(self._phase, completed=done, note=escape_line(note))
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
-        """Move the run's bar, and print the update's line if it is worth one (`has_line`)."""
+        """Move the run's bar, and print the line of each tenth update, the first, the last, and any with failures."""
         note = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
         self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
-        if has_line(row, updates, _EVERY):
+        if row["update"] % _EVERY == 0 or row["update"] in (1, updates) or row["failed"]:
             self._console.line(update_line(row, updates, self._console.width))
 
     def evaluated(self, result: EvaluationResult) -> None:

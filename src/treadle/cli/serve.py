@@ -38,7 +38,7 @@ _EXAMPLES = """examples:
   treadle serve runs/demo/checkpoints/step-000040
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm --record recorded
-  treadle serve models/warm engine.kind=vllm engine.vllm.servers=2
+  treadle serve models/warm engine.kind=vllm engine.options.servers=2
 
 Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\

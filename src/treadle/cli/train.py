@@ -14,6 +14,7 @@ from treadle.cli.dry_run import print_dry_run
 from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_recipe
 from treadle.core.errors import ConfigError, RunError
+from treadle.data.config import sources_of
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.setup.config_diff import changes, check_changes
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, load_inputs
@@ -78,7 +79,7 @@ def _train(options: argparse.Namespace, config: RunConfig, inputs: Inputs, path:
     go_on = _go_on_command(options, path)
     try:
         with make_progress(config) as progress:
-            from treadle.orchestration.recovery import train_run
+            from treadle.orchestration.train import train_run
 
             summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
     except KeyboardInterrupt:
@@ -118,7 +119,7 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     config = run.config(options.overrides)
     check_changes(changes(run.config(), config))
     find_checkpoint(path, options.resume_from or "latest")  # or an error, before torch is loaded
-    if config.data.train.source == IN_MEMORY:
+    if sources_of(config.data.train)[0].source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
     return config, path
 

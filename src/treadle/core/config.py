@@ -35,19 +35,14 @@ class Config(pydantic.BaseModel):
     Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
     with `build`, which also takes YAML lists for tuples and strings for enums and paths.
 
-    renamed_keys: full path of a key of the last release -> the key that replaced it, for error messages.
+    removed_keys: full path of a key that is gone -> what to do instead, for error messages.
     """
 
-    renamed_keys: ClassVar[Mapping[str, str]] = {}
+    removed_keys: ClassVar[Mapping[str, str]] = {}
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
     )
-
-    @classmethod
-    def complete(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the data with what one key says about others; `build` checks the result, not yet checked here."""
-        return data
 
 
 REQUIRED: Any = pydantic_core.PydanticUndefined
@@ -165,7 +160,23 @@ def dump_yaml(config: Config) -> str:
     return escaped
 
 
-# Overrides
+# Merging and overrides
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, key by key at every depth; where they differ, `above` wins, and its null takes a key away.
+
+    `merge({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "b": None})` is `{"a": {"x": 1, "y": 4}}`.
+    """
+    result = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping):
+            result[key] = merge(below[key], value)
+        elif value is None and key in below:
+            del result[key]
+        else:
+            result[key] = value
+    return result
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -219,7 +230,7 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
     Raises ConfigError with one line per problem: its origin, the key's full path, its value, what was expected.
     The origin is the overrides that touch the key, or `source` (a file name, say) if it has the problem without them.
     """
-    changed = cls.complete(apply_overrides(data, overrides) if overrides else data)
+    changed = apply_overrides(data, overrides)
     try:
         plain = _plain_json(changed)
     except ValueError as error:
@@ -228,7 +239,7 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
         return cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
         found = dict.fromkeys(_problems(cls, plain, error))
-        own = _own_problems(cls, cls.complete(data)) if overrides else found
+        own = _own_problems(cls, data) if overrides else found
         lines = [p.line(source if p in own else _blamed(p.path, overrides) or source) for p in found]
         raise ConfigError("\n".join(lines)) from error
 
@@ -331,8 +342,10 @@ _ALIASES = {
     **dict.fromkeys(("max_prompt_length", "max_prompt_tokens", "max_model_len"), "max_input_tokens"),
     **dict.fromkeys(("max_turns", "max_assistant_turns"), "max_steps"),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "coef"),
-    **dict.fromkeys(("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps"), "eps_high"),
-    **dict.fromkeys(("lam", "gae_lam", "lambda_"), "gae_lambda"),
+    **dict.fromkeys(
+        ("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_high"), "policy_loss_options"
+    ),
+    **dict.fromkeys(("lam", "gae_lam", "lambda_", "gae_lambda"), "advantage_options"),
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), "advantage"),
     **dict.fromkeys(("loss_type", "loss", "policy_loss_type"), "policy_loss"),
 }
@@ -352,8 +365,8 @@ def _purpose(cls: type[Config], keys: Location) -> str:
 def _unknown_key(cls: type[Config], keys: Location) -> str:
     """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
     *parents, leaf = map(str, keys)
-    if new := cls.renamed_keys.get(".".join([*parents, leaf])):
-        return f"{'.'.join([*parents, leaf])!r} is now {new!r}"
+    if instead := cls.removed_keys.get(".".join([*parents, leaf])):
+        return f"there is no key {'.'.join([*parents, leaf])!r} any more; {instead}"
     known = list(_fields_at(cls, keys[:-1]))
     if meant := [path for path in _paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
         meant = [path for path in meant if path.rpartition(".")[0] == ".".join(parents)] or meant

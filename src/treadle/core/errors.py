@@ -29,6 +29,10 @@ class EngineError(TreadleError, RuntimeError):
     """Says that the inference engine refused or failed a call."""
 
 
+class EngineEnded(EngineError):
+    """The process of an engine ended before it answered. The call may be made on another engine."""
+
+
 class RunError(TreadleError, RuntimeError):
     """Says that a run directory cannot be used as requested: taken, missing, damaged, of another model."""
 
@@ -47,6 +51,10 @@ class CheckpointError(RunError):
 
 class PlacementError(TreadleError, RuntimeError):
     """Says that a cluster cannot give a run its processes: resources, versions, directories, or the cluster itself."""
+
+
+class WorkerLost(PlacementError):
+    """A process that answers calls ended before it answered. The call may be made again on the next one."""
 
 
 class RankError(TreadleError, RuntimeError):

@@ -11,14 +11,22 @@ import difflib
 import importlib
 import importlib.metadata
 import sys
+from collections.abc import Mapping
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError
 from treadle.core.extras import how_to_install
 
 _OF_OTHERS = ("agents", "shaping")  # groups in which Treadle registers nothing itself
+
+C = TypeVar("C", bound=Config)
+
+
+class NoOptions(Config):
+    """Options of what has none."""
 
 
 def resolve(group: str, name: str, setting: str = "") -> Any:
@@ -38,6 +46,19 @@ def check_name(group: str, name: str, setting: str = "") -> None:
     """Raise ConfigError, as `resolve` does, for a name that is not registered. Imports nothing."""
     if ":" not in name:
         _target(group, name, _where(group, name, setting))
+
+
+def build_options(options_type: type[C], options: Mapping[str, Any], setting: str, name: str) -> C:
+    """Return the options of a registered loss, advantage, engine or driver as its own type.
+
+        build_options(GspoOptions, {"scope": "step"}, "algorithm.policy_loss_options", "gspo")
+
+    setting: the key that holds them. name: what they are for. Raises ConfigError: an unknown option, a wrong or missing
+    value, or any option of what has none.
+    """
+    if options and not options_type.model_fields:
+        raise ConfigError(f"{setting} is set, but {name!r} has no options; leave it out")
+    return build(options_type, options, setting)
 
 
 def _where(group: str, name: str, setting: str) -> str:

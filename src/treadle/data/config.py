@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from treadle.core.config import Config
 
-_COLUMN = "column, or path into one: answer, reward_model.ground_truth, answers.text.0"
+TaskPart = Literal["prompt", "ground_truth", "task_id", "extras", "environment", "agent", "driver"]
 
 
-class ColumnsConfig(Config):
-    """Says where in a row the parts of a task are: a column, or a path into one (`reward_model.ground_truth`).
+def _paths(columns: dict[TaskPart, str | dict[str, str]]) -> dict[TaskPart, str | dict[str, str]]:
+    for part, path in columns.items():
+        if isinstance(path, dict) and part != "extras":
+            raise ValueError(f"the column of {part} is {path}; only extras are made of several, give one path")
+    return columns
 
-    prompt, ground_truth, task_id and extras that are not set are the columns of these names, if there are any. Other
-    columns are not read.
-    """
 
-    prompt: str | None = Field(None, description=f"text, or a list of messages; {_COLUMN}")
-    ground_truth: str | None = Field(None, description="what the reply is graded against")
-    task_id: str | None = Field(None, description="names the task, text or whole number; default: file and row")
-    extras: str | dict[str, str] | None = Field(
-        None, description="a column that holds an object, or each extra's name and column: {level: extra_info.level}"
-    )
-    environment: str | None = Field(None, description="names the environment of a row; none is read if not set")
-    agent: str | None = Field(None, description="names the agent program of a row; none is read if not set")
-    driver: str | None = Field(None, description="names the attempt driver of a row; none is read if not set")
+Columns = Annotated[dict[TaskPart, str | dict[str, str]], AfterValidator(_paths)]
+"""Where the parts of a task are in a row: a column, or a path into one (`reward_model.ground_truth`, `answers.text.0`).
+
+    {"prompt": "question", "ground_truth": "answer", "extras": {"level": "meta.level"}}
+
+prompt (text, or a list of messages), ground_truth, task_id and extras default to the columns of these names, if any;
+environment, agent and driver, the names of what plays the row, are read only if set. Other columns are not read.
+"""
 
 
 class SourceConfig(Config):
     """Configures where tasks come from."""
 
     source: str = Field(
-        "",
+        min_length=1,
         description="a .jsonl or .parquet file, a directory of them, a Hugging Face data set (ORG/NAME, or a directory "
         "that one was saved to), a generator's registered name or module:function",
     )
@@ -45,55 +44,55 @@ class SourceConfig(Config):
         default_factory=dict,
         description="options of the generator (count, seed, ...), or of datasets.load_dataset (name, revision, ...)",
     )
-    columns: ColumnsConfig | None = Field(None, description="of this source (default: data.columns)")
-
-
-class MixtureConfig(SourceConfig):
-    """Configures one source of a mixture."""
-
-    name: str = Field("", description="begins the tasks' ids, and is their extra 'source' (default: the source's)")
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="share of the groups, relative to the others")
-
-    @model_validator(mode="after")
-    def _has_source(self) -> MixtureConfig:
-        if not self.source:
-            raise ValueError("a source of a mixture needs 'source'; add it")
-        return self
-
-
-class TaskSetConfig(SourceConfig):
-    """Configures training or held-out tasks: one source, or a mixture of several."""
-
-    mixture: tuple[MixtureConfig, ...] = Field(
-        (), description="several sources instead of one: [{source: a.jsonl, weight: 3}, {source: b.parquet}]"
+    columns: Columns | None = Field(None, description="columns of this source (default: data.columns)")
+    name: str = Field(
+        "", description="of several sources: begins the tasks' ids, and is their extra 'source' (default: the source's)"
     )
 
-    @model_validator(mode="after")
-    def _one_or_several(self) -> TaskSetConfig:
-        if not self.source and not self.mixture:
-            raise ValueError("missing key 'source': where tasks come from; or give several, in 'mixture'")
-        if self.mixture and (self.source or self.split or self.options or self.columns):
-            raise ValueError("'mixture' stands in the place of source, split, options and columns; leave those out")
-        return self
+
+class WeightedSourceConfig(SourceConfig):
+    """Configures where training tasks come from."""
+
+    weight: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="of several sources: share of the groups, relative to the others"
+    )
+
+
+_OneOrSeveral = Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one")
+TrainSources = Annotated[
+    Annotated[WeightedSourceConfig, Tag("one")]
+    | Annotated[tuple[WeightedSourceConfig, ...], Field(min_length=1), Tag("several")],
+    _OneOrSeveral,
+]
+"""One source, or a mixture of several: `[{source: a.jsonl, weight: 3}, {source: b.parquet}]`."""
+HeldOutSources = Annotated[
+    Annotated[SourceConfig, Tag("one")] | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("several")],
+    _OneOrSeveral,
+]
+"""One source or several; every evaluation plays all of their tasks."""
+
+
+def sources_of(section: SourceConfig | tuple[SourceConfig, ...]) -> Sequence[SourceConfig]:
+    """Return the sources of `data.train` or `data.held_out`."""
+    return section if isinstance(section, tuple) else (section,)
 
 
 class DataConfig(Config):
     """Configures training and held-out tasks."""
 
-    train: TaskSetConfig = Field(description="tasks to train on")
-    held_out: TaskSetConfig | None = Field(None, description="tasks to evaluate on; never trained")
-    columns: ColumnsConfig | None = Field(
-        None, description="where rows have the parts of a task (default: under Treadle's own names, and nothing else)"
+    train: TrainSources = Field(description="tasks to train on: a source, or a list of several")
+    held_out: HeldOutSources | None = Field(None, description="tasks to evaluate on; never trained")
+    columns: Columns | None = Field(
+        None,
+        description="column, or path into one, of each part of a task: {prompt: question, ground_truth: "
+        "reward_model.ground_truth} (default: under Treadle's own names, and nothing else)",
     )
     shuffle: bool = Field(True, description="visit the training tasks in another order each epoch")
     table_by: str | None = Field(None, description="key of a task's extras by which evaluation tables are split")
 
     @model_validator(mode="after")
-    def _held_out_has_no_weights(self) -> DataConfig:
-        parts = self.held_out.mixture if self.held_out else ()
-        if wrong := [part for part in parts if not math.isclose(part.weight, 1.0)]:
-            raise ValueError(
-                f"held_out.mixture: {wrong[0].source!r} has weight {wrong[0].weight:g}, but every "
-                "evaluation plays all held-out tasks; leave weights out, and take less of one with split: all[:500]"
-            )
+    def _shares_are_of_several(self) -> DataConfig:
+        for split, section in (("train", self.train), ("held_out", self.held_out)):
+            if isinstance(section, SourceConfig) and (section.name or getattr(section, "weight", 1) != 1):
+                raise ValueError(f"{split}: name and weight are for a list of several sources; leave them out")
         return self

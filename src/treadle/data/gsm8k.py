@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from treadle.core.errors import DataError
 from treadle.core.types import Message, Task
-from treadle.data.config import ColumnsConfig, SourceConfig
+from treadle.data.config import Columns, SourceConfig
 from treadle.data.load import LoadContext, open_rows
 from treadle.data.rows import make_task
 from treadle.envs.gsm8k import INSTRUCTION, MULTI_TURN_INSTRUCTION, answer_of
 
-_COLUMNS = ColumnsConfig(prompt="question", ground_truth="answer")
+_COLUMNS: Columns = {"prompt": "question", "ground_truth": "answer"}
 
 
 def gsm8k_questions(split: str, file: str, multi_turn: bool = False, file_split: str = "") -> Iterator[Task]:

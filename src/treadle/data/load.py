@@ -8,7 +8,7 @@ from typing import Any
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
-from treadle.data.config import ColumnsConfig, SourceConfig, TaskSetConfig
+from treadle.data.config import Columns, SourceConfig
 from treadle.data.mixture import Mixture, parse_split, take_range
 from treadle.data.rows import PROMPT, Row, make_task
 from treadle.data.sources import ArrowSource, open_source, short_name
@@ -25,14 +25,18 @@ class LoadContext:
     environments: by name, classes or other makers that the registry need not know. seed: for generators that take one.
     """
 
-    columns: ColumnsConfig | None = None
+    columns: Columns | None = None
     player: Player = ("environment", "")
     environments: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
+    def columns_of(self, section: SourceConfig) -> Columns | None:
+        """Return where a source's rows have the parts of a task."""
+        return self.columns if section.columns is None else section.columns
+
     def task(self, row: Row, section: SourceConfig) -> Task:
         """Return the task in a row, with what plays it. Raises DataError, which names the row."""
-        task = row.value if isinstance(row.value, Task) else make_task(row, section.columns or self.columns)
+        task = row.value if isinstance(row.value, Task) else make_task(row, self.columns_of(section))
         task = with_player(task, self.player)
         if not task.prompt and not isinstance(row.value, Task):
             self._require_maker(task.player, row.where)
@@ -49,7 +53,11 @@ class LoadContext:
             raise DataError(f'{where}: no prompt, and {owner}; write "prompt": {PROMPT}, or set data.columns.prompt')
 
 
-def load_tasks(section: TaskSetConfig, split: str, context: LoadContext) -> Sequence[Task]:
+Section = SourceConfig | tuple[SourceConfig, ...]
+"""`data.train` or `data.held_out`."""
+
+
+def load_tasks(section: Section, split: str, context: LoadContext) -> Sequence[Task]:
     """Return all tasks of a section, in order: at least one, and no `task_id` twice. Rows are checked.
 
     split: `train` or `held_out`, the section's key in `data`.
@@ -57,20 +65,20 @@ def load_tasks(section: TaskSetConfig, split: str, context: LoadContext) -> Sequ
     Raises ConfigError: no such file, data set or generator, or options it does not take. DataError: a row, or what a
     generator returned, breaks the contract; the message names file and row.
     """
-    if not section.mixture:
+    if isinstance(section, SourceConfig):
         return _load_source(section, split, f"data.{split}", context)
-    names = [part.name or short_name(part.source) for part in section.mixture]
+    names = [part.name or short_name(part.source) for part in section]
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise ConfigError(f"data.{split}.mixture: two sources are called {twice[0]!r}; give each a name of its own")
+        raise ConfigError(f"data.{split}: two sources are called {twice[0]!r}; give each a name of its own")
     parts = [_load_source(part, split, setting, context) for setting, part in named_sources(section, split)]
-    return Mixture(names, parts, [part.weight for part in section.mixture])
+    return Mixture(names, parts, [getattr(part, "weight", 1.0) for part in section])
 
 
-def named_sources(section: TaskSetConfig, split: str) -> list[tuple[str, SourceConfig]]:
-    """Return the sources of a section, each with its setting: `data.train`, or `data.train.mixture[1]`."""
-    if not section.mixture:
+def named_sources(section: Section, split: str) -> list[tuple[str, SourceConfig]]:
+    """Return the sources of a section, each with its setting: `data.train`, or `data.train[1]`."""
+    if isinstance(section, SourceConfig):
         return [(f"data.{split}", section)]
-    return [(f"data.{split}.mixture[{number}]", part) for number, part in enumerate(section.mixture)]
+    return [(f"data.{split}[{number}]", part) for number, part in enumerate(section)]
 
 
 def open_rows(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Iterator[Row]:
@@ -94,7 +102,7 @@ def _load_source(section: SourceConfig, split: str, setting: str, context: LoadC
     opened = open_source(section, split, setting, name, context.seed)
     tasks: Sequence[Task]
     if isinstance(opened, ArrowSource):
-        tasks = opened.tasks(section.columns or context.columns, lambda row: context.task(row, section))
+        tasks = opened.tasks(context.columns_of(section), lambda row: context.task(row, section))
     else:
         tasks = [context.task(row, section) for row in opened]
         check_distinct(section.source, (task.task_id for task in tasks))

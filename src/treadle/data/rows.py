@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from treadle.core.errors import DataError
 from treadle.core.types import PLAYERS, Message, Task, as_messages
-from treadle.data.config import ColumnsConfig
+from treadle.data.config import Columns
 
 KEYS = ("task_id", "prompt", *PLAYERS, "ground_truth", "extras")
 """The names of the parts of a task in a row that needs no columns."""
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     task_id: str
 
 
-def make_task(row: Row, columns: ColumnsConfig | None) -> Task:
+def make_task(row: Row, columns: Columns | None) -> Task:
     """Return the task in a row. columns: None for rows in Treadle's own names. Raises DataError."""
     value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
     if columns is not None and isinstance(value, Mapping):
@@ -105,10 +105,10 @@ def as_prompt(value: Any, where: str) -> tuple[Message, ...]:
     return as_messages(messages, f"{where}: prompt")
 
 
-def select_fields(row: Mapping[str, Any], columns: ColumnsConfig, where: str) -> dict[str, Any]:
+def select_fields(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
     """Return the row under Treadle's names. Raises DataError for a path that is not there."""
     fields = {name: row[name] for name in OWN_NAMES if name in row}
-    for name, paths in column_paths(columns).items():
+    for name, paths in columns.items():
         if isinstance(paths, str):
             fields[name] = lookup(row, paths, f"{where}: data.columns.{name}")
         else:
@@ -118,11 +118,6 @@ def select_fields(row: Mapping[str, Any], columns: ColumnsConfig, where: str) ->
     if "task_id" in fields and isinstance(fields["task_id"], int) and not isinstance(fields["task_id"], bool):
         fields["task_id"] = str(fields["task_id"])
     return fields
-
-
-def column_paths(columns: ColumnsConfig) -> dict[str, str | dict[str, str]]:
-    """Return the paths that are set, by the part of a task that is found there."""
-    return {name: paths for name in ColumnsConfig.model_fields if (paths := getattr(columns, name)) is not None}
 
 
 def lookup(row: Mapping[str, Any], path: str, where: str) -> Any:

@@ -19,7 +19,7 @@ from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.extras import how_to_install
 from treadle.core.types import Task
-from treadle.data.config import ColumnsConfig, SourceConfig
+from treadle.data.config import Columns, SourceConfig
 from treadle.data.files import ALL, find_files, is_data_set
 from treadle.data.rows import Row
 from treadle.data.tasks import LazyTasks
@@ -29,7 +29,7 @@ from treadle.data.tasks import LazyTasks
 class ArrowSource(Protocol):
     """Holds an opened table (`table.ArrowTable`); defined here because that module needs pyarrow."""
 
-    def tasks(self, columns: ColumnsConfig | None, make: Callable[[Row], Task]) -> LazyTasks:
+    def tasks(self, columns: Columns | None, make: Callable[[Row], Task]) -> LazyTasks:
         """Return its tasks, checked."""
         ...
 

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.data.arrow_checks import is_list, is_text, is_well_formed, leaf
-from treadle.data.config import ColumnsConfig
-from treadle.data.rows import KEYS, OWN_NAMES, Row, column_paths, unknown_key
+from treadle.data.config import Columns
+from treadle.data.rows import KEYS, OWN_NAMES, Row, unknown_key
 from treadle.data.tasks import LazyTasks, Player, check_distinct
 
 _BATCH = 4096  # rows that are decoded and checked at a time
@@ -54,7 +54,7 @@ class ArrowTable:
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
 
-    def tasks(self, columns: ColumnsConfig | None, make: Callable[[Row], Task]) -> ArrowTasks:
+    def tasks(self, columns: Columns | None, make: Callable[[Row], Task]) -> ArrowTasks:
         """Return its tasks, checked; see `ArrowTasks`."""
         return ArrowTasks(self._parts, columns, make)
 
@@ -124,7 +124,7 @@ class ArrowTasks(LazyTasks):
     Raises ConfigError or DataError, which name file, row and remedy.
     """
 
-    def __init__(self, parts: Sequence[Part], columns: ColumnsConfig | None, make: Callable[[Row], Task]) -> None:
+    def __init__(self, parts: Sequence[Part], columns: Columns | None, make: Callable[[Row], Task]) -> None:
         self._parts, self._make = parts, make
         self._paths = _paths_in_table(parts[0], columns)
         self._ids: list[Any] | None = [] if "task_id" in self._paths else None  # a string array for each batch
@@ -211,14 +211,14 @@ class ArrowTasks(LazyTasks):
             self._ids.append(found.cast(pa.string()))
 
 
-def _paths_in_table(part: Part, columns: ColumnsConfig | None) -> dict[str, str | dict[str, str]]:
+def _paths_in_table(part: Part, columns: Columns | None) -> dict[str, str | dict[str, str]]:
     """Return where the parts of a task are, by name. Raises ConfigError for a column that is not there."""
     names = part.schema.names
     if columns is None:
         if unknown := [name for name in names if name not in KEYS]:
             raise ConfigError(f"{part.path}: {unknown_key(unknown[0])}")
         return {name: name for name in names}
-    paths = {name: name for name in OWN_NAMES if name in names} | column_paths(columns)
+    paths = {name: name for name in OWN_NAMES if name in names} | dict(columns)
     if not paths:
         raise ConfigError(f"{part.path}: none of its columns is read ({', '.join(names)}); set data.columns.prompt")
     return paths

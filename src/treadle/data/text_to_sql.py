@@ -18,7 +18,7 @@ from typing import Any
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Task
-from treadle.data.config import ColumnsConfig, SourceConfig
+from treadle.data.config import Columns, SourceConfig
 from treadle.data.load import LoadContext, open_rows
 from treadle.data.rows import make_task
 from treadle.envs.sql.sandbox import SANDBOX, Database, Query
@@ -38,9 +38,11 @@ You answer questions about a SQLite database. You may look at it with queries be
 - When you know the answer, write the query that gives exactly what is asked, in <solution>...</solution>, once.
 - Your turns are limited; every observation says how many are left."""
 
-_COLUMNS = ColumnsConfig(
-    prompt="prompt", ground_truth="reward_spec.ground_truth", extras={"db_id": "db_id", "data": "data"}
-)
+_COLUMNS: Columns = {
+    "prompt": "prompt",
+    "ground_truth": "reward_spec.ground_truth",
+    "extras": {"db_id": "db_id", "data": "data"},
+}
 _SCHEMA = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
 _MOST_STATEMENTS = 10_000
 _PATIENCE = 30.0  # seconds to read a schema

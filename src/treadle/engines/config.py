@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from treadle.core.config import Config
+from treadle.core.errors import ConfigError
+from treadle.core.registry import NoOptions, build_options
 
 InFlight = Literal["keep", "recompute"]
 
 
 class VLLMConfig(Config):
-    """Configures vLLM servers: ones that run already (`urls`), or ones that Treadle starts here and stops again."""
+    """Options of engine vllm: servers that run already, or that Treadle starts here and stops again."""
 
-    urls: tuple[str, ...] = Field((), description="servers that run already, for example http://127.0.0.1:8000")
-    servers: int = Field(1, ge=1, description="servers to start if no urls are given")
+    removed_keys = MappingProxyType(
+        {
+            "urls": "set servers to the URLs",
+            "start_timeout": "leave it out: a server that ends while it starts is noticed at once",
+            "shared_directory": "set transfer to collective for servers that do not see /dev/shm",
+            "transfer_address": "leave it out: it is the address from which this machine reaches the servers",
+        }
+    )
+
+    servers: Annotated[int, Field(ge=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        1, description="how many to start, or the URLs of those that run already: [http://127.0.0.1:8000]"
+    )
     python: str | None = Field(
         None, description="interpreter that has vLLM; default: $TREADLE_VLLM_VENV, .venv-vllm, or Treadle's own"
     )
@@ -24,26 +37,29 @@ class VLLMConfig(Config):
         description="further arguments of the servers: {tensor-parallel-size: 2, enforce-eager: true}; null drops one",
     )
     environment: dict[str, str] = Field(default_factory=dict, description="further environment variables of theirs")
-    start_timeout: float = Field(600.0, gt=0, description="seconds a server may take to start")
     transfer: Literal["shared_memory", "collective"] = Field(
         "shared_memory",
         description="how weights get to servers: a file all of them see, or a broadcast (NCCL between GPUs, else gloo)",
-    )
-    shared_directory: str | None = Field(
-        None, description="shared_memory: where weights are handed over, seen by all servers; default: /dev/shm"
-    )
-    transfer_address: str = Field(
-        "127.0.0.1", description="collective: this machine's address at which all servers reach it"
     )
 
     @model_validator(mode="after")
     def _running_or_started(self) -> VLLMConfig:
         if self.urls and (given := [k for k in ("python", "args", "environment") if getattr(self, k)]):
             raise ValueError(
-                f"engine.vllm.{given[0]} is for servers that Treadle starts, and engine.vllm.urls names running ones; "
-                "give one of them"
+                f"engine.options.{given[0]} is for servers that Treadle starts, and engine.options.servers names "
+                "running ones; leave it out"
             )
         return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the URLs of servers that run already."""
+        return self.servers if isinstance(self.servers, tuple) else ()
+
+    @property
+    def count(self) -> int:
+        """Return the number of servers."""
+        return self.servers if isinstance(self.servers, int) else len(self.servers)
 
 
 class EngineConfig(Config):
@@ -53,7 +69,9 @@ class EngineConfig(Config):
         "torch",
         description="torch: embedded; vllm: servers beside this process; or another registered name or module:function",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="settings of a kind that is not Treadle's own")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="of its kind; vllm: {python: /opt/vllm/bin/python} (docs/vllm.md)"
+    )
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
     cache_gib: float = Field(
         4.0,
@@ -81,7 +99,6 @@ class EngineConfig(Config):
         description="tokens that the KV cache of one engine holds: an episode then starts only when those that it is "
         "expected to hold at its end fit beside the others'; not for engines in lock-step. Default: no such limit",
     )
-    vllm: VLLMConfig = Field(VLLMConfig(), description="for kind vllm")
 
     @model_validator(mode="after")
     def _settings_are_of_this_kind(self) -> EngineConfig:
@@ -89,14 +106,24 @@ class EngineConfig(Config):
             raise ValueError(
                 "engine.own_process is for engine.kind=torch: vLLM's servers are processes of their own; leave it out"
             )
-        if self.options and self.kind in ("torch", "vllm"):
-            raise ValueError(f"engine.options is set, but engine.kind {self.kind!r} reads none; leave it out")
+        try:
+            if self.kind in ("torch", "vllm"):
+                build_options(
+                    VLLMConfig if self.kind == "vllm" else NoOptions, self.options, "engine.options", self.kind
+                )
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
+
+    @property
+    def vllm(self) -> VLLMConfig:
+        """Return the options of kind vllm."""
+        return build_options(VLLMConfig, self.options, "engine.options", self.kind)
 
     @property
     def count(self) -> int:
         """Return the number of engines: servers, or one."""
-        return (len(self.vllm.urls) or self.vllm.servers) if self.kind == "vllm" else 1
+        return self.vllm.count if self.kind == "vllm" else 1
 
     @property
     def capacity(self) -> int:

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import EngineError
+from treadle.core.errors import EngineEnded, EngineError
 from treadle.core.status import ComponentStatus
 from treadle.core.trainer import WeightsDestination, WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
-from treadle.engines.process.rpc import EngineEnded
 from treadle.engines.staging import Staged
 
 
 class Member(Engine, Protocol):
-    """Is an engine in a process of its own, which may end and be replaced: `ProcessEngine`, or a fake."""
+    """Is an engine in a process of its own, which may end and be replaced: `RemoteEngine`, or a fake."""
 
     @property
     def is_down(self) -> bool:
@@ -58,7 +57,7 @@ class EnginePool:
     synchronous training, they are dealt out in turn: engines in lock-step then sample the same bits every time.
 
     While an engine's process is down, its sessions and the calls that it had not answered move to others. The process
-    is started again with the weights that were published last (`ProcessEngine`), and gets new sessions. Where no other
+    is started again with the weights that were published last (`RemoteEngine`), and gets new sessions. Where no other
     engine is up, calls wait for the next process.
     """
 

@@ -8,15 +8,16 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
-from treadle.engines.temporary import new_directory, with_key
+from treadle.engines.temporary import temporary_directory, with_key
 from treadle.models.tensor_file import write_tensors
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -31,11 +32,10 @@ class InProcess:
 
 
 class Staged(Protocol):
-    """Holds weights for engines in other processes, until they are discarded."""
+    """Weights for engines in other processes, which get a copy of this object, until they are discarded."""
 
-    @property
-    def message(self) -> Mapping[str, Any]:
-        """Return what an engine's process is told of where they are."""
+    async def fetch(self) -> Mapping[str, Tensor]:
+        """Return the weights by name, in the process of an engine. Raises EngineError."""
         ...
 
     def discard(self) -> None:
@@ -50,10 +50,9 @@ class StagedFile:
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
 
-    @property
-    def message(self) -> Mapping[str, Any]:
-        """Return the path."""
-        return {"path": str(self.path)}
+    async def fetch(self) -> Mapping[str, Tensor]:
+        """Read the file."""
+        return load_file(self.path)
 
     def discard(self) -> None:
         """Remove the file. Idempotent."""
@@ -80,7 +79,7 @@ class WeightsFile:
         written = {name: _as_written(tensor, self.dtype) for name, tensor in described.items()}
         folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in written.values()))
         try:
-            path = new_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
+            path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
             write_tensors(
                 path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
             )

@@ -12,7 +12,7 @@ _KIND = "treadle_weights-"
 _PREFIX = f"{_KIND}{socket.gethostname()}-"
 
 
-def new_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
+def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
     """Make a directory that lives as long as this process at most, and remove those of processes that were killed.
 
     key: unique, by which other processes find it (`with_key`). mode: who can read it; if not told, only this user.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from safetensors.torch import load_file
 
 from treadle.core.trainer import WeightSource
-from treadle.engines.process.engine import ProcessEngine
+from treadle.engines.remote import RemoteEngine
 from treadle.engines.staging import InProcess, WeightsFile, stage_file
 from treadle.engines.torch.engine import TorchEngine
 
@@ -48,7 +48,7 @@ class SharedMemorySync:
     """Publishes to an engine in another process by a file in shared memory, kept for a process that may replace it."""
 
     source: WeightSource
-    engine: ProcessEngine
+    engine: RemoteEngine
 
     async def publish(self, version: int) -> None:
         """Make the engine serve the trainer's weights as this version.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.tasks import check_count, check_share, check_split
+from treadle.envs.tasks import check_share, split_key
 
 Pair = tuple[int, int]
 
@@ -36,7 +36,6 @@ class Arithmetic(Environment):
     """Gives reward 1 for `<answer> 7</answer>` where the sum is 7; `info["ended"]` is right, wrong or format."""
 
     async def step(self, text: str) -> EnvStep:
-        """Grade the one reply; never raises, whatever the text."""
         answer = _ANSWER.fullmatch(text)
         if answer is None:
             return EnvStep(done=True, info={"ended": "format"})
@@ -47,26 +46,23 @@ class Arithmetic(Environment):
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     """Return the first `count` tasks of a split (`train` or `held_out`), pass after pass over its pairs.
 
-    Each pass is shuffled anew, by `seed` for training; held-out tasks ignore `seed`. Task ids stay distinct
-    when the pairs repeat. For example the first of `tasks("train", 1)`:
+    Each pass is shuffled anew, by `seed` for training; held-out tasks ignore `seed`. For example `tasks("train", 1)`:
 
         Task("arithmetic-train-0-000000", prompt=(<user>,), environment="arithmetic", ground_truth="7",
              extras={"a": 3, "b": 4})
 
     Raises DataError for another split, ConfigError for an impossible `count`.
     """
-    check_split(split)
-    check_count(count)
-    key = split if split == "held_out" else f"{split}/{seed}"
+    key = split_key(split, count, seed)
     size = len(PAIRS[split])
     pairs: list[Pair] = []
     for number in range(-(-count // size)):
         pairs += random.Random(f"arithmetic/pass/{key}/{number}").sample(PAIRS[split], size)
-    return [_task(f"arithmetic-{key.replace('/', '-')}-{i:06d}", *pair) for i, pair in enumerate(pairs[:count])]
-
-
-def _task(task_id: str, a: int, b: int) -> Task:
-    return Task(task_id, (_question(a, b),), "arithmetic", str(a + b), {"a": a, "b": b})
+    name = f"arithmetic-{key.replace('/', '-')}"
+    return [
+        Task(f"{name}-{i:06d}", (_question(a, b),), "arithmetic", str(a + b), {"a": a, "b": b})
+        for i, (a, b) in enumerate(pairs[:count])
+    ]
 
 
 def _question(a: int, b: int) -> Message:

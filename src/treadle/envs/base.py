@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class EnvStep(NamedTuple):
-    """Holds the environment's answer to one reply of the agent.
+    """The environment's answer to one reply of the agent.
 
     observations: the messages the agent reads next (role `user` or `tool`); empty when done.
     reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
@@ -35,7 +35,7 @@ class EnvStep(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Holds a reply as the model's reply parser reads it (`rollout.reply_parser`).
+    """A reply as the model's reply parser reads it (`rollout.reply_parser`).
 
     text: what it said to the user, with the stop string that ended it. thoughts: what it thought; "" without any.
     tool_calls: each with id, and its function's name and arguments (JSON text).
@@ -47,12 +47,12 @@ class Reply(NamedTuple):
 
 
 def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]:
-    """Return the method, typed so that a plain `def` may override it, and so that `await super()...` is no error."""
+    """Type a method so that a plain `def` may override it, and `await super()...` is no error."""
     return method
 
 
 class Finish(NamedTuple):
-    """Holds what an environment says of a whole attempt once it has ended (`Environment.finish`).
+    """What an environment says of a whole attempt once it has ended (`Environment.finish`).
 
     reward: added to the reward of the last step. info: values of the environment's `metrics`, as in `EnvStep.info`.
 
@@ -79,12 +79,12 @@ class Environment(Protocol):
     metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
     value counts for itself; of level `trajectory`, a trajectory's values add up first. A value that is left out is not
     counted: give 0 as 0. A name that ends in `*` declares all that begin like it.
-    longest_wait: seconds that one of its calls may wait, for a server that is out, before it fails the attempt with a
-    cause of its own. `rollout.environment_timeout` must be longer.
-    required_steps: calls of the model without which it gives no grade, known once `reset` has returned.
-    `rollout.max_steps` must not be lower; 0: any will do.
-    tool_schemas: tools that the chat template tells the model of, known once `reset` has returned; JSON schemas, as
-    OpenAI's API has them. `ToolEnvironment` makes them of functions.
+    longest_wait: seconds that one of its calls may wait for a server before it fails the attempt with a cause of its
+    own. `rollout.environment_timeout` must be longer.
+    required_steps: calls of the model that it needs to give a grade, known after `reset`. `rollout.max_steps` must not
+    be lower.
+    tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
+    API. `ToolEnvironment` makes them of functions.
     """
 
     task: Task
@@ -109,18 +109,14 @@ class Environment(Protocol):
 
     @_or_plain
     async def finish(self, ended: Status) -> Finish | None:
-        """Give what only the whole attempt tells: metrics, and a last reward for the last step. Optional.
+        """Grade the whole attempt: metrics, and a last reward for the last step. Optional.
 
-        Called once, after the last step and before `close`, within `rollout.finish_timeout`, also if a limit ended the
-        attempt. An attempt that failed has no reward to add to: only `close` is called. If `finish` raises, hangs or
-        gives something else, the attempt fails.
+        Called once, after the last step and before `close`, within `rollout.environment_timeout`, also if a limit ended
+        the attempt; not if it failed. If `finish` raises, hangs or returns something else, the attempt fails.
 
         ended: `done` (`step` said so), `max_steps` (the model has made its `rollout.max_steps` calls) or `context` (the
-        next prompt would not have fitted); the last `step` has been called in each case.
-
-        The reward is one that was given, like those of steps: `rewards.weights` apply, evaluations count it, and
-        shaping comes after it. `rewards.overlong: zero_reward` takes it away with the rest, `drop` drops it with the
-        attempt.
+        next prompt would not have fitted). The reward is treated like those of steps: `rewards.weights` apply,
+        evaluations count it, shaping and `rewards.overlong` come after it.
         """
         return None
 

@@ -27,7 +27,7 @@ _LARGEST_ANSWER = 2**26  # bytes
 
 
 class NoAnswer(TreadleError, RuntimeError):
-    """Says that a child gave none: late, or because it ended."""
+    """Raised if a child gives no answer. late: not in time, rather than because it ended."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message, late)
@@ -38,10 +38,10 @@ class NoAnswer(TreadleError, RuntimeError):
 
 
 class Child:
-    """Holds one process that answers requests, and the pipes to it. It may still be starting.
+    """One process that answers requests. It may still be starting.
 
-    what: it is for, in errors. start_timeout: seconds in which it must be ready. usable: it has answered all that it
-    was asked.
+    what: its purpose, for errors. start_timeout: seconds in which it must be ready. usable: whether it has answered
+    every request.
     """
 
     def __init__(self, what: str, command: Sequence[str], start_timeout: float) -> None:
@@ -63,7 +63,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Return the id of the process."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
@@ -86,7 +85,6 @@ class Child:
         return self._answer(timeout)
 
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
         self._process.kill()
         self._process.wait()
         self._output.close()
@@ -115,10 +113,10 @@ class Child:
 
 
 class ChildPool:
-    """Holds children of one kind, side by side, and keeps one that waits for the next request.
+    """Children of one kind, side by side, of which one waits for the next request.
 
-    what, command, start_timeout: as of `Child`. children: most that run at once; a further lease waits for its turn.
-    Any thread may call. A child that was killed, or has ended, is replaced. None runs before the first lease, or
+    what, command, start_timeout: as of `Child`. children: limit on those that run at once; further leases wait. Any
+    thread may call. A child that was killed, or has ended, is replaced. None runs before the first lease or
     `start_spare`; all end with this process.
     """
 
@@ -127,30 +125,30 @@ class ChildPool:
         self._changed = threading.Condition()
         self._idle: list[Child] = []
         self._running: set[Child] = set()
-        self._most = children
+        self._limit = children
         atexit.register(self.close)
 
     def start_spare(self) -> None:
         """Start a child if none waits, without waiting until it is ready."""
         with self._changed:
-            if not self._idle and len(self._running) < self._most:
+            if not self._idle and len(self._running) < self._limit:
                 self._idle.append(self._start())
 
     def close(self) -> None:
         """End the children that wait; one that runs ends with its request."""
         with self._changed:
-            self._most, idle, self._idle = 0, self._idle, []
+            self._limit, idle, self._idle = 0, self._idle, []
         for child in idle:
             child.kill()
 
     @contextmanager
     def lease(self) -> Iterator[Child]:
-        """Give a child for a request, or several in a row. It is not used again unless it has answered all of them.
+        """Lend a child for a request, or several in a row. It is not used again unless it has answered all of them.
 
         Raises TrajectoryFailure (infrastructure) if it does not start.
         """
         with self._changed:
-            self._changed.wait_for(lambda: len(self._running) < max(1, self._most))
+            self._changed.wait_for(lambda: len(self._running) < max(1, self._limit))
             child = self._idle.pop() if self._idle else self._start()
             self._running.add(child)
         self.start_spare()
@@ -160,7 +158,7 @@ class ChildPool:
         finally:
             with self._changed:
                 self._running.remove(child)
-                if kept := child.usable and len(self._idle) + len(self._running) < self._most:
+                if kept := child.usable and len(self._idle) + len(self._running) < self._limit:
                     self._idle.append(child)
                 self._changed.notify()
             if not kept:

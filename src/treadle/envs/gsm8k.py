@@ -42,8 +42,8 @@ def answer_of(text: str) -> str | None:
     >>> answer_of("She has 1,000 + 200 = 1,200 left. #### 1,200")
     '1200'
     """
-    found = _ANSWER.search(text)
-    return None if found is None else found[1].replace(",", "")
+    match = _ANSWER.search(text)
+    return None if match is None else match[1].replace(",", "")
 
 
 def reward(task: Task, text: str) -> float:
@@ -84,19 +84,17 @@ class Gsm8kMultiTurn(Environment):
         self.max_turns = max_turns
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError for a ground truth without an answer."""
         self._golden, self._turns = golden_answer(task), 0
         return task.prompt
 
     async def step(self, text: str) -> EnvStep:
-        """Grade the reply, and ask again unless it was right or the last one."""
         self._turns += 1
-        answer, left = answer_of(text), self.max_turns - self._turns
+        answer, turns_left = answer_of(text), self.max_turns - self._turns
         info = {"no_answer": answer is None}
         if answer == self._golden:
             return EnvStep(reward=Reward({"answer": 1.0}), done=True, info=info)
         paid = Reward({} if answer is None else {"format": FORMAT_SHARE / self.max_turns})
-        if left == 0:
+        if turns_left == 0:
             return EnvStep(reward=paid, done=True, info=info)
-        again = Message(role="user", content=THINK_AGAIN if left > 1 else ANSWER_NOW)
+        again = Message(role="user", content=THINK_AGAIN if turns_left > 1 else ANSWER_NOW)
         return EnvStep([again], paid, info=info)

@@ -27,14 +27,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
-from typing import cast
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.tasks import check_count, check_share, check_split, words
+from treadle.envs.tasks import check_share, split_key, words
 
 SYSTEM = "Search, then answer."
 MAX_TURNS = 6
@@ -92,14 +91,14 @@ _QUESTION_FIRST = 0.7  # share of reading drills that ask before they show the p
 
 
 class World:
-    """Holds one drawn knowledge base. The same `seed` is the same world, whatever was looked up before."""
+    """One drawn knowledge base. The same `seed` is the same world, whatever was looked up before."""
 
     def __init__(self, seed: str) -> None:
         self.seed = seed
         self._pages: dict[str, dict[str, str]] = {}  # only saves drawing a page twice
 
     def page(self, name: str) -> Mapping[str, str]:
-        """Return the fields of page `name` (a person, company or city) in drawn order. Raises KeyError without one."""
+        """Return the fields of page `name` (a person, company or city) in drawn order."""
         if name not in self._pages:
             draws = random.Random(f"lookup/page/{self.seed}/{name}")
             items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]
@@ -116,7 +115,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Says what is asked (`attribute`, a key of `QUESTIONS`) about whom (`start`) in which world."""
+    """What is asked (`attribute`, a key of `QUESTIONS`) about whom (`start`) in which world."""
 
     world_seed: str
     start: str
@@ -124,11 +123,10 @@ class Question:
 
     @property
     def hops(self) -> int:
-        """Return how many searches the answer takes: 1, 2 or 3."""
+        """Searches that the answer takes: 1, 2 or 3."""
         return HOPS[self.attribute]
 
     def prompt(self) -> tuple[Message, ...]:
-        """Return the messages an episode starts from."""
         text = QUESTIONS[self.attribute].format(self.start)
         return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
 
@@ -170,17 +168,17 @@ class Lookup(Environment):
         self.page_reward: float | None = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Draw the task's world anew; raises DataError where the task lacks what describes it."""
         self.task, self.turns = task, 0
         question = question_of(task)
         self.world = World(question.world_seed)
-        self.page_reward = _page_reward(task)
+        self.page_reward = task.extras.get("page_reward")
         if self.page_reward is not None:
+            if not is_finite(self.page_reward):
+                raise DataError(f"task {task.task_id} of environment lookup: page_reward is {self.page_reward!r}")
             self.unopened = set(question.solve(self.world)[0])
         return question.prompt()
 
     async def step(self, text: str) -> EnvStep:
-        """Search or answer; never raises, whatever the text."""
         self.turns += 1
         action = _ACTION.fullmatch(text)
         if action is None:
@@ -207,20 +205,13 @@ class Lookup(Environment):
         return EnvStep(reward=reward, done=True, info=info)
 
 
-def _page_reward(task: Task) -> float | None:
-    reward = task.extras.get("page_reward")
-    if reward is not None and not is_finite(reward):
-        raise DataError(f"task {task.task_id} of environment lookup: page_reward must be a number, got {reward!r}")
-    return cast(float | None, reward)
-
-
 def question_of(task: Task) -> Question:
-    """Return the question a task asks; raises DataError naming the task and what it lacks."""
+    """Return the question that a task asks. Raises DataError, naming the task and what it lacks."""
     where = f"task {task.task_id} of environment lookup"
-    missing = [key for key in ("world_seed", "start", "attribute") if not isinstance(task.extras.get(key), str)]
-    if missing:
+    keys = ("world_seed", "start", "attribute")
+    if missing := [key for key in keys if not isinstance(task.extras.get(key), str)]:
         raise DataError(f"{where} needs the strings {', '.join(missing)} in extras, has {dict(task.extras)}")
-    question = Question(task.extras["world_seed"], task.extras["start"], task.extras["attribute"])
+    question = Question(*(task.extras[key] for key in keys))
     if question.start not in PERSONS or question.attribute not in QUESTIONS:
         raise DataError(
             f"{where} asks for {question.attribute!r} of {question.start!r}; attribute must be one of "
@@ -247,10 +238,7 @@ def tasks(
 
     Raises DataError for another split, ConfigError for an impossible `count`, `hops` or `page_reward`.
     """
-    check_split(split)
-    check_count(count)
-    hops = _check_hops(hops)
-    key = split if split == "held_out" else f"{split}/{seed}"
+    key, hops = split_key(split, count, seed), check_hops(hops, 3)
     name = f"lookup-{key.replace('/', '-')}"
     if page_reward is not None and not is_finite(page_reward):
         raise ConfigError(f"page_reward must be a finite number, got {page_reward!r}")
@@ -261,19 +249,16 @@ def tasks(
 def _task(task_id: str, world_seed: str, hops: int, paying: Mapping[str, float]) -> Task:
     question = draw_question(world_seed, hops, random.Random(f"lookup/question/{world_seed}"))
     _, answer = question.solve(World(world_seed))
-    extras = {
-        "world_seed": world_seed,
-        "hops": hops,
-        "attribute": question.attribute,
-        "start": question.start,
-        **paying,
-    }
+    asked = {"attribute": question.attribute, "start": question.start}
+    extras = {"world_seed": world_seed, "hops": hops, **asked, **paying}
     return Task(task_id, question.prompt(), "lookup", answer, extras)
 
 
-def _check_hops(hops: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(hops, Sequence) or not hops or any(count not in (1, 2, 3) for count in hops):
-        raise ConfigError(f"hops must be a list out of 1, 2 and 3, for example [1, 2, 3]; got {hops!r}")
+def check_hops(hops: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return the hops. Raises ConfigError unless they are a list out of 1 to `most`."""
+    allowed = range(1, most + 1)
+    if not isinstance(hops, Sequence) or not hops or any(count not in allowed for count in hops):
+        raise ConfigError(f"hops must be a list out of {', '.join(map(str, allowed))}; got {hops!r}")
     return tuple(hops)
 
 
@@ -284,7 +269,7 @@ def demonstration(
 
     A share `drill` are reading drills ("What city?" and a page -> " Paris"), a stand-in for pretraining. The
     others are search episodes: a share `expert` of them correct, the rest random walks blind to the question.
-    Those show the format and copying from context, not whom to follow, which value to give or when to stop.
+    Those show the format and copying from context, not whom to follow or when to stop.
 
     Drills are placed by index, so that any n consecutive conversations hold n * drill of them, give or take
     one; everything else is drawn from (seed, index). Answers keep their leading space: with it they are one
@@ -294,7 +279,7 @@ def demonstration(
     """
     check_share("expert", expert)
     check_share("drill", drill)
-    hops = _check_hops(hops)
+    hops = check_hops(hops, 3)
     world = World(f"demonstration/{seed}/{index}")
     draws = random.Random(f"lookup/demonstration/{seed}/{index}")
     if floor((index + 1) * drill) > floor(index * drill):
@@ -350,8 +335,7 @@ def _exchange(question: str, answer: str) -> tuple[Message, Message]:
 def corpus(count: int) -> Iterator[str]:
     """Yield the contents of the messages of `count` demonstrations, to train a tokenizer on.
 
-    They never change: the options of `demonstration` are pinned here, because a tokenizer whose training text
-    depended on an option would give most words another id.
+    They never change: the options of `demonstration` are pinned, or most words would get another id.
     """
     for index in range(count):
         for message in demonstration(index, seed=0, expert=0.2, drill=0.4, hops=(1, 2, 3)):

@@ -23,7 +23,7 @@ from treadle.core.errors import DataError
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.tasks import check_count, check_split, words
+from treadle.envs.tasks import split_key, words
 
 SYSTEM = """You answer questions with two tools. Write one line and nothing else.
 FRIEND name   tells who the friend of a person is.
@@ -60,7 +60,6 @@ class PhoneBook(Environment):
     )
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt; raises DataError for a task without a phone book."""
         if not isinstance(task.extras.get("people"), Mapping):
             raise DataError(f"task {task.task_id} of environment phone_book needs `people` in extras, see `tasks`")
         self.people = task.extras["people"]
@@ -68,7 +67,6 @@ class PhoneBook(Environment):
         return task.prompt
 
     async def step(self, text: str) -> EnvStep:
-        """Look something up or end; never raises, whatever the text."""
         call = _CALL.fullmatch(text)
         if call is None:
             return EnvStep(done=True, info={"ended": "format", "tool_calls": 0, "invalid": True})
@@ -78,8 +76,8 @@ class PhoneBook(Environment):
             info = {"ended": "right" if right else "wrong", "tool_calls": 0, "invalid": False}
             return EnvStep(reward=float(right), done=True, info=info)
         person = self.people.get(value)
-        found = person[tool.lower()] if person else f"There is no {value}."
-        return EnvStep([_user(found)], info={"tool_calls": 1, "invalid": False})
+        answer = person[tool.lower()] if person else f"There is no {value}."
+        return EnvStep([_user(answer)], info={"tool_calls": 1, "invalid": False})
 
 
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
@@ -88,9 +86,7 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     Held-out tasks ignore `seed`. `extras`: `people`, name -> `friend` and `phone`; `hops`, 1 or 2; `name`, who is asked
     about. Raises DataError for another split, ConfigError for an impossible `count`.
     """
-    check_split(split)
-    check_count(count)
-    key = split if split == "held_out" else f"{split}/{seed}"
+    key = split_key(split, count, seed)
     return [_task(key, split, index) for index in range(count)]
 
 
@@ -114,13 +110,12 @@ def _task(key: str, split: str, index: int) -> Task:
 
 
 def _examples() -> list[Message]:
-    """Return the worked examples, two of each kind."""
     messages: list[Message] = []
     for name, friend, phone in _EXAMPLES:
         calls = [(f"FRIEND {name}", friend), (f"PHONE {friend}", phone)] if friend else [(f"PHONE {name}", phone)]
         messages.append(_user(_question(name, len(calls))))
-        for call, found in calls:
-            messages += [Message(role="assistant", content=call), _user(found)]
+        for call, answer in calls:
+            messages += [Message(role="assistant", content=call), _user(answer)]
         messages.append(Message(role="assistant", content=f"ANSWER {phone}"))
     return messages
 

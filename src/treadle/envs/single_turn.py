@@ -24,7 +24,6 @@ class SingleTurn(Environment):
         self._reward = reward
 
     def step(self, text: str) -> EnvStep | Awaitable[EnvStep]:
-        """Grade the reply."""
         grade = self._reward(self.task, text)
         return _awaited(grade) if inspect.isawaitable(grade) else EnvStep(reward=grade, done=True)
 
@@ -33,15 +32,12 @@ async def _awaited(grade: Awaitable[Grade]) -> EnvStep:
     return EnvStep(reward=await grade, done=True)
 
 
-def is_reward_function(found: object) -> bool:
-    """Return whether it is a function of (task, text).
-
-    An agent is one of (task, client), and what makes environments, of nothing.
-    """
-    if inspect.isclass(found) or not callable(found):
+def is_reward_function(candidate: object) -> bool:
+    """Whether it is a function of (task, text); an agent is one of (task, client)."""
+    if inspect.isclass(candidate) or not callable(candidate):
         return False
     try:
-        parameters = list(inspect.signature(found).parameters)
+        parameters = list(inspect.signature(candidate).parameters)
     except ValueError:  # a builtin that does not say
         return False
     return parameters[1:2] == ["text"]
@@ -52,12 +48,12 @@ def load_reward(name: str) -> Callable[[], Environment]:
 
     Raises ConfigError for an unknown name, and for what cannot be called with a task and a text.
     """
-    found = registry.resolve("rewards", name, "reward")
-    if inspect.isclass(found) or not callable(found):
-        kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
+    candidate = registry.resolve("rewards", name, "reward")
+    if inspect.isclass(candidate) or not callable(candidate):
+        kind = "a class" if inspect.isclass(candidate) else f"of type {type(candidate).__name__}"
         raise ConfigError(f"reward: {name!r} is {kind}, it must be a function: def reward(task, text), async or not")
     try:
-        inspect.signature(found).bind(None, None)
+        inspect.signature(candidate).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"reward: {name!r} is called as reward(task, text), but: {error}") from error
-    return partial(SingleTurn, found)
+    return partial(SingleTurn, candidate)

@@ -1,4 +1,4 @@
-"""Environments by name, and the checks that generators of tasks share."""
+"""Environments by name, and checks that options and generators of tasks share."""
 
 from __future__ import annotations
 
@@ -14,51 +14,45 @@ from treadle.core.rewards import is_finite
 from treadle.envs.base import Environment
 
 SPLITS = ("train", "held_out")
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-_METHODS = {"reset": "task", "step": "text", "close": ""}  # name -> what it takes besides self
-
-
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_METHODS = {"reset": "self, task", "step": "self, text", "close": "self"}
 
 
-def load_environment(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Callable[[], Environment]:
-    """Return the environment class `name` (registered, or `module:attribute`), checked before anything runs.
+def load_environment(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[[], Environment]:
+    """Return what makes environments of class `name` (registered, or `module:attribute`) with the options.
 
-    options: what it is made with; with any, what makes such environments is returned.
-
-    Raises ConfigError: unknown name, not a class, a constructor that needs arguments or does not take the options, or
-    one of `reset`, `step` and `close` missing.
+    Raises ConfigError: unknown name, not a class, a constructor that does not take the options or needs more, or one of
+    `reset`, `step` and `close` missing.
     """
-    found = check_environment(registry.resolve("environments", name), name, options)
-    return partial(found, **options) if options else found
+    environment = check_environment(registry.resolve("environments", name), name, options)
+    return partial(environment, **options) if options else environment
 
 
-def check_environment(found: object, name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> type[Environment]:
+def check_environment(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Environment]:
     """Return the class, if it is an environment's. Raises ConfigError as `load_environment` does."""
-    if not inspect.isclass(found):
-        raise ConfigError(f"environments: {name!r} is of type {type(found).__name__}, it must be a class")
-    for method, argument in _METHODS.items():
-        written = getattr(found, method, None)
-        if callable(written) and written is not Environment.step:
-            continue
-        arguments = f"self, {argument}" if argument else "self"
-        raise ConfigError(
-            f"environments: {name!r}: {method} is missing; write 'def {method}({arguments})', async or not"
-        )
-    signature = inspect.signature(found)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        if options:
-            takes = ", ".join(signature.parameters) or "none"
+    if not inspect.isclass(candidate):
+        raise ConfigError(f"environments: {name!r} is of type {type(candidate).__name__}, it must be a class")
+    for method, arguments in _METHODS.items():
+        written = getattr(candidate, method, None)
+        if not callable(written) or written is Environment.step:
             raise ConfigError(
-                f"environment_options of {name!r}: {error}; its options are {takes}, given: {', '.join(options)}"
-            ) from error
+                f"environments: {name!r}: {method} is missing; write 'def {method}({arguments})', async or not"
+            )
+    check_options(candidate, f"environment_options of {name!r}", options)
+    return cast(type[Environment], candidate)
+
+
+def check_options(made: type, setting: str, options: Mapping[str, Any], *arguments: object) -> None:
+    """Raise ConfigError unless the class can be made with the arguments and these options."""
+    signature = inspect.signature(made)
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        takes = ", ".join([*signature.parameters][len(arguments) :]) or "none"
         raise ConfigError(
-            f"environments: {name!r} is made without arguments, one for each attempt, but its constructor "
-            f"says: {error}; give it a default, or read it from the task's extras in 'reset'"
+            f"{setting}: {error}; its options are {takes}, given: {', '.join(options) or 'none'}"
         ) from error
-    return cast(type[Environment], found)
 
 
 def made_class(factory: object) -> object:
@@ -68,21 +62,22 @@ def made_class(factory: object) -> object:
     return factory
 
 
-def check_split(split: str) -> None:
-    """Raise DataError unless `split` is `train` or `held_out`."""
+def split_key(split: str, count: int, seed: int = 0) -> str:
+    """Return the key of a split's draws, which held-out tasks share for all seeds: `train/3`, `held_out`.
+
+    Raises DataError for a split other than `train` and `held_out`, ConfigError for a `count` that is no whole number
+    >= 0.
+    """
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}; write {' or '.join(map(repr, SPLITS))}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError(f"count must be a whole number >= 0, got {count!r}")
+    return split if split == "held_out" else f"{split}/{seed}"
 
 
 def words(text: str) -> tuple[str, ...]:
     """Return the words of a text, for lists of names."""
     return tuple(text.split())
-
-
-def check_count(count: int) -> None:
-    """Raise ConfigError unless `count` is a whole number >= 0."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ConfigError(f"count must be a whole number >= 0, got {count!r}")
 
 
 def check_positive(name: str, value: float, whole: bool = False) -> None:

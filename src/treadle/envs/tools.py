@@ -42,7 +42,7 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tool as the model is told of it, and what reads its arguments."""
+    """A tool as it is described to the model, and what reads its arguments."""
 
     name: str
     schema: Mapping[str, Any]
@@ -51,7 +51,7 @@ class _Described:
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """What the model is told where a call fails."""
+    """What the model reads if a call fails."""
 
     text: str
 
@@ -77,7 +77,6 @@ class ToolEnvironment(Environment):
     metrics: ClassVar[Sequence[Metric]] = (_CALLS, _ERRORS)
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Make `step` a plain method where no tool is `async`."""
         super().__init_subclass__(**more)
         if cls.step in (ToolEnvironment.step, _plain_step):
             some_async = any(map(inspect.iscoroutinefunction, (*(_of(cls, tool) for tool in cls.tools), cls.answered)))
@@ -106,7 +105,7 @@ class ToolEnvironment(Environment):
         return await self._turn(reply, awaits=True)
 
     async def _turn(self, reply: Reply, awaits: bool) -> EnvStep:
-        """Play the calls of a reply. awaits: whether tools may be `async`; where none is, nothing is awaited here."""
+        """Play the calls of a reply. awaits: whether tools may be `async`; otherwise nothing is awaited here."""
         answers: list[Message] = []
         reward, done, errors = Reward(), False, 0
         info: dict[str, Any] = {}
@@ -130,18 +129,17 @@ class ToolEnvironment(Environment):
         return EnvStep(answers, reward, done, info, state)
 
     def _bound(self, call: ToolCall) -> Callable[[], Any] | _Error:
-        """The tool with its arguments."""
         name = call["function"]["name"]
         tools = {_described(tool).name: tool for tool in (_of(type(self), tool) for tool in self.tools)}
         if name not in tools:
             return _Error(f"there is no tool {name!r:.100}; there are {', '.join(tools)}")
         tool = tools[name]
         try:
-            given = _described(tool).arguments.model_validate_json(call["function"]["arguments"])
+            arguments = _described(tool).arguments.model_validate_json(call["function"]["arguments"])
         except ValidationError as error:
             return _Error("; ".join(f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors()))
-        arguments = {str(field.alias): getattr(given, key) for key, field in type(given).model_fields.items()}
-        return partial(tool, *([self] if _is_method(tool) else []), **arguments)
+        named = {str(field.alias): getattr(arguments, key) for key, field in type(arguments).model_fields.items()}
+        return partial(tool, *([self] if _is_method(tool) else []), **named)
 
     def _answer(self, call: ToolCall, result: Any) -> Message:
         if inspect.iscoroutine(result):
@@ -178,14 +176,13 @@ def _called(call: Callable[[], Any]) -> Awaitable[Any]:
 
 
 def _last(graded: float | Reward | EnvStep) -> EnvStep:
-    """What `answered` makes of a reply without calls."""
     step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
     return step._replace(info={**step.info, "tool_calls": 0, "tool_errors": 0})
 
 
 @lru_cache(maxsize=1024)
 def _described(tool: Tool) -> _Described:
-    """Raises ConfigError for parameters without a type, or of one that has no JSON schema."""
+    """Describe a tool. Raises ConfigError for parameters without a type, or of a type that has no JSON schema."""
     name = getattr(tool, "__name__", "")
     if not name.isidentifier():
         raise ConfigError(f"tool {tool!r:.100} has no name; define it by 'def'")
@@ -205,8 +202,8 @@ def _described(tool: Tool) -> _Described:
         if key not in hints:
             raise ConfigError(f"tool {name!r}: parameter {key!r} has no type; write '{key}: str', or what it is")
         default = ... if parameter.default is parameter.empty else parameter.default
-        said = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
-        about = Field(alias=key, description=said[1]) if said else Field(alias=key)
+        line = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
+        about = Field(alias=key, description=line[1]) if line else Field(alias=key)
         fields[f"p{number}"] = Annotated[hints[key], about], default  # pydantic keeps some names to itself
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
@@ -219,7 +216,7 @@ def _described(tool: Tool) -> _Described:
 
 
 def _without_titles(schema: Any) -> Any:
-    """A JSON schema without the titles that pydantic makes of names."""
+    """Remove the titles that pydantic makes of names from a JSON schema."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -244,13 +241,10 @@ def _other(value: Any) -> Any:
 
 
 def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The info of several calls of one reply: numbers add up."""
-    both = {key: info[key] + more[key] for key in info.keys() & more.keys() if _numbers(info[key], more[key])}
-    return {**info, **more, **both}
-
-
-def _numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    """Merge the info of two calls of one reply: numbers add up."""
+    numbers = {key for key in info.keys() & more.keys() if isinstance(info[key], int | float)}
+    sums = {key: info[key] + more[key] for key in numbers if isinstance(more[key], int | float)}
+    return {**info, **more, **sums}
 
 
 def _is_method(tool: Tool) -> bool:
@@ -261,6 +255,5 @@ def _is_method(tool: Tool) -> bool:
 
 
 def _of(owner: type, tool: Tool) -> Tool:
-    """The tool, or what overrides it in a subclass."""
-    found: Tool = getattr(owner, getattr(tool, "__name__", ""), tool) if _is_method(tool) else tool
-    return found
+    """Return the tool, or what overrides it in a subclass."""
+    return getattr(owner, getattr(tool, "__name__", ""), tool) if _is_method(tool) else tool

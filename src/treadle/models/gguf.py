@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from treadle.core.errors import ConfigError
-from treadle.models.loading import read_weights
+from treadle.models.loading import load_pretrained
 
 # By the file's `tokenizer.ggml.pre`: those that transformers takes for GPT-2's. Blanks before digits are cut otherwise.
 _PRE_TOKENIZERS = {
@@ -22,7 +22,7 @@ _PRE_TOKENIZERS = {
 
 def read_model(file: Path) -> PreTrainedModel:
     """Return the model in a GGUF file, in float32. Raises ConfigError for one that transformers cannot read."""
-    model = read_weights(file.parent, str(file.parent), file.name)
+    model = load_pretrained(file.parent, str(file.parent), file.name)
     model.config.__dict__.pop("quantization_config", None)  # its weights are quantized no more
     model.name_or_path = ""  # what lies beside the file is not the model's
     return model

@@ -112,10 +112,10 @@ def _load(directory: str, field: str, weights: bool) -> PreTrainedModel:
     path = require_model(directory, field)
     if weights:
         prove_files(path, MODEL_FILES, remedy_for(path))
-    return read_weights(path, field, weights=weights)
+    return load_pretrained(path, field, weights=weights)
 
 
-def read_weights(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
+def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
     """Return the causal LM in a directory, in float32; `gguf_file`: the name of a GGUF file there that has it.
 
     weights: as for `make_model`.

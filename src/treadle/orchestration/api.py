@@ -94,13 +94,13 @@ def train(
         {name: player} if kind == "driver" else {},
     )
 
-    progress = progress or PlainProgress(config.orchestration.log_every, config.data.table_by)
+    progress = progress or PlainProgress(config.data.table_by)
     if not wait_passively():
         progress.log(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
             "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
         )
-    from treadle.orchestration.recovery import train_run  # torch
+    from treadle.orchestration.train import train_run  # torch
 
     start = partial(train_run, config, inputs, Path(run), progress, resume=resume)
     if not _loop_is_running():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -13,21 +13,20 @@ from pydantic import Field, model_validator
 
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.core.config import Config, build, load_yaml
+from treadle.core.config import Config, build, load_yaml, merge
 from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig
 from treadle.engines.config import EngineConfig
-from treadle.integrations.harbor.config import HarborConfig
-from treadle.integrations.harbor.tasks import SOURCE as HARBOR_TASKS
 from treadle.models.config import ModelConfig
+from treadle.orchestration.removed_keys import REMOVED_KEYS
 from treadle.orchestration.sampling.failures import FailuresConfig
-from treadle.orchestration.sampling.replay_buffer import StalePolicy
-from treadle.orchestration.schema import RENAMED_KEYS, without_version
+from treadle.orchestration.schema import without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
 
+StalePolicy = Literal["mask_steps", "wait", "drop_group"]
 KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
@@ -45,7 +44,6 @@ class EvaluationConfig(Config):
     success_of: str | None = Field(
         None, description="named component that is compared with it, before weights (default: the whole reward)"
     )
-    concurrency: int = Field(256, ge=1, description="attempts played side by side")
 
     def attempts_at(self, temperature: float) -> int:
         """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
@@ -75,9 +73,6 @@ class OrchestrationConfig(Config):
         description="most groups sampled side by side, for example because each needs a container; without, as many as "
         "keep engine.batch full (synchronous: all of a batch)",
     )
-    log_every: int = Field(
-        1, ge=1, description="updates between lines of output where there is no terminal; failures always have one"
-    )
     traced_groups: float = Field(
         0.03,
         ge=0,
@@ -104,16 +99,16 @@ class OrchestrationConfig(Config):
 class EnginePlacement(Config):
     """Configures the engines of a cluster."""
 
-    count: int = Field(1, ge=1, description="engines, each a process of its own")
-    cpus: int = Field(1, ge=1, description="cores reserved for each")
+    count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
     gpus: int = Field(0, ge=0, description="GPUs reserved for each")
 
 
 class RolloutPlacement(Config):
     """Configures the rollout workers of a cluster."""
 
-    workers: int = Field(0, ge=0, description="processes that play attempts; 0: the run's own process does")
-    cpus: int = Field(1, ge=0, description="cores reserved for each")
+    workers: int = Field(
+        0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
+    )
 
 
 class PlacementConfig(Config):
@@ -141,16 +136,11 @@ class PlacementConfig(Config):
         description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
         "for those that no node has (a cluster that grows on demand may get them)",
     )
-    restarts: int = Field(
-        3,
-        ge=0,
-        description="kind ray: times that a run whose learner lost a process goes on by itself, between checkpoints",
-    )
 
     @model_validator(mode="after")
     def _embedded_is_here(self) -> PlacementConfig:
         if self.kind == "embedded":
-            own = ("engines", "rollout", "colocate", "address", "wait", "restarts")
+            own = ("engines", "rollout", "colocate", "address", "wait")
             if given := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
                 raise ValueError(
                     f"placement.{given[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
@@ -179,7 +169,7 @@ class CallbackConfig(Config):
 class RunConfig(Config):
     """Configures one training run."""
 
-    renamed_keys = RENAMED_KEYS
+    removed_keys = REMOVED_KEYS
 
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
@@ -194,7 +184,6 @@ class RunConfig(Config):
     agent: str = Field("", description="agent program of such tasks, instead of an environment")
     driver: str = Field("", description="attempt driver of such tasks, instead of either")
     driver_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
-    harbor: HarborConfig | None = Field(None, description="Harbor's trials, of tasks that the driver 'harbor' plays")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
@@ -208,41 +197,6 @@ class RunConfig(Config):
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
     placement: PlacementConfig = Field(PlacementConfig(), description="processes")
     callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
-
-    @classmethod
-    def complete(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take `harbor.tasks` and `harbor.held_out` as sources of data, where the recipe names none of another kind."""
-        harbor, sources = data.get("harbor"), data.get("data") or {}
-        if not isinstance(harbor, Mapping) or not isinstance(sources, Mapping):
-            return data
-        changed = dict(sources)
-        for key, split in (("tasks", "train"), ("held_out", "held_out")):
-            section = sources.get(split) or {}
-            if not isinstance(harbor.get(key), str) or not harbor[key] or not isinstance(section, Mapping):
-                continue
-            if section.get("source", HARBOR_TASKS) == HARBOR_TASKS:
-                needed = ("registry", "python", "worker") if "@" in harbor[key] else ()  # to download a data set
-                options = {name: harbor[name] for name in needed if harbor.get(name)}
-                changed[split] = {**section, "source": HARBOR_TASKS, "options": {"path": harbor[key], **options}}
-        return {**data, "data": changed} if changed else data
-
-    @model_validator(mode="after")
-    def _suits_harbor(self) -> RunConfig:
-        if self.harbor is None:
-            return self
-        for key, split in (("tasks", "train"), ("held_out", "held_out")):
-            source = getattr(self.data, split)
-            if getattr(self.harbor, key) and source.source != HARBOR_TASKS:
-                raise ValueError(
-                    f"harbor.{key} and data.{split}.source ({source.source!r}) both say what tasks there are; "
-                    f"leave one out, or set data.{split}.source={HARBOR_TASKS}"
-                )
-        if self.engine.lock_step:
-            raise ValueError(
-                "engine.lock_step is true with harbor: waves would wait for every sandbox, and for trials that have "
-                "not begun; leave engine.lock_step out"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_player(self) -> RunConfig:
@@ -355,6 +309,11 @@ class RunConfig(Config):
         return self.engine.capacity * self.placement.engines.count
 
     @property
+    def evaluated_together(self) -> int:
+        """Return how many attempts of an evaluation are played side by side: enough to keep the engines full."""
+        return max(256, self.engine_capacity)
+
+    @property
     def groups_per_batch(self) -> int:
         """Return the number of groups trained between two weight publications."""
         return self.training.tasks_per_update * self.training.updates_per_batch
@@ -371,24 +330,47 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError."""
-    path = _recipe_path(recipe)
-    data = load_yaml(path)
-    if "schema_version" in data:  # a run's config.yaml
-        data = without_version(data, str(path))
+    """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError.
+
+    A recipe with `extends: OTHER` holds only what differs from that one, a shipped name or a path relative to the
+    recipe's directory (`core.config.merge`; null takes a key away). What is returned, and saved, is whole.
+    """
+    data = _read(_recipe_path(recipe), ())
     return build(RunConfig, {"recipe": Path(recipe).stem, **data}, recipe, overrides)
 
 
-def _recipe_path(recipe: str) -> Path:
+def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a recipe, merged into the one that it extends. below: the recipes that extend it."""
+    data = load_yaml(path)
+    if "schema_version" in data:  # a run's config.yaml
+        return without_version(data, str(path))
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: got {base!r}, expected one recipe: a shipped name or a path")
+    chain, base_path = (*below, path.resolve()), _recipe_path(base, path)
+    if base_path.resolve() in chain:
+        names = " -> ".join(p.name for p in (*chain, base_path))
+        raise ConfigError(f"{path}: extends: {names} is a cycle; remove one of them")
+    return merge({key: value for key, value in _read(base_path, chain).items() if key != "recipe"}, data)
+
+
+def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
+    """Find a recipe. extending: the recipe that extends it, whose directory a path is relative to."""
     if recipe in recipe_names():
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
-    path = Path(recipe)
+    where, folder = (f"{extending}: extends: ", extending.parent) if extending else ("", Path())
+    path = folder / recipe
     if path.suffix not in (".yaml", ".yml"):
         near = difflib.get_close_matches(recipe, recipe_names(), n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"no recipe {recipe!r}; {meant}shipped: {', '.join(recipe_names())}; or give the path of a .yaml file"
+            f"{where}no recipe {recipe!r}; {meant}shipped: {', '.join(recipe_names())}; or give the path of a .yaml "
+            "file"
         )
     if not path.is_file():
-        raise ConfigError(f"no file {recipe!r} (it is relative to {Path.cwd()}); shipped: {', '.join(recipe_names())}")
+        raise ConfigError(
+            f"{where}no file {recipe!r} (it is relative to {folder.absolute()}); shipped: {', '.join(recipe_names())}"
+        )
     return path

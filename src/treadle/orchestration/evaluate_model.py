@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
+from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
@@ -100,7 +101,7 @@ def held_out_inputs(subject: Subject) -> Inputs:
     config = subject.config
     check_playing(config)
     check_model_files(subject.model_config)
-    if config.data.held_out is not None and config.data.held_out.source == IN_MEMORY:
+    if config.data.held_out is not None and sources_of(config.data.held_out)[0].source == IN_MEMORY:
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; "
             "give data.held_out.source=FILE.jsonl and environment=module:Class"
@@ -159,6 +160,7 @@ async def _play(
                 epoch=subject.update,
                 temperature=config.evaluation.temperature,
                 config=config.evaluation,
+                side_by_side=config.evaluated_together,
                 on_trajectory=on_trajectory,
             )
     finally:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +26,8 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.make import MakeTrainer, make_trainer
 
-
-class CheckEngine(Protocol):
-    """Checks an engine before the first rollout: `setup.chat_interface.check_engine`, or your own."""
-
-    async def __call__(
-        self, engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float, /
-    ) -> object:
-        """Raise EngineError if the engine cannot be trained with."""
-        ...
+CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatInterface, float], Awaitable[object]]
+"""Raises EngineError if the engine cannot be trained with: `setup.chat_interface.check_engine`, or your own."""
 
 
 class CheckedRunner(RolloutRunner, Protocol):
@@ -45,7 +38,7 @@ class CheckedRunner(RolloutRunner, Protocol):
         ...
 
     def status(self) -> Sequence[ComponentStatus]:
-        """Return what processes of its own do now, if it has any; from any thread."""
+        """What its own processes do now, if it has any; called from any thread."""
         ...
 
 
@@ -57,7 +50,7 @@ OpenRollouts = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Holds what makes the parts of a run; the default is what the configuration says.
+    """What makes the parts of a run; the default is what the configuration says.
 
     open_rollouts: opens what plays attempts; as `rollout.attempt.open_rollouts`.
     new_event_loop: for example `treadle.testing.VirtualLoop`; default: asyncio's own.

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from treadle.core.errors import RunError
 
 SCHEMA_VERSION = 2
 """`schema_version` in config.yaml, `user_version` of the ledger."""
-
-RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "orchestration.late": "orchestration.stale_policy",
-        "orchestration.max_sampled": "failures.max_sampled",
-        "orchestration.max_failed_fraction": "failures.max_failed_fraction",
-    }
-)
-"""Full path of a key that was renamed -> the one that took its place, for errors."""
 
 
 def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:

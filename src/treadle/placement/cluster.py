@@ -12,26 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from treadle.core.errors import PlacementError
 from treadle.engines.temporary import is_running
 from treadle.placement.reserve import Bundle, shortage
-from treadle.placement.warden import VARIABLE, warden
 
 _CONNECTING = 5.0  # seconds
 _OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _SETTINGS: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # Ray ends processes of the cluster where a machine runs short of memory, whoever's programs use it
     "RAY_memory_monitor_refresh_ms": "0",
-    # the default of macOS, and of nothing else: every server binds the loopback interface
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # read when ray is imported. The default of macOS: every server binds the loopback interface
+    _LOOPBACK: "0",
     # trajectories come with the answers (bytes): the object store takes the driver longer than a copy
     "RAY_max_direct_call_object_size": str(4 << 20),
-    # a process that shows another name overwrites its environment in /proc, where the warden looks for the mark
-    "SPT_NOENV": "1",
 }
 
 
@@ -84,32 +81,28 @@ def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[No
 
         if lacking := shortage(bundles, {"this machine": {"CPU": float("inf"), "GPU": device_count()}}):
             raise PlacementError(f"{lacking}; lower `placement`, or set placement.address to a cluster that has it")
-    mark = uuid4().hex
+    cores, wanted = os.cpu_count() or 1, int(sum(bundle.resources.get("CPU", 0) for bundle in bundles))
+    if wanted > cores:
+        log(f"placement wants {wanted} cores, and this machine has {cores}: processes take turns")
+    if "ray" in sys.modules and os.environ.get(_LOOPBACK) != "0":
+        log(f"ray was imported before: its cluster listens on all interfaces; set {_LOOPBACK}=0 to keep it on this one")
     folder = _folder()
-    with _environment({**_SETTINGS, VARIABLE: mark}):
+    with _environment(_SETTINGS):
         import ray
-        from ray._private import ray_constants
 
         logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell that it made a token, which it asks for
-        before = ray_constants.ENABLE_RAY_CLUSTER
-        cores, wanted = os.cpu_count() or 1, int(sum(bundle.resources.get("CPU", 0) for bundle in bundles))
-        if wanted > cores:
-            log(f"placement wants {wanted} cores, and this machine has {cores}: processes take turns")
-        with warden(mark):
-            try:
-                ray_constants.ENABLE_RAY_CLUSTER = False  # read from its variable when ray was imported, perhaps before
-                ray.init(
-                    address="local",
-                    num_cpus=max(cores, wanted),
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE,
-                    _temp_dir=str(folder),
-                    **_common(),
-                )
-                yield
-            finally:
-                ray.shutdown()
-                ray_constants.ENABLE_RAY_CLUSTER = before
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(cores, wanted),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE,
+                _temp_dir=str(folder),
+                **_common(),
+            )
+            yield
+        finally:
+            ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 

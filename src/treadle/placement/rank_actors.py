@@ -1,39 +1,47 @@
-"""`RankActors`: ranks that are Ray actors (`training.rank_calls`). With `RankGroup` they are a `Trainer`."""
+"""`RankActors`: learner ranks that are Ray actors. With `RankGroup` they are a `Trainer`.
+
+    RankGroup -> RankActors.call --(actor calls, one to each)--> RankActor -> RankTrainer
+
+Ranks wait for each other in collectives. One that fails alone leaves the others waiting, and cannot be replaced: all of
+them are then ended at once, and its own error is what the caller gets.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayError
+import torch
+from ray.exceptions import RayError
 from torch._C._distributed_c10d import TCPStore
 from transformers.utils import logging as hf_logging
 
-from treadle.core.errors import RankError
+from treadle.core.errors import PlacementError, RankError, TreadleError, WorkerLost
 from treadle.core.trainer import Trainer
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedTrainer
-from treadle.placement.warden import start_warden
 from treadle.training.config import TrainerSpec
-from treadle.training.rank_calls import CalledRanks, RankAnswer, RankService
 from treadle.training.rank_group import RankGroup, make_rank_trainer
 from treadle.training.ranks import Ranks
 from treadle.training.sharding import join
 
 _MEETING = 60.0  # seconds for a rank to reach the first one
+_GRACE = 2.0  # seconds for the other ranks to fail, too, before all are ended
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Says how ranks meet: at a store that the first one opens. See `sharding.join`."""
+    """How ranks meet: at a store that the first one opens. See `sharding.join`."""
 
     size: int
     replicas: int
@@ -41,17 +49,16 @@ class Meeting:
     limit: float
 
 
-class RankActor:
-    """Is one rank, in a process of its own."""
+class RankActor(Placed):
+    """One rank, in a process of its own."""
 
     def __init__(self, rank: int) -> None:
         hf_logging.disable_progress_bar()  # the output is no terminal
         self._rank = rank
-        self._service = RankService(rank, lambda answer: answer)
         self._store: TCPStore | None = None
-        self._warden = start_warden()  # of weights that it stages
+        self._served: Any = None
 
-    def open_store(self, size: int) -> tuple[str, int]:
+    async def open_store(self, size: int) -> tuple[str, int]:
         """Open the store where ranks meet, on a free port of this node's address; returns both."""
         host = ray.util.get_node_ip_address()
         listening = socket.create_server((host, 0))
@@ -67,13 +74,20 @@ class RankActor:
         )
         return host, port
 
-    def start(self, meeting: Meeting, address: tuple[str, int], make: Callable[[Ranks], Any]) -> RankAnswer:
-        """Meet the other ranks at the address, and make the object that answers."""
-        return self._service.start(partial(self._meet, meeting, address), make)
+    async def start(
+        self, meeting: Meeting, address: tuple[str, int], make: Callable[[Ranks], Any]
+    ) -> list[tuple[type[Warning], str]]:
+        """Meet the other ranks at the address, and make the object that answers calls; return what that warned of."""
+        with warnings.catch_warnings(record=True) as caught:
+            self._served = make(self._meet(meeting, address))
+        return [(warning.category, str(warning.message)) for warning in caught]
 
-    def call(self, message: bytes) -> RankAnswer:
-        """Answer a pickled `RankCall`."""
-        return self._service.call(message)
+    async def answer(self, name: str, arguments: tuple[Any, ...], threads: int, deterministic: bool) -> Any:
+        """Call a method of the object, with the caller's threads and choice of kernels."""
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        answer = getattr(self._served, name)(*arguments)
+        return await answer if isawaitable(answer) else answer
 
     def _meet(self, meeting: Meeting, address: tuple[str, int]) -> Ranks:
         interface = _interface(ray.util.get_node_ip_address())
@@ -99,10 +113,14 @@ def _interface(address: str) -> str:
     return next((name for name, own in found if any(each.address == address for each in own)), "")
 
 
-class RankActors(CalledRanks["_Rank"]):
-    """Starts the actors, one at each place.
+class RankActors:
+    """Starts the actors, one at each place (`rank_group.Calls`).
 
-    places: options of each. make: see `RankSetup`. Raises as `CalledRanks` does.
+    places: options of each. make: returns the object that answers, called once the ranks have met. replicas, device,
+    limit: see `sharding.join`. over: why no call is answered any more. busy: a call waits for its answers, perhaps on
+    another thread.
+
+    Raises the error of the rank that failed first: its own if it is Treadle's, else a `RankError`.
     """
 
     def __init__(
@@ -114,67 +132,85 @@ class RankActors(CalledRanks["_Rank"]):
         device: str = "cpu",
         limit: float = 600.0,
     ) -> None:
-        super().__init__()
-        self._ranks = [_Rank(number, options) for number, options in enumerate(places)]
+        self.over: str | None = None
+        self.busy = False
+        self._actors = [Actor(f"learner rank {n}", RankActor, options, n) for n, options in enumerate(places)]
         meeting = Meeting(len(places), replicas, device, limit)
         try:
-            address = self._ranks[0].open_store(meeting.size)
-            for rank in self._ranks:
-                rank.pending = rank.actor.start.remote(meeting, address, make)
-            self._answers()
+            for actor, (process, log) in zip(self._actors, self._all("process"), strict=True):
+                actor.process, actor.log = process, log
+            [address] = self._answers([self._actors[0].handle.open_store.remote(meeting.size)])
+            warned, *_ = self._all("start", meeting, address, make)
         except BaseException:
-            self._end()
+            self.kill()
             raise
+        for category, text in warned:
+            warnings.warn(text, category, stacklevel=2)
 
-    def close(self) -> None:
-        """End the actors. Idempotent."""
-        self.over = self.over or "the ranks were closed"
-        self._end()
-
-    def _send(self, messages: Sequence[bytes]) -> None:
-        stored = {id(message): ray.put(message) for message in messages}  # once, if all get the same
-        for rank, message in zip(self._ranks, messages, strict=True):
-            rank.pending = rank.actor.call.remote(stored[id(message)])
-
-    def _ready(self, waiting: Sequence[_Rank], timeout: float | None) -> Sequence[_Rank]:
-        ranks = {rank.pending: rank for rank in waiting}
-        ready, _ = ray.wait(list(ranks), timeout=timeout, fetch_local=False)
-        return [ranks[reference] for reference in ready]
-
-    def _end(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-
-
-class _Rank:
-    """One actor, and the answer that is awaited of it."""
-
-    def __init__(self, number: int, options: Mapping[str, Any]) -> None:
-        self._number = number
-        self.actor = ray.remote(RankActor).options(max_restarts=0, max_task_retries=0, **options).remote(number)
-        self.pending: Any = None
-
-    def open_store(self, size: int) -> tuple[str, int]:
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Return every rank's answer. All ranks failing with Treadle's own errors leave the ranks as they are."""
+        if self.over is not None:
+            raise RankError(self.over)
+        self.busy = True
         try:
-            address: tuple[str, int] = ray.get(self.actor.open_store.remote(size))
-            return address
-        except RayError as error:
-            raise RankError(self._ending(error)) from error
-
-    def answer(self) -> RankAnswer:
-        """Return what it answers, as of now: clocks of nodes differ. If it has ended, the answer is an error."""
-        try:
-            answer: RankAnswer = ray.get(self.pending)
-        except RayError as error:
-            ended = isinstance(error, RayActorError)
-            return RankAnswer(error=RankError(self._ending(error)), ended=ended)
-        return replace(answer, at=time.monotonic())
+            stored = ray.put(arguments)  # once for all
+            return self._all("answer", name, stored, torch.get_num_threads(), _is_deterministic())
+        except TreadleError:
+            raise
+        except BaseException:  # interrupted: the ranks are in the middle of it
+            self.over = f"the call {name!r} to the ranks was interrupted"
+            self.kill()
+            raise
+        finally:
+            self.busy = False
 
     def kill(self) -> None:
-        ray.kill(self.actor, no_restart=True)
+        """End the ranks at once, also while a call waits for them, which then fails."""
+        for actor in self._actors:
+            actor.kill()
 
-    def _ending(self, error: RayError) -> str:
-        return f"learner rank {self._number} ended: {error}"
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        self.over = self.over or "the ranks were closed"
+        self.kill()
+
+    def _all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._answers([getattr(actor.handle, method).remote(*arguments) for actor in self._actors])
+
+    def _answers(self, answers: Sequence[Any]) -> list[Any]:
+        """Return the answers of the first ranks; after a first failure, wait for `_GRACE` seconds at most."""
+        waiting, errors = list(answers), list[TreadleError]()
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=_GRACE if errors else None, fetch_local=False)
+            if not ready:
+                break
+            for answer in ready:
+                try:
+                    ray.get(answer)
+                except RayError as error:
+                    errors.append(_translated(self._actors[answers.index(answer)], error))
+        if not errors:
+            return list(ray.get(list(answers)))
+        # a rank that died makes the others fail, perhaps before its end is seen
+        first = min(errors, key=lambda error: not isinstance(error.__cause__, WorkerLost))
+        if len(errors) < len(answers) or any(isinstance(error, RankError) for error in errors):
+            self.over = str(first)
+            self.kill()
+        raise first
+
+
+def _translated(actor: Actor, error: RayError) -> TreadleError:
+    """Return a Treadle error that the rank raised, or a RankError caused by one of placement."""
+    translated = actor.translate(error)
+    if not isinstance(translated, PlacementError):
+        return translated
+    failure = RankError(str(translated))
+    failure.__cause__ = translated
+    return failure
+
+
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
@@ -183,14 +219,11 @@ def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
     Raises what making a trainer raises, and RankError.
     """
     section = spec.placement
-    group = RankGroup(
-        RankActors(
-            partial(make_rank_trainer, spec),
-            [reservation.options(bundle) for bundle in reservation.of("learner rank")],
-            replicas=section.replicas,
-            device=section.device,
-            limit=section.collective_timeout,
-        )
+    ranks = RankActors(
+        partial(make_rank_trainer, spec),
+        [reservation.options(bundle) for bundle in reservation.of("learner rank")],
+        replicas=section.replicas,
+        device=section.device,
     )
     colocated = any(bundle.beside is not None for bundle in reservation.bundles)
-    return ColocatedTrainer(group) if colocated else group
+    return ColocatedTrainer(ranks) if colocated else RankGroup(ranks)

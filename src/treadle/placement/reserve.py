@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,14 +45,11 @@ def bundles_of(config: PlacementConfig) -> list[Bundle]:
     gpus = (1.0 if learner.device == "cuda" else 0.0), float(engines.gpus)
     if config.colocate:
         gpus = gpus[0] / 2, gpus[0] / 2
-    of_rank, of_engine = (
-        {"CPU": float(cpus)} | ({"GPU": own} if own else {})
-        for cpus, own in zip((learner.cpus, engines.cpus), gpus, strict=True)
-    )
+    of_rank, of_engine = ({"CPU": 1.0} | ({"GPU": own} if own else {}) for own in gpus)
     return [
         *(Bundle("learner rank", number, of_rank) for number in range(learner.ranks)),
         *(Bundle("engine", n, of_engine, beside=n if config.colocate else None) for n in range(engines.count)),
-        *(Bundle("rollout worker", number, {"CPU": float(rollout.cpus)}) for number in range(rollout.workers)),
+        *(Bundle("rollout worker", number, {"CPU": 1.0}) for number in range(rollout.workers)),
     ]
 
 
@@ -87,44 +84,40 @@ class Reservation:
 @contextmanager
 def reserve(bundles: Sequence[Bundle], wait: float | None) -> Iterator[Reservation]:
     """Hold the bundles within. wait: see `PlacementConfig`. Raises PlacementError."""
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.placement_group import placement_group, remove_placement_group
 
     wanted = [sum((Counter(bundle.resources) for bundle in place), Counter()) for place in places_of(bundles)]
     group = placement_group([dict(resources) for resources in wanted], strategy="PACK")
-
-    def is_infeasible() -> bool:
-        return bool(placement_group_table(group)["stats"]["scheduling_state"] == "INFEASIBLE")
-
     try:
-        if problem := _problem(group.wait, is_infeasible, bundles, wait):
-            raise PlacementError(problem)
+        _wait_for(group, bundles, wait)
         yield Reservation(group, bundles)
     finally:
         remove_placement_group(group)
 
 
-def _problem(
-    ready: Callable[[float], bool], is_infeasible: Callable[[], bool], bundles: Sequence[Bundle], wait: float | None
-) -> str:
-    """Wait for the group; returns why it cannot be had, or ""."""
-    began = since = time.monotonic()
+def _wait_for(group: Any, bundles: Sequence[Bundle], wait: float | None) -> None:
+    """Wait until the group is placed. Raises PlacementError that names what is missing."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    began = feasible = time.monotonic()
     limit = _WAIT if wait is None else wait
-    while not ready(0.25):
+    while not group.wait(0.25):
         now = time.monotonic()
-        if not is_infeasible():
-            since = now
-        elif wait is None and now - since > _SURE:
-            return (
-                f"{shortage(bundles, _totals())}; lower `placement`, add nodes, or set placement.wait for a cluster "
+        if placement_group_table(group)["stats"]["scheduling_state"] != "INFEASIBLE":
+            feasible = now
+        elif wait is None and now - feasible > _SURE:
+            raise PlacementError(
+                f"{shortage(bundles, _nodes())}; lower `placement`, add nodes, or set placement.wait for a cluster "
                 "that grows on demand"
             )
         if now - began > limit:
-            lacking = shortage(bundles, _free()) or shortage(bundles, _totals())
-            return (
-                f"after {limit:g} s {lacking or 'the cluster has not placed the run'}; wait until others have ended, "
-                "lower `placement`, or raise placement.wait"
+            needs, free = sum((Counter(bundle.resources) for bundle in bundles), Counter()), ray.available_resources()
+            held = f"the run needs {_amounts(needs, needs)}, and {_amounts(free, needs)} of the cluster are free"
+            raise PlacementError(
+                f"after {limit:g} s {shortage(bundles, _nodes()) or held}; wait until others have ended, lower "
+                "`placement`, or raise placement.wait"
             )
-    return ""
 
 
 def shortage(bundles: Sequence[Bundle], nodes: Mapping[str, Resources]) -> str:
@@ -134,30 +127,21 @@ def shortage(bundles: Sequence[Bundle], nodes: Mapping[str, Resources]) -> str:
         needs = bundle.resources
         fits = [own for own in left.values() if all(own.get(name, 0) >= amount for name, amount in needs.items())]
         if not fits:
-            rest = "; ".join(f"{node}: {_told(resources, needs)}" for node, resources in left.items())
+            rest = "; ".join(f"{node}: {_amounts(resources, needs)}" for node, resources in left.items())
             beside = f" beside the {len(bundles[: bundles.index(bundle)])} before it" if bundle != bundles[0] else ""
-            return f"{bundle} needs {_told(needs, needs)}, and no node has that{beside} ({rest or 'there are none'})"
+            return f"{bundle} needs {_amounts(needs, needs)}, and no node has that{beside} ({rest or 'there are none'})"
         for name, amount in needs.items():
             fits[0][name] -= amount
     return ""
 
 
-def _told(resources: Resources, names: Resources) -> str:
+def _amounts(resources: Resources, names: Resources) -> str:
     """`1 CPU, 0 GPU`."""
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
 
 
-def _totals() -> dict[str, Resources]:
+def _nodes() -> dict[str, Resources]:
     """Address and resources of each node that is alive."""
     import ray
 
     return {f"{node['NodeManagerAddress']}": node["Resources"] for node in ray.nodes() if node["Alive"]}
-
-
-def _free() -> dict[str, Resources]:
-    """The same, of what nobody holds."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    return {node["NodeManagerAddress"]: free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]}

@@ -1,34 +1,35 @@
-"""Rollout workers: environments and agent programs in processes of their own, whose calls the run's process passes on.
+"""Rollout workers: environments and agent programs in processes of their own.
 
-    RolloutPool.start -> RolloutActor.play -> Rollouts -> Session -> WorkerCalls --posted--> _Worker -> Engine
-                                                                        |  ^-------answers--------'
-                                                                        '--(the session's route)--> its engine's actor
+    RolloutPool.start -> RolloutActor.play -> Rollouts -> Session -> WorkerEngine --(route)--> the engine's actor
+                                                                          '--requests--> _Worker -> Engine
 
-The run's process opens every session, in order, and so chooses its engine. A worker calls that engine itself, where it
-has a `route` (an engine in lock-step has none: its waves are formed in the run's process); otherwise, and once that
-engine's process has ended, the run's process makes the call. A worker imports neither torch nor transformers.
+The run's process opens every session, in order, and so chooses its engine. A worker calls that engine itself where it
+has a `route`. The run's process makes the other calls: of an engine in lock-step, whose waves are formed there, of one
+with a budget, and once the engine of a session has ended. A worker imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import Cause, EngineError, PlacementError, TreadleError
-from treadle.core.status import ComponentStatus, ProcessId
+from treadle.core.errors import Cause, TreadleError, WorkerLost
+from treadle.core.status import ComponentStatus
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
+from treadle.engines.supervised import Supervised
 from treadle.engines.vllm.server import ServerLost
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, Rollouts, open_rollouts
@@ -36,76 +37,48 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 
-_BEAT = 5.0  # seconds after which a worker that has nothing to say says so
-_SILENCE = 60.0  # seconds without a word after which a worker is replaced
 _CLOSING = 20.0  # seconds for a worker to end what it has started
-_SIDE_BY_SIDE = 1_000_000  # attempts, and answers, in one worker
-_FRUITLESS = 3  # processes in a row that end before they have played an attempt
+
+Request = tuple[Any, ...]
+"""What a worker asks of the run's process: the name of a method of `_Worker`, and its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """Is what a worker asks the run's process for: to open or close a session, to make or cancel call `number`, to log.
+class WorkerEngine:
+    """The `Engine` of a worker: calls the session's route, or has the run's process make the call.
 
-    arguments, options: those of `Engine.generate` or `Engine.score`, or the name of the session, or the line.
-    """
-
-    do: Literal["open", "close", "generate", "score", "cancel", "log"]
-    number: int = 0
-    arguments: tuple[Any, ...] = ()
-    options: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Answers call `number`: with a value, or with an error."""
-
-    number: int
-    value: Any = None
-    error: TreadleError | None = None
-
-
-class WorkerCalls:
-    """Makes calls by the session's route, or has the run's process make them: the `Engine` of a worker.
-
-    routes: session -> the `EngineActor` or `ServerActor` that samples for it, while that is known to live.
+    routes: session that the run's process has opened -> the `EngineActor` or `ServerActor` that samples for it, if any.
     """
 
     def __init__(self) -> None:
-        self.routes: dict[str, Any] = {}
-        self._posted: list[Posted] = []
+        self.routes: dict[str, Actor | None] = {}
+        self._requests: list[Request] = []
         self._any = asyncio.Event()
         self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
 
     def open_session(self, session: str) -> None:
-        """Announce the session, unless it was opened for this worker."""
-        self.post(Posted("open", arguments=(session,)))
+        if session not in self.routes:
+            self.ask("open_session", session)
 
     def close_session(self, session: str) -> None:
-        """Close the session."""
-        self.post(Posted("close", arguments=(session,)))
+        self.ask("close_session", session)
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """Return the engine's completion; raises what it raises."""
+        completion: Completion
         if route := self.routes.get(session):
-            calling = route.generate.remote(prompt_ids, sampling, session, cache_salt)
             try:
-                direct: Completion = await _result(calling)
-                return direct
-            except asyncio.CancelledError:
-                ray.cancel(calling)
-                raise
-            except (RayActorError, ServerLost):  # the run's process knows where the session goes, and will close it
-                del self.routes[session]
+                completion = await route.call("generate", prompt_ids, sampling, session, cache_salt)
+            except (WorkerLost, ServerLost):  # the run's process knows where the session goes
+                self.routes[session] = None
+            else:
+                return completion
         options = {"session": session, "cache_salt": cache_salt}
-        completion: Completion = await self._call("generate", (prompt_ids, sampling), options)
+        completion = await self._call("generate", (prompt_ids, sampling), options)
         return completion
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return the engine's scores."""
         scores: Floats = await self._call("score", (ids,), {"temperature": temperature})
         return scores
 
@@ -116,51 +89,45 @@ class WorkerCalls:
     async def close(self) -> None:
         """Do nothing: the engine is the run's."""
 
-    def post(self, message: Posted) -> None:
-        """Post a message, after those before."""
-        self._posted.append(message)
+    def ask(self, *request: Any) -> None:
+        """Ask the run's process for something, after what was asked before."""
+        self._requests.append(request)
         self._any.set()
 
-    async def posted(self) -> list[Posted]:
-        """Return what was posted since the last call, once there is something, or nothing after a while."""
-        try:
-            async with asyncio.timeout(_BEAT):
-                await self._any.wait()
-        except TimeoutError:
-            return []
-        self._any.clear()
-        messages, self._posted = self._posted, []
-        return messages
+    async def requests(self) -> AsyncIterator[list[Request]]:
+        """Yield what was asked for in each turn of the event loop."""
+        while await self._any.wait():
+            requests, self._requests = self._requests, []
+            self._any.clear()
+            yield requests
 
-    def answer(self, answers: Sequence[Answer]) -> None:
-        """Hand out answers to the calls that still wait."""
-        for answer in answers:
-            waiting = self._waiting.get(answer.number)
-            if waiting is None or waiting.done():
+    def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
+        """Take answers to calls, by number; an error is one, too."""
+        for number, answer in answers:
+            future = self._answers.get(number)
+            if future is None or future.done():
                 continue
-            if answer.error is None:
-                waiting.set_result(answer.value)
+            if isinstance(answer, TreadleError):
+                future.set_exception(answer)
             else:
-                waiting.set_exception(answer.error)
+                future.set_result(answer)
 
-    async def _call(
-        self, do: Literal["generate", "score"], arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> Any:
+    async def _call(self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        self.post(Posted(do, number, arguments, options))
+        self._answers[number] = answer
+        self.ask("call", number, method, arguments, options)
         try:
             return await answer
         except asyncio.CancelledError:
-            self.post(Posted("cancel", number))
+            self.ask("cancel", number)
             raise
         finally:
-            del self._waiting[number]
+            del self._answers[number]
 
 
 @dataclass(frozen=True, slots=True)
 class Plays:
-    """Holds what a worker plays with: the arguments of `open_rollouts`."""
+    """What a worker plays with: the arguments of `open_rollouts`."""
 
     renderer: ChatRenderer
     players: Players
@@ -169,53 +136,50 @@ class Plays:
     directory: Path | None
 
 
-class RolloutActor:
-    """Is one worker, in a process of its own."""
+class RolloutActor(Placed):
+    """One worker, in a process of its own."""
 
     def __init__(self) -> None:
-        self._calls = WorkerCalls()
+        self._engine = WorkerEngine()
         self._opened = AsyncExitStack()
-        self._rollouts: Rollouts | None = None
+        self._rollouts: Rollouts
 
-    async def open(self, plays: Plays) -> ProcessId:
-        """Open what it plays with; return which process this is. Raises what `open_rollouts` raises."""
+    async def open(self, plays: Plays) -> None:
+        """Open what it plays with. Raises what `open_rollouts` raises."""
         loop = asyncio.get_running_loop()
 
-        def log(line: str) -> None:  # from another thread
-            loop.call_soon_threadsafe(self._calls.post, Posted("log", arguments=(line,)))
+        def log(line: str) -> None:  # perhaps from another thread
+            loop.call_soon_threadsafe(self._engine.ask, "log", line)
 
         rollouts = open_rollouts(
-            self._calls, plays.renderer, plays.players, plays.config, plays.rewards, log, plays.directory
+            self._engine, plays.renderer, plays.players, plays.config, plays.rewards, log, plays.directory
         )
         self._rollouts = await self._opened.enter_async_context(rollouts)
-        return ProcessId.own()
+
+    async def requests(self) -> AsyncIterator[list[Request]]:
+        """Yield what is asked of the run's process."""
+        async for requests in self._engine.requests():
+            yield requests
+
+    async def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
+        """Take answers to calls."""
+        self._engine.answer(answers)
 
     async def play(
-        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, route: Any
+        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, route: Actor | None
     ) -> Trajectory:
-        """Play one attempt. route: of its session, if there is one."""
-        assert self._rollouts is not None
+        """Play one attempt. route: of its session."""
         name = trajectory_id(group_id, address.attempt)
-        if route is not None:
-            self._calls.routes[name] = route
+        self._engine.routes[name] = route
         try:
             [attempt] = self._rollouts.start(group_id, task, [address], sampling)
             return await attempt
         finally:
-            self._calls.routes.pop(name, None)
+            del self._engine.routes[name]
 
     async def check(self, tasks: Sequence[Task]) -> None:
         """Check that the drivers can play; see `Rollouts.check`."""
-        assert self._rollouts is not None
         await self._rollouts.check(tasks)
-
-    async def posted(self) -> list[Posted]:
-        """Return what is asked of the run's process."""
-        return await self._calls.posted()
-
-    async def answer(self, answers: Sequence[Answer]) -> None:
-        """Take the answers to calls."""
-        self._calls.answer(answers)
 
     async def close(self) -> None:
         """End what it plays with."""
@@ -224,11 +188,10 @@ class RolloutActor:
 
 @runtime_checkable
 class Routed(Protocol):
-    """Is an engine that other processes can call by themselves: `EnginePool`, `VLLMEngine`."""
+    """An engine that other processes can call by themselves: `EnginePool`, `VLLMEngine`."""
 
     def route(self, session: str) -> Any:
-        """Return the actor that makes the session's calls; None if they are to be made here."""
-        ...
+        """Return the actor (`Actor`) that makes the session's calls; None if they are to be made here."""
 
 
 class RolloutPool:
@@ -254,7 +217,7 @@ class RolloutPool:
     async def check(self, tasks: Sequence[Task]) -> None:
         """Have a worker check that each driver can play. Raises ConfigError or EngineError."""
         firsts = {task.player: task for task in reversed(tasks)}
-        await self._workers[0].check(list(firsts.values()))
+        await self._workers[0].place.call("check", list(firsts.values()))
 
     def status(self) -> list[ComponentStatus]:
         """Return what each worker does now."""
@@ -277,46 +240,31 @@ async def open_workers(
     async with AsyncExitStack() as opened:
         workers = []
         for bundle in reservation.of("rollout worker"):
-            worker = _Worker(str(bundle), reservation.options(bundle), plays, engine, log)
-            opened.push_async_callback(worker.close)
-            workers.append(worker)
-        await asyncio.gather(*(worker.ready() for worker in workers))
+            workers.append(_Worker(str(bundle), reservation.options(bundle), plays, engine, log))
+            opened.push_async_callback(workers[-1].close)
+        await asyncio.gather(*(worker.place.ready() for worker in workers))
         yield RolloutPool(workers, config.sampling)
 
 
 class _Worker:
-    """One place of a worker: the actor that is there now, and the calls that it waits for."""
+    """One place of a worker: the actor that is there now, and what it asks for."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], plays: Any, engine: Engine, log: Callable[[str], None]
     ) -> None:
-        self._name, self._plays, self._engine, self._log = name, plays, engine, log
-        self._make = partial(
-            ray.remote(RolloutActor)
-            .options(max_restarts=0, max_task_retries=0, max_concurrency=_SIDE_BY_SIDE, **options)
-            .remote
-        )
+        self._name, self._plays, self._engine, self.log = name, plays, engine, log
         self.playing = 0
-        self._played = 0  # by the actor that is there now
-        self._sessions: dict[str, None] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._answers: list[Answer] = []
-        self._process: Any = None
-        self._place: ProcessId | None = None
-        self._error = ""
-        self._actor: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # the same, once it is open
-        self._serving = asyncio.get_running_loop().create_task(self._serve())
-
-    async def ready(self) -> Any:
-        """Return the actor, once there is one. Raises what opening it raised, and PlacementError."""
-        return await asyncio.shield(self._actor)
+        self._answers: list[tuple[int, Any]] = []
+        self._serving: asyncio.Task[None] | None = None
+        self.place = Supervised(name, lambda: Actor(name, RolloutActor, options), self._prepare, log)
 
     def start(
         self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None
     ) -> asyncio.Future[Trajectory]:
         """Open the attempt's session now, and play it."""
         name = trajectory_id(group_id, address.attempt)
-        self._open(name)
+        self._engine.open_session(name)
         self.playing += 1
         attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling))
         attempt.add_done_callback(partial(self._ended, name))  # also if it was cancelled before it began
@@ -326,156 +274,97 @@ class _Worker:
         return ComponentStatus(
             "worker",
             name,
-            process=self._place,
+            process=self.place.process,
             running=self.playing,
-            sessions=len(self._sessions),
-            error=self._error,
+            sessions=self.playing,
+            error=self.place.error,
         )
-
-    async def check(self, tasks: Sequence[Task]) -> None:
-        actor = await self.ready()
-        await _result(actor.check.remote(tasks))
 
     async def close(self) -> None:
         """End the worker and what it has started."""
-        self._serving.cancel()
-        await asyncio.wait([self._serving])
-        for call in self._calls.values():
-            call.cancel()
-        if self._actor.done() and self._actor.exception() is None:
-            await asyncio.wait([asyncio.ensure_future(_quietly(self._process.close.remote()))], timeout=_CLOSING)
-        self._actor.cancel()
-        if self._process is not None:
-            ray.kill(self._process)
+        if actor := self.place.worker:
+            with suppress(TreadleError, TimeoutError):
+                async with asyncio.timeout(_CLOSING):
+                    await actor.call("close")
+        await self.place.close()
+        self._forget()
 
     async def _play(
         self, name: str, group_id: str, task: Task, address: Address, sampling: SamplingParams | None
     ) -> Trajectory:
         began = time.perf_counter()
-        actor = await self.ready()
+        await self.place.ready()
         route = self._engine.route(name) if isinstance(self._engine, Routed) else None
-        playing = actor.play.remote(group_id, task, address, sampling, route)
         try:
-            trajectory: Trajectory = await _result(playing)
-        except asyncio.CancelledError:
-            ray.cancel(playing)
-            raise
-        except RayActorError as error:
-            failure = Failure(Cause.INFRASTRUCTURE, f"{self._name} ended: {_first_line(error)}")
-            seconds = time.perf_counter() - began
+            trajectory: Trajectory = await self.place.call("play", group_id, task, address, sampling, route)
+        except WorkerLost as error:
             return Trajectory(
-                name, task.task_id, address.attempt, (), None, Status.FAILED, failure=failure, seconds=seconds
+                name,
+                task.task_id,
+                address.attempt,
+                steps=(),
+                reward=None,
+                status=Status.FAILED,
+                failure=Failure(Cause.INFRASTRUCTURE, str(error)),
+                seconds=time.perf_counter() - began,
             )
-        self._played += 1
         return trajectory
 
     def _ended(self, name: str, _: object) -> None:
         self.playing -= 1
-        self._close(name)
+        self._engine.close_session(name)
 
-    async def _serve(self) -> None:
-        """Start actors, one after the other's end, and do what they ask for."""
-        fruitless = 0
-        while True:
-            actor = self._process = self._make()
-            try:
-                self._place = await _result(actor.open.remote(self._plays))
-                self._actor.set_result(actor)
-                await self._listen(actor)
-            except (RayActorError, TimeoutError) as error:
-                ending = f"no word for {_SILENCE:g} s" if isinstance(error, TimeoutError) else _first_line(error)
-            except (RayError, TreadleError) as error:
-                self._give_up(error if isinstance(error, TreadleError) else PlacementError(f"{self._name}: {error}"))
-                return
-            ray.kill(actor)
-            fruitless = 0 if self._played else fruitless + 1
-            self._forget()
-            if fruitless == _FRUITLESS:
-                self._give_up(PlacementError(f"{self._name} ended {fruitless} times before it had played: {ending}"))
-                return
-            self._log(f"{self._name} ended ({ending}); starting it again")
+    # --- what the actor asks for ---------------------------------------------------------------------------------
 
-    def _give_up(self, error: TreadleError) -> None:
-        self._error = str(error)
-        if self._actor.done():
-            self._actor = asyncio.get_running_loop().create_future()
-        self._actor.set_exception(error)
+    async def _prepare(self, actor: Actor) -> None:
+        self._forget()
+        self._serving = asyncio.get_running_loop().create_task(self._serve(actor))
+        await actor.call("open", self._plays)
+
+    async def _serve(self, actor: Actor) -> None:
+        """Do what the actor asks for until it ends."""
+        with suppress(RayError):
+            async for requests in actor.handle.requests.options(num_returns="streaming").remote():
+                for method, *arguments in await requests:
+                    if method == "call":
+                        self.call(actor, *arguments)
+                    else:
+                        getattr(self, method)(*arguments)
 
     def _forget(self) -> None:
-        """Be as before the first actor: nobody waits for the last one's calls."""
-        for call in self._calls.values():
-            call.cancel()
-        self._calls, self._answers, self._played = {}, [], 0
-        if self._actor.done():
-            self._actor = asyncio.get_running_loop().create_future()
+        """Be as before the first actor: nobody waits for the calls of the last one."""
+        for task in (*self._calls.values(), *([self._serving] if self._serving else [])):
+            task.cancel()
+        self._calls, self._answers = {}, []
 
-    async def _listen(self, actor: Any) -> None:
-        """Do what the actor asks for until it ends. Raises TimeoutError where it says nothing."""
-        while True:
-            async with asyncio.timeout(_SILENCE):
-                messages: list[Posted] = await _result(actor.posted.remote())
-            for message in messages:
-                self._do(actor, message)
+    def open_session(self, session: str) -> None:
+        self._engine.open_session(session)
 
-    def _do(self, actor: Any, message: Posted) -> None:
-        match message.do:
-            case "open":
-                self._open(message.arguments[0])
-            case "close":
-                self._close(message.arguments[0])
-            case "log":
-                self._log(message.arguments[0])
-            case "cancel":
-                if call := self._calls.get(message.number):
-                    call.cancel()
-            case do:
-                asked = getattr(self._engine, do)(*message.arguments, **(message.options or {}))
-                call = asyncio.get_running_loop().create_task(self._answer(actor, message.number, asked))
-                self._calls[message.number] = call
+    def close_session(self, session: str) -> None:
+        self._engine.close_session(session)
 
-    async def _answer(self, actor: Any, number: int, asked: Coroutine[Any, Any, Any]) -> None:
+    def call(
+        self, actor: Actor, number: int, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> None:
+        called = getattr(self._engine, method)(*arguments, **options)
+        self._calls[number] = asyncio.get_running_loop().create_task(self._answer(actor, number, called))
+
+    def cancel(self, number: int) -> None:
+        if number in self._calls:
+            self._calls[number].cancel()
+
+    async def _answer(self, actor: Actor, number: int, called: Awaitable[Any]) -> None:
         try:
-            answer = Answer(number, await asked)
-        except EngineError as error:
-            answer = Answer(number, error=error)
+            answer = await called
+        except TreadleError as error:
+            answer = error
         finally:
             self._calls.pop(number, None)
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush, actor)  # all of this turn of the event loop
-        self._answers.append(answer)
+        self._answers.append((number, answer))
 
-    def _flush(self, actor: Any) -> None:
+    def _flush(self, actor: Actor) -> None:
         answers, self._answers = self._answers, []
         if answers:
-            actor.answer.remote(answers)
-
-    def _open(self, session: str) -> None:
-        if session not in self._sessions:
-            self._engine.open_session(session)
-            self._sessions[session] = None
-
-    def _close(self, session: str) -> None:
-        if session in self._sessions:
-            del self._sessions[session]
-            self._engine.close_session(session)
-
-
-async def _result(reference: Any) -> Any:
-    """Return what an actor returned. Raises Treadle's own errors as they were raised there, and those of Ray."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        if isinstance(error.cause, TreadleError):
-            raise error.cause from None
-        raise
-
-
-async def _quietly(reference: Any) -> None:
-    try:
-        await reference
-    except RayError:
-        return
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+            actor.handle.answer.remote(answers)

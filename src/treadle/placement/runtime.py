@@ -41,8 +41,7 @@ def placed(config: RunConfig, directory: Path, log: Callable[[str], None]) -> It
 
 def check_transfer(config: RunConfig, placement: Placement) -> None:
     """Raise PlacementError for vLLM servers that are on other nodes than the first rank, which hands them a file."""
-    vllm = config.engine.vllm
-    if config.engine.kind != "vllm" or vllm.transfer == "collective" or vllm.shared_directory is not None:
+    if config.engine.kind != "vllm" or config.engine.vllm.transfer == "collective":
         return
     nodes = {
         str(bundle): place.node
@@ -52,9 +51,8 @@ def check_transfer(config: RunConfig, placement: Placement) -> None:
     if len(set(nodes.values())) > 1:
         told = ", ".join(f"{name} on {node}" for name, node in nodes.items())
         raise PlacementError(
-            f"engine.vllm.transfer 'shared_memory' hands weights over on one node, and there are {told}; set "
-            "engine.vllm.transfer=collective and engine.vllm.transfer_address to this machine's address, or "
-            "engine.vllm.shared_directory to one that all nodes see"
+            f"engine.options.transfer 'shared_memory' hands weights over on one node, and there are {told}; set "
+            "engine.options.transfer=collective"
         )
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import ConfigError, EngineError
+from treadle.core.errors import ConfigError, EngineError, PlacementError, TreadleError
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
@@ -26,15 +27,15 @@ from treadle.engines.vllm.launch import ServerProcess, tail
 from treadle.engines.vllm.server import Server
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
+from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 
 _LOOK = 1.0  # seconds between looks at whether the server runs
-_SIDE_BY_SIDE = 1_000_000  # calls at a time, of one actor
 _STOPPING = 30.0  # seconds for a server to end by itself
 
 
-class ServerActor:
-    """Has a server as its child, which ends when this process does, and makes rollout workers' calls of it.
+class ServerActor(Placed):
+    """Starts a server, which ends when this process does, and makes rollout workers' calls of it.
 
     stop_token_ids: tokens that end a completion. expert_layers: those whose experts completions report.
     Invariant: calls begin and return only while it is told to be open.
@@ -91,7 +92,7 @@ class ServerActor:
 
 
 class PlacedServer:
-    """Is a server that an actor started (`Started`). log: in a directory that all nodes see."""
+    """A server that an actor started (`Started`). log: in a directory that all nodes see."""
 
     def __init__(
         self,
@@ -104,70 +105,58 @@ class PlacedServer:
     ) -> None:
         log.touch()
         self.log = log
-        made = ray.remote(ServerActor).options(
-            max_restarts=0, max_task_retries=0, max_concurrency=_SIDE_BY_SIDE, **options
-        )
-        self.route = made.remote(model.absolute(), config, log.absolute(), stop_token_ids, expert_layers)
+        arguments = model.absolute(), config, log.absolute(), stop_token_ids, expert_layers
+        self.route = Actor("the actor of a vLLM server", ServerActor, options, *arguments)
         try:
-            self.url: str = ray.get(self.route.url.remote())
+            self.url: str = ray.get(self.route.handle.url.remote())
         except RayError as error:
-            raise EngineError(f"a vLLM server was not started: {error}") from error
-        self._ended = self.route.ended.remote()
+            raise EngineError(f"a vLLM server was not started: {self.route.translate(error)}") from error
+        self._ended = self.route.handle.ended.remote()
 
     @property
     def running(self) -> bool:
-        """Return whether neither the server nor its actor has ended."""
+        """Whether neither the server nor its actor has ended."""
         ended, _ = ray.wait([self._ended], timeout=0)
         return not ended
 
     def tail(self) -> str:
-        """Return the last lines of the log."""
         return tail(self.log)
 
     async def hold(self) -> None:
-        """Have the actor let no call begin or return until `open`. Raises EngineError."""
-        await _result(self.route.hold.remote())
+        await self._call("hold")
 
     async def open(self, admitted: Admitted) -> None:
-        """Have the actor let calls go on, under these weights. Raises EngineError."""
-        await _result(self.route.open.remote(admitted))
+        await self._call("open", admitted)
 
     async def stop(self) -> None:
         """End the server, and the actor. Idempotent."""
-        await asyncio.wait([asyncio.ensure_future(self._stopped())], timeout=_STOPPING)
-        ray.kill(self.route)
+        with suppress(TreadleError, TimeoutError):
+            async with asyncio.timeout(_STOPPING):
+                await self.route.call("stop")
+        self.route.kill()
 
-    async def _stopped(self) -> None:
+    async def _call(self, method: str, *arguments: Any) -> None:
         try:
-            await self.route.stop.remote()
-        except RayError:
-            return
+            await self.route.call(method, *arguments)
+        except PlacementError as error:
+            raise EngineError(str(error)) from error
 
 
 async def open_servers(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open a vLLM server at each engine's place; see `OpenEngine`. Raises ConfigError for servers that run already."""
     if spec.config.vllm.urls:
         raise ConfigError(
-            "engine.vllm.urls names servers that run, and placement.kind 'ray' starts its own; leave one of them out"
+            "engine.options.servers names servers that run, and placement.kind 'ray' starts its own; leave it out"
         )
     places = [reservation.options(bundle) for bundle in reservation.of("engine")]
     gpus = config.placement.engines.gpus
     args = {**({"tensor-parallel-size": gpus} if gpus > 1 else {}), **spec.config.vllm.args}
-    vllm = spec.config.vllm.model_copy(update={"servers": len(places), "args": args})
+    options = {**spec.config.options, "servers": len(places), "args": args}
 
     def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
         return PlacedServer(
             places[number], model, config, log, spec.chat.stop_token_ids, spec.source.model.expert_layers
         )
 
-    spec = replace(spec, config=spec.config.model_copy(update={"vllm": vllm}))
+    spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
     return await open_vllm(spec, serve, spec.log_directory())
-
-
-async def _result(reference: Any) -> None:
-    try:
-        await reference
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, EngineError) else EngineError(str(error))) from None
-    except RayError as error:
-        raise EngineError(str(error).splitlines()[0]) from error

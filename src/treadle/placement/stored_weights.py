@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from treadle.core.errors import EngineError
@@ -20,26 +18,21 @@ _BUCKET = 64 * 2**20  # bytes of tensors that make one object
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Holds references to objects, which exist as long as anybody holds them; see `engines.staging.Staged`."""
+    """References to dictionaries of tensors, which exist as long as anybody holds them (`engines.staging.Staged`)."""
 
     references: tuple[Any, ...]
-
-    @property
-    def message(self) -> Mapping[str, Any]:
-        """Return this: references travel in the messages of Ray alone."""
-        return {"weights": self}
 
     def discard(self) -> None:
         """Do nothing: others may hold the references."""
 
-    def fetch(self) -> dict[str, Tensor]:
-        """Return the weights by name. Blocks until they are on this node. Raises EngineError if they are gone."""
+    async def fetch(self) -> dict[str, Tensor]:
+        """Return the weights by name, once they are on this node. Raises EngineError if they are gone."""
         weights: dict[str, Tensor] = {}
-        for reference in self.references:
-            try:
-                weights |= load(ray.get(reference).tobytes())
-            except ray.exceptions.RayError as error:
-                raise EngineError(f"published weights could not be fetched: {error}") from error
+        try:
+            for reference in self.references:
+                weights |= await reference
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"published weights could not be fetched: {error}") from error
         return weights
 
 
@@ -53,15 +46,9 @@ class ObjectStore:
         """Put the weights, some tensors at a time, so that no copy of all of them is made here."""
         references: list[Any] = []
         bucket: dict[str, Tensor] = {}
-
-        def put() -> None:
-            references.append(ray.put(np.frombuffer(save(bucket), np.uint8)))
-            bucket.clear()
-
         for name, tensor in weights:
             bucket[name] = to_host(tensor, self.dtype)
             if sum(each.nbytes for each in bucket.values()) >= _BUCKET:
-                put()
-        if bucket:
-            put()
-        return StoredWeights(tuple(references))
+                references.append(ray.put(bucket))
+                bucket = {}
+        return StoredWeights((*references, ray.put(bucket)))

@@ -10,33 +10,17 @@ while the learner works, and a call of one side waits for those of the other to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from treadle.core.engine import Completion
-from treadle.core.manifest import Manifest
-from treadle.core.status import ComponentStatus
-from treadle.core.trainer import Conversation, ModelInfo, Trainer, UpdateResult, WeightsDestination
-from treadle.core.types import Floats, Group, Ids, Routing, SamplingParams
+from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.pool import EnginePool, Member
 from treadle.engines.staging import Staged
+from treadle.training.rank_group import Calls, RankGroup
 
-R = TypeVar("R")
 Side = Literal["learner", "engines"]
-
-
-class Moving(Trainer, Protocol):
-    """Is a trainer that can leave its device: `RankGroup`."""
-
-    async def offload(self) -> None:
-        """Move everything to the host's memory."""
-        ...
-
-    async def reload(self) -> None:
-        """Move everything back."""
-        ...
 
 
 class Turns:
@@ -92,56 +76,22 @@ class Turns:
         self._asleep = False
 
 
-class ColocatedTrainer:
-    """Makes each call of a trainer in the learner's turn: a `Trainer`."""
+class ColocatedTrainer(RankGroup):
+    """A trainer that makes each call of its ranks in the learner's turn."""
 
-    def __init__(self, trainer: Moving) -> None:
-        self._trainer, self.turns = trainer, Turns(trainer.offload, trainer.reload)
+    def __init__(self, processes: Calls) -> None:
+        super().__init__(processes)
+        self.turns = Turns(self.offload, self.reload)
 
-    @property
-    def model(self) -> ModelInfo:
-        return self._trainer.model
+    async def offload(self) -> None:
+        await super()._call("offload")
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        return self._trainer.checkpoint_bytes
+    async def reload(self) -> None:
+        await super()._call("reload")
 
-    async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
-        return await self._in_turn(self._trainer.train_batch, groups)
-
-    async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
-        return await self._in_turn(self._trainer.supervised_step, conversations, step)
-
-    async def stage(self, destination: WeightsDestination[R]) -> R:
-        return await self._in_turn(self._trainer.stage, destination)
-
-    async def score(self, ids: Ids) -> Floats:
-        return await self._in_turn(self._trainer.score, ids)
-
-    async def experts(self, ids: Ids) -> Routing:
-        return await self._in_turn(self._trainer.experts, ids)
-
-    async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
-        await self._in_turn(self._trainer.export, directory, more)
-
-    async def digest(self) -> str:
-        return await self._in_turn(self._trainer.digest)
-
-    async def save(self, directory: Path) -> str:
-        return await self._in_turn(self._trainer.save, directory)
-
-    async def load(self, saved: Manifest) -> None:
-        await self._in_turn(self._trainer.load, saved)
-
-    def status(self) -> Sequence[ComponentStatus]:
-        return self._trainer.status()
-
-    def close(self) -> None:
-        self._trainer.close()
-
-    async def _in_turn(self, work: Callable[..., Awaitable[R]], *arguments: Any) -> R:
+    async def _call(self, name: str, *arguments: Any) -> Any:
         async with self.turns.of("learner"):
-            return await work(*arguments)
+            return await super()._call(name, *arguments)
 
 
 class ColocatedPool(EnginePool):

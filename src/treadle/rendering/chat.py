@@ -10,56 +10,50 @@ from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.types import Ids, Message, ToolCall
+from treadle.core.types import Ids, Message
 from treadle.rendering.complete import Shape, example, left_out
 from treadle.rendering.identity import flat, parsed
-from treadle.rendering.replies import (
-    AUTO,
-    FORMATS,
-    Parser,
-    ReplyParser,
-    harmony,
-    parser_name,
-    reply_parser,
-)
-from treadle.rendering.structure import Backend, Structure, encode_text
+from treadle.rendering.replies import AUTO, FORMATS, Parser, ReplyParser, harmony, parser_name, reply_parser
+from treadle.rendering.structure import Structure, any_of, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 from treadle.rendering.token_bytes import TokenBytes
 from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
 from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
 
 class Tokenizer(Protocol):
-    """Provides what Treadle needs of a Hugging Face tokenizer (a fast one: one with a `tokenizer.json`)."""
+    """What Treadle needs of a fast Hugging Face tokenizer (one with a `tokenizer.json`).
+
+    chat_template: a Jinja template, or several by name. special_tokens_map: special tokens by name (`bos_token`, ...),
+    which templates may write.
+    """
 
     chat_template: Any
-    """A Jinja template, or several by name."""
 
     @property
-    def backend_tokenizer(self) -> Backend:
-        """Return the `tokenizers.Tokenizer` in it."""
-        ...
+    def backend_tokenizer(self) -> Backend: ...
 
     @property
-    def special_tokens_map(self) -> Mapping[str, Any]:
-        """Return special tokens by name (`bos_token`, ...), which templates may write."""
-        ...
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
 
 
 class ChatRenderer:
-    """Holds one tokenizer with its chat template, shared by all conversations.
+    """A tokenizer with its chat template, shared by all conversations.
 
-    stop_token_ids: the ids that end a completion (`stop_ids`); a sampled one stands for the template's own end of turn.
-    chat_template: the file of another template, or the name of one of the tokenizer's or of Treadle's
-    (`qwen3_keep_thoughts`); default: the tokenizer's own.
-    chat_template_kwargs: options that the template reads (`enable_thinking`, say).
-    roles: roles that the template lacks -> those as which it is shown them.
-    began: what templates that write a date take for today, a run's beginning; default: when a conversation begins.
+    stop_token_ids: ids that end a completion (`stop_ids`); a sampled one stands for the template's own end of turn.
+    chat_template: path of another template, or name of one of the tokenizer's or of Treadle's (`qwen3_keep_thoughts`);
+    default: the tokenizer's own.
+    chat_template_kwargs: options that the template reads, such as `enable_thinking`.
+    roles: roles that the template lacks -> roles as which it gets them.
+    began: today's date for templates that write it; default: when a conversation begins.
 
     Raises ConfigError if there is no such template.
     """
@@ -91,19 +85,19 @@ class ChatRenderer:
         self.left_out = lru_cache(maxsize=4096)(self._left_out)
 
     def __reduce__(self) -> tuple[Callable[..., ChatRenderer], tuple[Any, ...], dict[str, str]]:
-        """Pickle as what it was made from, without the tokenizer's class: who only renders needs no transformers."""
+        """Pickle without the tokenizer's class, which needs transformers."""
         parts = _TokenizerParts(self._backend, self._sources, self._variables)
         made = partial(ChatRenderer, chat_template_kwargs=self.options, roles=self.roles, began=self.began)
         return made, (parts, self.stop_ids), {"_label": self._label}
 
     def template(self, tools: Sequence[Any]) -> ChatTemplate:
-        """Return the template for calls with these tools: a tokenizer may bring one for tools (`tool_use`)."""
+        """Return the template for calls with these tools; a tokenizer may have one for tools (`tool_use`)."""
         return self._compiled("tool_use" if tools and "tool_use" in self._sources else "default")
 
     def write(
         self, messages: Sequence[Plain], tools: Sequence[Any] | None, options: Variables, generation_prompt: bool
     ) -> str:
-        """Return the conversation as text, as `ChatTemplate.render` does. Raises DataError."""
+        """Render a conversation to text, as `ChatTemplate.render` does. Raises DataError."""
         render = partial(self.template(tools or ()).render, tools=tools, options=options)
         try:
             return render(messages, generation_prompt=generation_prompt)
@@ -116,8 +110,8 @@ class ChatRenderer:
     def _left_out(self, setting: str, shape: Shape, asks: bool = True) -> tuple[tuple[int, str], ...]:
         """Return what the template leaves out of a conversation of that shape (`complete.left_out`).
 
-        setting: tools and options as JSON. asks: whether an answer is asked for: gpt-oss writes the last thought only
-        where it is not. Nothing where the template refuses the example.
+        setting: tools and options as JSON. asks: whether to add the generation prompt; gpt-oss writes the last thought
+        only without it. Nothing if the template refuses the example.
         """
         tools, options = json.loads(setting) if setting else ([], {})
         messages = example(shape, self.template(tools).arguments_as_text)
@@ -127,7 +121,7 @@ class ChatRenderer:
             return ()
 
     def merged(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Return the messages as the template takes them: its system messages as one, first, where it wants that."""
+        """Merge system messages into one, the first, if the template wants that."""
         system = [message for message in messages if self.roles.get(message["role"], message["role"]) == "system"]
         if not system or (len(system) == 1 and system[0] is messages[0]) or not self._wants_one_system:
             return messages
@@ -140,7 +134,7 @@ class ChatRenderer:
         return self._takes("system", "user") and not all(self._takes(*roles) for roles in several)
 
     def _takes(self, *roles: str) -> bool:
-        """Whether the template writes all of such a conversation."""
+        """Whether the template writes all of a conversation of these roles."""
         talk: list[Plain] = [{"role": role, "content": f"zqz{number}z"} for number, role in enumerate(roles)]
         try:
             text = self.write(talk, None, self.options, generation_prompt=True)
@@ -149,7 +143,7 @@ class ChatRenderer:
         return all(message["content"] in text for message in talk)
 
     def text(self, completion_ids: Ids) -> str:
-        """Return the completion as text, without its end token."""
+        """Decode a completion without its end token."""
         ids = [int(i) for i in completion_ids]
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -157,57 +151,50 @@ class ChatRenderer:
 
     @property
     def source(self) -> str:
-        """Return the template's own text."""
         return self._sources["default"]
 
     @property
     def vocabulary(self) -> int:
-        """Return the size of the vocabulary: all ids lie below it."""
+        """Size of the vocabulary: all ids are below it."""
         return self._backend.get_vocab_size()
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Return what tells the bytes of single tokens."""
         return TokenBytes(self._backend)
 
     def encode(self, text: str) -> Ids:
-        """Return the token ids of raw text, special tokens included, int32[T]."""
+        """Encode raw text, special tokens included, int32[T]."""
         return np.array(encode_text(self._backend, text), np.int32)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Return the text of the ids, special tokens included."""
         return self.structure.decode([int(i) for i in ids])
 
     def reply(self, message: Message) -> Ids:
-        """Return the ids of a reply's content and of the template's end of turn. Raises ConfigError without one."""
+        """Encode a reply's content and the template's end of turn. Raises ConfigError if that is no stop token."""
         return np.concatenate([*self.structure.encode(message["content"]), self.end_of_turn])
 
     def tools_problem(self, tools: Sequence[Tool] = (), parse: ReplyParser | None = None) -> str:
-        """Return why calls with tools cannot work, in a sentence; "" if they can, as far as that can be judged.
+        """Return why calls with tools cannot work, in a sentence; "" if nothing speaks against it.
 
-        The template has to describe tools to the model, and the reply parser, where one is given, has to read a call as
-        the template writes it. tools: the first is tried where the template refuses a tool that it does not know.
+        The template has to describe tools to the model, and the reply parser, if given, has to read a call as the
+        template writes it. tools: the first is tried if the template refuses an unknown tool.
         """
         if self._ignores_tools():
             return (
-                f"{self._label} does not write tools, so that the model would never hear of them: leave them out, "
-                "describe them in a message, or give a template that writes them (model.chat_template; "
-                "--chat-template of treadle serve)"
+                f"{self._label} does not write tools, so that the model would never see them: leave them out, describe "
+                "them in a message, or use another template (model.chat_template; --chat-template of treadle serve)"
             )
         if parse is None:
             return ""
         tried = (self._unreadable(parse, json.dumps(tool)) for tool in (PROBE, *tools[:1]))
-        written = next((found for found in tried if found is not None), "")
-        if not written:
-            return ""
-        return (
-            f"the reply parser {parser_name(parse)} does not read a tool call of this model: "
-            f"{self._label} {written}; give a parser that reads it (rollout.reply_parser; --parser of treadle serve), "
-            "or leave tools out"
+        written = next((text for text in tried if text is not None), "")
+        return written and (
+            f"the reply parser {parser_name(parse)} does not read a tool call of this model: {self._label} {written}; "
+            "use a parser that reads it (rollout.reply_parser; --parser of treadle serve), or leave tools out"
         )
 
     def parser(self, name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
-        """Return the reply parser of that name; `auto`: by what the template writes, thoughts and tool calls apart.
+        """Return the reply parser of that name; `auto` chooses by what the template writes.
 
         setting: what chose the name, for errors. Raises ConfigError as `reply_parser` does.
         """
@@ -215,26 +202,23 @@ class ChatRenderer:
 
     @cached_property
     def _chosen(self) -> ReplyParser:
-        """Thoughts are taken out where the template has a place for them; of formats, the one that reads its call."""
+        """The parser for `auto`: takes thoughts out if the template has a place for them, and reads its tool calls."""
         if self._unreadable(harmony, json.dumps(PROBE)) == "":
             return harmony
         tags = next((tags for tags in THOUGHT_TAGS if tags[1] in self.source), THOUGHT_TAGS[0])
-        thoughts = tags[1] in self.source or self._writes_thoughts()
+        thoughtful = ("user", True, False, 0, -1), ("assistant", True, True, 0, -1)
+        thoughts = tags[1] in self.source or not self.left_out("", thoughtful)
         for name, calls in FORMATS.items():
             parser = Parser(f"auto ({name})", thoughts, calls, tags)
             if self._unreadable(parser, json.dumps(PROBE)) == "":
                 return parser
         return Parser("auto", thoughts, tags=tags)
 
-    def _writes_thoughts(self) -> bool:
-        shape = ("user", True, False, 0, -1), ("assistant", True, True, 0, -1)
-        return not self.left_out("", shape)
-
     def _ignored(self) -> bool:
         return ignores_tools(self.template([PROBE]), self.options)
 
     def _unread(self, parse: ReplyParser, probe: str) -> str | None:
-        """What the template makes of a call that the parser does not read; "" if it does, None if that is unknown."""
+        """Return how the template writes a call that the parser does not read; "" if it does, None if unknown."""
         tool = json.loads(probe)
         template = self.template([tool])
         written = written_call(template, tool, self.options)
@@ -242,17 +226,18 @@ class ChatRenderer:
             return None
         end = self.ends(template).search(written)
         call = self.structure.plain(written[: end.start()] if end else written)
-        read = [(c["function"]["name"], parsed(c["function"]["arguments"])) for c in _calls(parse(call, [tool]))]
+        calls = parse(call, [tool]).get("tool_calls") or ()
+        read = [(c["function"]["name"], parsed(c["function"]["arguments"])) for c in calls]
         if read == [probe_call(tool)]:
             return ""
         return f"writes it as {call.strip()!r:.300}" if call else "leaves it out of the conversation"
 
     @property
     def own_end(self) -> int | None:
-        """Return the structural token that the template writes behind each reply, if it writes no stop token there.
+        """The structural token that the template writes after each reply, if it writes no stop token there.
 
-        gpt-oss, whose template ends the last reply with `<|return|>`, has none: with `<|end|>`, which it writes behind
-        earlier ones, the model ends no reply.
+        gpt-oss has none: its template ends the last reply with `<|return|>`, earlier ones with `<|end|>`, with which
+        the model ends no reply.
         """
         ends = self._written_ends
         if any(name in self.structure.stops for names in ends for name in names):
@@ -261,21 +246,21 @@ class ChatRenderer:
 
     @property
     def _written_ends(self) -> list[list[str]]:
-        """The structural tokens, by private names, right behind the last reply, and right behind an earlier one."""
+        """Structural tokens, by private names, right after the last reply, and right after an earlier one."""
         template = self.template(())
         return [self._leading(text) for text in (template.after_last_reply, template.after_reply)]
 
     def _leading(self, text: str) -> list[str]:
-        """The structural tokens, by private names, with which a text begins."""
+        """List the structural tokens, by private names, with which a text begins."""
         pattern = self.structure.pattern
-        found = re.match(rf"\s*(?:{pattern.pattern}\s*)*", text, re.DOTALL)
-        return pattern.findall(found[0]) if found else []
+        match = re.match(rf"\s*(?:{pattern.pattern}\s*)*", text, re.DOTALL)
+        return pattern.findall(match[0]) if match else []
 
     @cached_property
     def end_of_turn(self) -> Ids:
-        """Return what the template writes behind a reply, up to its end token, int32[T].
+        """What the template writes after a reply, up to its end token, int32[T].
 
-        Raises ConfigError for a template whose turns no stop token ends.
+        Raises ConfigError if no stop token ends a turn.
         """
         stops = self.structure.stops
         for names in self._written_ends:
@@ -289,32 +274,26 @@ class ChatRenderer:
         )
 
     def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
-        """The tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
-        own = self._leading(template.after_reply)
-        stops = self.structure.stops
-        names = {*stops, *(own[:1] if not any(name in stops for name in own) else [])}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+        """Match tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
+        written, stops = self._leading(template.after_reply), self.structure.stops
+        return any_of({*stops, *(written[:1] if not any(name in stops for name in written) else [])})
 
     def _compile(self, name: str) -> ChatTemplate:
         return ChatTemplate(self._sources[name], self._variables, self.structure)
 
 
-def _calls(message: Message) -> Sequence[ToolCall]:
-    return message.get("tool_calls") or ()
-
-
 @dataclass(frozen=True, slots=True)
 class _TokenizerParts:
-    """What a renderer needs of a tokenizer (a `Tokenizer`)."""
+    """A `Tokenizer` without the class of transformers."""
 
     backend_tokenizer: Backend
     chat_template: Mapping[str, str]
     special_tokens_map: Mapping[str, Any]
 
 
-def _sources(own: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:
-    """Templates by name, "default" among them. Raises ConfigError."""
-    named = {"default": own} if isinstance(own, str) else dict(own or {})
+def _sources(templates: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:
+    """Return templates by name, "default" among them. Raises ConfigError."""
+    named = {"default": templates} if isinstance(templates, str) else dict(templates or {})
     if chosen is not None:
         shipped = files("treadle.recipes") / "templates" / f"{chosen}.jinja"
         if chosen in named:

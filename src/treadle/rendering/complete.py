@@ -1,7 +1,7 @@
 """Whether a chat template writes all of a conversation, tried out on one of the same shape.
 
-Templates drop roles that they do not know without a word: `developer` on Qwen, `tool` on Phi. What they drop depends on
-roles and on which parts messages have, hardly on what these say, so each part is a word here:
+Templates silently drop roles that they do not know: `developer` on Qwen, `tool` on Phi. What they drop depends on roles
+and on which parts messages have, hardly on what these say, so each part is a word here:
 
     user "What time is it?"                     -->  user "zqz0cz"
     assistant, calls clock {"zone": "UTC"}      -->  assistant, calls zqz1k0z {"q": "zqz1a0z"}
@@ -22,7 +22,7 @@ Shape = tuple[MessageShape, ...]
 
 
 def shape(messages: Sequence[Mapping[str, Any]]) -> Shape:
-    """Return the shape of a conversation; white space alone is no content."""
+    """Return the shape of a conversation; blank content counts as none."""
     calls = [call.get("id") for message in messages for call in message.get("tool_calls") or ()]
     numbers = {ident: number for number, ident in enumerate(calls) if ident}
     return tuple(
@@ -38,7 +38,7 @@ def shape(messages: Sequence[Mapping[str, Any]]) -> Shape:
 
 
 def example(shape: Shape, arguments_as_text: bool) -> list[Plain]:
-    """Return a conversation of that shape, each part of which is a word."""
+    """Make a conversation of that shape, each part of which is a word."""
     messages: list[Plain] = []
     number = 0
     for at, (role, content, thought, calls, answers) in enumerate(shape):

@@ -4,7 +4,7 @@ messages -> which of them are recorded replies?            rendering/identity.py
          -> rendered by the chat template, with marks      rendering/template.py, marks.py
          -> where do the replies stand, are they kept?     rendering/splices.py
          -> recorded ids there, the rest encoded           rendering/structure.py, _assemble
-         -> and if earlier ids could not be kept: why?     rendering/causes.py, _cause
+         -> and if earlier ids could not be kept: why?     rendering/identity.py, _cause
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy as np
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.rendering import identity
-from treadle.rendering.causes import agents_change
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.complete import shape
 from treadle.rendering.marks import Marked, Marks
 from treadle.rendering.splices import Written, locate
+from treadle.rendering.structure import any_of
 from treadle.rendering.template import ChatTemplate, Opening, Plain
 from treadle.rendering.tool_calls import THOUGHT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Holds what one call sends.
+    """What one call sends.
 
     ids int32[P]. messages: what it was rendered from. break_cause: why it does not continue the ids of the call that
-    its messages continue; None where it does, or continues none. rendering: how it came about, if from messages.
+    its messages continue; None if it does, or continues none. rendering: None for raw prompts.
     """
 
     ids: Ids
@@ -54,15 +54,14 @@ _TAGS = re.compile(r"</?think>")  # templates read them in content
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendering:
-    """Describes how the ids of a prompt came about.
+    """How the ids of a prompt were made.
 
     text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
-    end in the text, start, end in the ids) of each recorded reply that stands in the prompt with its own ids; outside
+    end in the text, start, end in the ids) of each recorded reply that the prompt contains with its own ids; outside
     them, the ids are those of the text.
-    turn: where in the ids the assistant's turn begins. head: with which text, as far as history repeats it.
-    opened: the text of the turn's message that is continued, "" if it is a new one.
-    values, replies: what each message says, and the recorded reply it is. lost: why replies could not be kept.
-    setting: tools and options it was rendered with.
+    turn: where in the ids the assistant's turn begins. head: the text with which it does, as far as history repeats it.
+    values, replies: what each message says, and which recorded reply it is. lost: why replies could not be kept.
+    setting: tools and options. opened: the text of the turn's message that is continued, "" if it is a new one.
     """
 
     text: str
@@ -77,7 +76,7 @@ class Rendering:
 
 
 class Record:
-    """Holds a recorded call: its prompt, the ids that were sampled, and the message as the agent sends it back.
+    """A recorded call, and the message as the agent sends it back.
 
     ids: prompt and completion. turn: those of the assistant's turn, from its head on. stop: the end token, if sampled.
     """
@@ -93,20 +92,18 @@ class Record:
         self.bare = bool(content) and not (calls or self.thought or rendering.opened)  # a new turn, content alone
 
     @cached_property
-    def known(self) -> tuple[identity.Value, ...]:
-        """Return the values of the messages up to and including the reply."""
+    def history(self) -> tuple[identity.Value, ...]:
+        """Values of the messages up to and including the reply."""
         return (*self.rendering.values, self.value)
 
     def opens(self, content: str) -> bool:
-        """Return whether an assistant message with this content may be the reply, continued."""
+        """Whether an assistant message with this content may be the reply, continued."""
         return not self.call_ids and content.startswith(self.message["content"])
 
     def begins(self, ids: Ids) -> bool:
-        """Return whether the ids begin with this call's prompt and completion."""
         return len(ids) >= len(self.ids) and bool((ids[: len(self.ids)] == self.ids).all())
 
     def answers(self, values: tuple[identity.Value, ...], end: int) -> bool:
-        """Return whether this call was a reply to values[:end]."""
         return len(self.rendering.values) == end and self.rendering.values == values[:end]
 
 
@@ -115,7 +112,7 @@ _Rendered = tuple[Ids, BreakCause | None, Rendering]
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """A conversation as text: what its messages are, how they were shown to the template, what that wrote (`write`)."""
+    """A conversation as text. shown: its messages as the template got them. write: renders such messages."""
 
     values: tuple[identity.Value, ...]
     replies: tuple[Record | None, ...]
@@ -126,7 +123,7 @@ class _Draft:
 
     @cached_property
     def marked(self) -> Marked | None:
-        """Where the messages' parts stand in the text; None if marks change what the template writes."""
+        """Where the parts of messages are in the text; None if marks change what the template writes."""
         setter = Marks()
         try:
             unmarked, places = setter.read(self.write(setter.mark(self.shown)))
@@ -137,7 +134,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Tools and options of a call, both as one string, and how the template opens a turn with them."""
+    """Tools and options of a call (key: both as one string), and how the template opens a turn with them."""
 
     template: ChatTemplate
     tools: list[Any] | None
@@ -148,7 +145,7 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """text[start:end] of a prompt stands there with recorded ids.
+    """text[start:end] of a prompt is replaced by recorded ids.
 
     after: the last of them, if an end token. spans: of the replies within, if there are several.
     """
@@ -167,10 +164,9 @@ _Found = tuple[list[_Kept], Mapping[int, BreakCause]]
 class Conversation:
     """Renders one session's calls and remembers what was sampled.
 
-    Invariant: a recorded reply that a prompt carries along with all its parts stands there with the ids that were
-    sampled, behind those of its own prompt. Calls may be rendered while others are still being sampled: what is
-    recorded later (from another thread even) can only be continued later. The date, where a template writes it, stays
-    that of the run's beginning, or the conversation's.
+    Invariant: a recorded reply that a prompt contains with all its parts has the ids that were sampled, after those of
+    its own prompt. Calls may be rendered while others are still being sampled, and recorded from another thread. The
+    date that templates write is that of the run's beginning, or the conversation's.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -188,10 +184,10 @@ class Conversation:
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> Prompt:
-        """Return the prompt of a call with these messages and tools (JSON schemas, as OpenAI's API has them).
+        """Render the prompt of a call with these messages and tools (JSON schemas, as in OpenAI's API).
 
-        template_kwargs: options of the template, above the renderer's own. continue_final_message: the last message is
-        the assistant's, and what is sampled goes on with it, in the same turn.
+        template_kwargs: options of the template, above the renderer's own. continue_final_message: the completion
+        continues the last message, which is the assistant's.
 
         Raises DataError for a conversation that the template refuses, or tools that it does not write.
         """
@@ -203,10 +199,7 @@ class Conversation:
         return Prompt(ids, messages, cause, rendering)
 
     def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> None:
-        """Remember what was sampled for a prompt of `render`, and the message that the agent got for it.
-
-        Raises DataError for a prompt that was not rendered from messages.
-        """
+        """Remember what was sampled for a prompt of `render`, and the message that the agent got for it."""
         if prompt.rendering is None:
             raise DataError("only a prompt that was rendered from messages can be continued by messages")
         if prompt.rendering.opened:
@@ -218,10 +211,10 @@ class Conversation:
         self._by_value.setdefault(record.value, []).append(record)
 
     def demonstrated(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
-        """Return the ids of the last message, a reply, as a model would sample it behind the prompt of the others.
+        """Return the ids of the last message, a reply, as a model would sample it after the prompt of the others.
 
         They are what the template writes for it, thoughts and tool calls included, up to its end token. Raises
-        DataError for a reply of which the template leaves something out, or that it begins otherwise than it prompts.
+        DataError if the template leaves out some of the reply, or begins it otherwise than its generation prompt.
         """
         messages = self._renderer.merged(tuple(messages))
         setting, message = self._setting(tools, {}), messages[-1]
@@ -242,7 +235,7 @@ class Conversation:
             longer = write([*shown, follows], generation_prompt=False)
             text = longer if longer.startswith(text) else text
         reply = text[same:]
-        end = re.search("|".join(map(re.escape, self._structure.stops)) or "(?!)", reply)
+        end = any_of(self._structure.stops).search(reply)
         reply = reply[: end.end()] if end else reply
         if lost := next((t for t in _TAGS.split(identity.flat(message["content"])) if t.strip() not in reply), ""):
             raise DataError(f"the chat template leaves out {lost.strip()[:80]!r} of this reply")
@@ -252,7 +245,7 @@ class Conversation:
     # Two kinds of prompts
 
     def _answered(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
-        """Messages and the generation prompt."""
+        """Render messages and the generation prompt."""
         draft = self._draft(messages, setting)
         opening = setting.opening
         if opening.prompt and draft.text.endswith(opening.prompt) and self._structure.pattern.match(opening.prompt):
@@ -262,17 +255,17 @@ class Conversation:
         return self._assemble(draft, begin, draft.text[begin:])
 
     def _continued(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
-        """The last message is left open: behind a recorded part of it only what is new is encoded."""
+        """Render with the last message left open; after a recorded part of it only new text is encoded."""
         if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
             raise DataError("continue_final_message needs an assistant message without tool calls at the end")
         body, opened = messages[:-1], identity.flat(messages[-1]["content"])
         values = tuple(map(identity.value, body))
-        known = [record for record in self._records if record.answers(values, len(values)) and record.opens(opened)]
-        if not known and opened.strip():
+        begun = [record for record in self._records if record.answers(values, len(values)) and record.opens(opened)]
+        if not begun and opened.strip():
             return self._prefill(messages, opened, setting)
         ids, cause, rendering = self._answered(body, setting)
-        if known:
-            record = max(reversed(known), key=lambda r: len(r.message["content"]))
+        if begun:
+            record = max(reversed(begun), key=lambda r: len(r.message["content"]))
             rest = opened[len(record.message["content"]) :]
             behind = next(iter(self._structure.stops.values()), None)  # any: this text begins no sequence
             new = self._structure.encode(rest, behind)
@@ -281,7 +274,7 @@ class Conversation:
         return ids, cause, replace(rendering, opened=opened)
 
     def _prefill(self, messages: tuple[Message, ...], opened: str, setting: _Setting) -> _Rendered:
-        """The last message as the template writes it, up to the end of its content."""
+        """Render the last message as the template writes it, up to the end of its content."""
         draft = self._draft(messages, setting, open_end=True)
         content = draft.shown[-1]["content"]
         inner, blank = content.strip(), content[len(content.rstrip()) :]
@@ -312,10 +305,10 @@ class Conversation:
         return self._settings[key]
 
     def _draft(self, messages: tuple[Message, ...], setting: _Setting, open_end: bool = False) -> _Draft:
-        """The text of the conversation. open_end: its last message is continued, it is no recorded one."""
-        known = messages[:-1] if open_end else messages
-        values = tuple(map(identity.value, known))
-        replies = self._match(known, values)
+        """Render the text of the conversation. open_end: its last message, not a recorded one, is continued."""
+        closed = messages[:-1] if open_end else messages
+        values = tuple(map(identity.value, closed))
+        replies = self._match(closed, values)
         as_text = setting.template.arguments_as_text
         shown = [
             _shown(record.message if record else message, record is not None, as_text, self._renderer.roles)
@@ -327,8 +320,8 @@ class Conversation:
             return self._renderer.write(messages, setting.tools, options, generation_prompt=not open_end)
 
         text = write(shown)
-        self._check_complete(shown[: len(known)], replies, setting)
-        for number, message in enumerate(known):
+        self._check_complete(shown[: len(closed)], replies, setting)
+        for number, message in enumerate(closed):
             if (said := _before_thought(message)) not in text and replies[number] is None:
                 raise DataError(f"the chat template leaves out {said[:80]!r} of message {number + 1}")
         return _Draft(values, replies, shown, text, write, setting)
@@ -336,24 +329,20 @@ class Conversation:
     def _check_complete(
         self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting, asks: bool = True
     ) -> None:
-        """Raise DataError for what the template leaves out of messages that are no recorded replies (None).
-
-        Of those it is a break, which has its cause. asks: whether they are to be answered.
-        """
-        left_out = self._renderer.left_out(setting.key, shape(shown), asks)
-        for number, part in left_out:
+        """Raise DataError for what the template leaves out of messages; of recorded replies it is a break."""
+        for number, part in self._renderer.left_out(setting.key, shape(shown), asks):
             if replies[number] is None:
                 message = shown[number]
                 role, text = message["role"], message["content"] if part == "content" else part
                 raise DataError(
                     f"the chat template leaves out the {part} of message {number + 1} ({role}: {text[:60]!r}), so that "
-                    "the model would never see it; have it written in another role (model.roles, such as "
-                    "{developer: system} or {tool: user}), or give a template that writes it (model.chat_template)"
+                    "the model would never see it; map its role to another (model.roles: {developer: system}, or "
+                    "{tool: user}), or use a template that writes it (model.chat_template)"
                 )
 
     def _match(self, messages: Sequence[Message], values: tuple[identity.Value, ...]) -> tuple[Record | None, ...]:
-        """The recorded reply that each message is. From the last message on: its record settles all before it."""
-        found: list[Record | None] = [None] * len(messages)
+        """Find the recorded reply that each message is, from the last one on: its record settles all before it."""
+        records: list[Record | None] = [None] * len(messages)
         for number in range(len(messages) - 1, -1, -1):
             candidates = self._by_value.get(values[number], []) if messages[number]["role"] == "assistant" else []
             if candidates and (thought := identity.reasoning(messages[number])):
@@ -363,17 +352,17 @@ class Conversation:
             calls = identity.call_ids(messages[number])
             ranked = [((bool(calls & r.call_ids), r.answers(values, number)), r) for r in reversed(candidates)]
             (_, answers), best = max(ranked, key=itemgetter(0))
-            found[number] = best
+            records[number] = best
             if answers:
-                return (*best.rendering.replies, *found[number:])
-        return tuple(found)
+                return (*best.rendering.replies, *records[number:])
+        return tuple(records)
 
     def _last_token(self, text: str) -> int:
-        """Where the last structural token stands."""
-        return max((found.start() for found in self._structure.pattern.finditer(text)), default=0)
+        """Return the start of the last structural token."""
+        return max((match.start() for match in self._structure.pattern.finditer(text)), default=0)
 
     def _assemble(self, draft: _Draft, begin: int, head: str, end: int | None = None) -> _Rendered:
-        """Recorded ids where replies are kept, encoded text elsewhere. text[begin:end] opens the turn, with `head`."""
+        """Join recorded ids of kept replies and encoded text. text[begin:end] opens the turn, with `head`."""
         text = draft.text[:end]
         kept, lost = self._carried_on(draft, text) or self._spliced(draft, text)
         pieces: list[Ids] = []
@@ -402,29 +391,29 @@ class Conversation:
         return ids, self._cause(ids, rendering), rendering
 
     def _carried_on(self, draft: _Draft, text: str) -> _Found | None:
-        """The short way, without marks: the text is that of the call that was carried on, then a reply's bare content.
+        """The fast path, without marks: the text is that of an earlier call, then its reply's bare content.
 
-        None where that is not plain to see.
+        None if it does not apply.
         """
         number = max((n for n, record in enumerate(draft.replies) if record), default=-1)
         record = draft.replies[number] if number >= 0 else None
         if record is None or not record.bare or record.rendering.setting != draft.setting.key:
             return None
-        known, content = record.rendering, draft.shown[number]["content"].strip()
-        if not record.answers(draft.values, number) or not text.startswith(known.text):
+        earlier, content = record.rendering, draft.shown[number]["content"].strip()
+        if not record.answers(draft.values, number) or not text.startswith(earlier.text):
             return None
-        reply = text[len(known.text) :].lstrip()
+        reply = text[len(earlier.text) :].lstrip()
         rest = reply[len(content) :].lstrip()
         end = self._renderer.ends(draft.setting.template).match(rest)
         if not reply.startswith(content) or end is None or record.stop not in ("", end[0]):
             return None
         at = len(text) - len(rest) + len(record.stop)
-        span = text.rfind(known.head, 0, len(known.text)), at, known.turn, len(record.ids)
+        span = text.rfind(earlier.head, 0, len(earlier.text)), at, earlier.turn, len(record.ids)
         after = int(record.ids[-1]) if record.stop else None
-        return [_Kept(0, at, record.ids, after, (*known.spans, span))], known.lost
+        return [_Kept(0, at, record.ids, after, (*earlier.spans, span))], earlier.lost
 
     def _spliced(self, draft: _Draft, text: str) -> _Found:
-        """Each reply sought by the marks of its parts."""
+        """Find each reply by the marks of its parts."""
         replies = {number: record for number, record in enumerate(draft.replies) if record}
         if not replies:
             return [], {}
@@ -439,7 +428,7 @@ class Conversation:
         return kept, located.lost
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
-        """Why the ids do not begin with those of the call that the messages go on with."""
+        """Return why the ids do not begin with those of the call that the messages continue."""
         values = rendering.values
         last = max((n for n, (role, *_) in enumerate(values) if role == "assistant"), default=None)
         if last is None or not self._records:
@@ -448,13 +437,13 @@ class Conversation:
         if parent is not None and parent.answers(values, last):
             return None if parent.begins(ids) else _template_change(parent, rendering)
         others = (record for record in reversed(self._records) if record.rendering.values != values)  # no resamples
-        nearest = sorted(others, key=lambda record: -identity.common(record.known, values))
-        causes = (agents_change(record.known, values) for record in nearest)
+        nearest = sorted(others, key=lambda record: -identity.common(record.history, values))
+        causes = (identity.agents_change(record.history, values) for record in nearest)
         return next((cause for cause in causes if cause), None)
 
 
 def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
-    """Of a conversation that was only appended to: the first reply that is lost now and was not in the parent."""
+    """Return the cause if messages were only appended: of the first reply that is lost now and was not before."""
     if parent.rendering.setting != rendering.setting:
         return BreakCause.TOOLS_CHANGED
     lost = (cause for number, cause in sorted(rendering.lost.items()) if number not in parent.rendering.lost)
@@ -462,7 +451,7 @@ def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
 
 
 def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Mapping[str, str]) -> Plain:
-    """A message as the template gets it: plain data."""
+    """Return a message as the template gets it: plain data."""
     shown: Plain = {key: _data(item) for key, item in message.items() if item is not None}
     shown["role"] = roles.get(shown["role"], shown["role"])
     shown["content"] = identity.flat(message.get("content"))
@@ -478,7 +467,7 @@ def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Map
 
 
 def _before_thought(message: Mapping[str, Any]) -> str:
-    """What an assistant says before a thought in the content; templates look for thoughts there, and drop it, too."""
+    """Return what precedes a thought in an assistant's content; templates that take thoughts out may drop it, too."""
     before, thought, _ = identity.flat(message.get("content")).partition(THOUGHT)
     return before.strip() if thought and message["role"] == "assistant" else ""
 
@@ -493,14 +482,14 @@ def _call(call: Mapping[str, Any], as_text: bool) -> Plain:
 
 
 def _data(value: Any) -> Any:
-    """JSON data in the types that `json` reads it into."""
+    """Convert to the types that `json` reads data into."""
     if isinstance(value, Mapping):
         return {key: _data(item) for key, item in value.items()}
     return [_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def check_turns(renderer: ChatRenderer, messages: Sequence[Message], several: bool) -> None:
-    """Raise ConfigError for a template whose turns no stop token ends, or that cannot be extended turn by turn.
+    """Raise ConfigError if no stop token ends the template's turns, or they cannot be extended token by token.
 
     several: whether the conversation that starts with `messages` may go on after a reply.
     """

@@ -1,4 +1,4 @@
-"""When two messages are the same one: by value, as clients send back what they were given in other forms."""
+"""When two messages are the same one: by value, as clients send back what they got in other forms."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.core.types import BreakCause
 from treadle.core.untrusted_json import read_json
 
 Value = tuple[str, str, str]
@@ -13,7 +14,7 @@ Value = tuple[str, str, str]
 
 
 def flat(content: Any) -> str:
-    """Return content as one string: None is "", a list of text parts is joined."""
+    """Join content to one string; None is ""."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -22,7 +23,7 @@ def flat(content: Any) -> str:
 
 
 def size(message: Mapping[str, Any]) -> int:
-    """Return about how many characters a message has."""
+    """Estimate how many characters a message has."""
     content = message.get("content")
     texts = [content if isinstance(content, str) else flat(content), message.get("reasoning_content") or ""]
     texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
@@ -69,8 +70,28 @@ def common(a: Sequence[Value], b: Sequence[Value]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def agents_change(recorded: Sequence[Value], sent: Sequence[Value]) -> BreakCause | None:
+    """Return how the agent changed a conversation that it continues; None for a fork or a shortened one.
+
+    recorded: a call's messages and its reply. sent: the messages of the new call, which do not begin with all of
+    `recorded`. It is a fork if it contains none of the replies after the change.
+    """
+    at = common(recorded, sent)
+    was, now = recorded[at:], sent[at:]
+    first = {message: n for n, message in reversed([*enumerate(was)])}  # where each stood
+    if len(now) > 1 and was and now[0][0] == was[0][0] == "assistant" and now[0] not in first:
+        return BreakCause.HISTORY_EDITED  # the reply itself
+    replies = (n for n, (role, content, calls) in enumerate(now) if role == "assistant" and (content or calls))
+    carried = next((n for n in replies if now[n] in first), None)
+    if carried is None:
+        return None
+    if now[0] in first:
+        return BreakCause.TRUNCATED
+    return BreakCause.SUMMARY if carried < first[now[carried]] else BreakCause.HISTORY_EDITED
+
+
 def _canonical(value: Any) -> Any:
-    """JSON data in which 1.0 is 1 (but true is not)."""
+    """Write JSON data with 1 for 1.0 (but not for true)."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 2**53 else repr(value)
     if isinstance(value, dict):

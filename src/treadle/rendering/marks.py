@@ -31,7 +31,7 @@ _LOOKED_AT = 400  # characters at the end of a content in which a place for a fe
 
 @dataclass(slots=True)
 class Marked:
-    """Says where the parts of messages stand in a text.
+    """Where the parts of messages stand in a text.
 
     parts: message number -> part -> (start, end). fences: message number -> place, in order of messages.
     """
@@ -47,7 +47,6 @@ class Marks:
         self._meaning: list[tuple[int, Part, int]] = []  # (message, part, 0 start or 1 end) of each mark
 
     def mark(self, messages: Sequence[Plain]) -> list[Plain]:
-        """Return copies of the messages, marked."""
         return [
             self._mark_parts(number, message) if message["role"] == "assistant" else self._fence(number, message)
             for number, message in enumerate(messages)
@@ -58,11 +57,11 @@ class Marks:
         pieces: list[str] = []
         places: dict[tuple[int, Part, int], int] = {}
         length = last = 0
-        for found in _MARKS.finditer(rendered):
-            pieces.append(rendered[last : found.start()])
-            length += found.start() - last
-            last = found.end()
-            places.setdefault(self._meaning[int(found[1])], length)
+        for match in _MARKS.finditer(rendered):
+            pieces.append(rendered[last : match.start()])
+            length += match.start() - last
+            last = match.end()
+            places.setdefault(self._meaning[int(match[1])], length)
         marked = Marked()
         for (message, part, side), place in places.items():
             if part == _FENCE:
@@ -99,7 +98,7 @@ class Marks:
     def _fence(self, number: int, message: Plain) -> Plain:
         content = message["content"]
         begin = max(0, len(content) - _LOOKED_AT)
-        found = next(filter(None, (place.match(content, begin) for place in _PLACES)), None)
-        if message["role"] == "system" or not found:
+        match = next(filter(None, (place.match(content, begin) for place in _PLACES)), None)
+        if message["role"] == "system" or not match:
             return message
-        return {**message, "content": content[: found.end()] + self._new(number, _FENCE, 0) + content[found.end() :]}
+        return {**message, "content": content[: match.end()] + self._new(number, _FENCE, 0) + content[match.end() :]}

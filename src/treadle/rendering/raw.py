@@ -10,7 +10,7 @@ from treadle.core.errors import DataError
 from treadle.core.types import Ids, Step
 from treadle.rendering.chat import ChatRenderer
 
-_CUT = 32  # most sampled tokens that a stop string and an end token can have hidden from the client
+_CUT = 32  # limit on sampled tokens that a stop string and an end token hide from the client
 
 
 class RawPrompts:
@@ -24,10 +24,10 @@ class RawPrompts:
         self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
 
     def ids(self, prompt: str | Sequence[int]) -> Ids:
-        """Return the prompt's ids, int32[P]. Raises DataError for an empty prompt or ids that the vocabulary lacks."""
+        """Return the prompt's ids, int32[P]. Raises DataError for an empty prompt or ids outside the vocabulary."""
         if isinstance(prompt, str):
-            known, rest = self._longest(prompt)
-            ids = np.concatenate([known, self._renderer.encode(rest)])
+            kept, rest = self._longest(prompt)
+            ids = np.concatenate([kept, self._renderer.encode(rest)])
         else:
             ids, size = np.asarray(prompt), self._renderer.vocabulary
             if ids.dtype.kind not in "iu" or ids.ndim != 1 or not ((ids >= 0) & (ids < size)).all():
@@ -41,20 +41,20 @@ class RawPrompts:
         self._records.append((self._renderer.decode(step.prompt_ids), step))
 
     def _longest(self, text: str) -> tuple[Ids, str]:
-        """(ids that can be kept, the text after them)."""
-        found: tuple[Ids, str] = (np.empty(0, np.int32), text)
+        """Return the ids that can be kept, and the text after them."""
+        best, length = np.empty(0, np.int32), 0
         for prompt, step in reversed(self._records):
-            if len(prompt) > len(text) - len(found[1]) and text.startswith(prompt):
-                ids, known = self._kept(text, prompt, step)
-                if len(known) > len(text) - len(found[1]):
-                    found = (ids, text[len(known) :])
-        return found
+            if len(prompt) > length and text.startswith(prompt):
+                ids, same = self._kept(text, prompt, step)
+                if len(same) > length:
+                    best, length = ids, len(same)
+        return best, text[length:]
 
     def _kept(self, text: str, prompt: str, step: Step) -> tuple[Ids, str]:
-        """As many of the call's ids as the text repeats, without splitting any."""
+        """Return as many of the call's ids as the text repeats, without splitting any, and their text."""
         ids, start = step.full_ids, len(step.prompt_ids)
         for end in range(len(ids), max(start, len(ids) - _CUT), -1):
-            known = self._renderer.decode(ids[:end])
-            if text.startswith(known):
-                return ids[:end], known
+            decoded = self._renderer.decode(ids[:end])
+            if text.startswith(decoded):
+                return ids[:end], decoded
         return step.prompt_ids, prompt

@@ -22,16 +22,7 @@ from functools import partial
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
 from treadle.core.types import Message, ToolCall
-from treadle.rendering.tool_calls import (
-    CALL,
-    THOUGHT_TAGS,
-    Tool,
-    glm_call,
-    json_call,
-    named_call,
-    tagged,
-    xml_call,
-)
+from treadle.rendering.tool_calls import CALL, THOUGHT_TAGS, Tool, glm_call, json_call, named_call, tagged, xml_call
 
 ReplyParser = Callable[[str, Sequence[Tool]], Message]
 """What the model wrote -> the assistant message that the agent gets. Without tools, tool calls are content."""
@@ -59,7 +50,6 @@ class Parser:
     tags: tuple[str, str] = THOUGHT_TAGS[0]
 
     def __call__(self, text: str, tools: Sequence[Tool] = ()) -> Message:
-        """Return the assistant message."""
         if self.calls is None and not self.thoughts:
             return Message(role="assistant", content=text)
         thought, before, content = _split_thought(text, self.thoughts, self.tags)
@@ -75,7 +65,7 @@ class Parser:
 
 
 def _llama(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
-    """A call is all of the text, and of a tool that there is: other JSON is an answer."""
+    """Read a call, if it is all of the text and of a known tool; other JSON is an answer."""
     call = json_call(text.strip().removeprefix("<|python_tag|>"), tools)
     names = {tool["function"]["name"] for tool in tools}
     return ("", [call]) if call and call["function"]["name"] in names else (text, [])
@@ -104,15 +94,15 @@ def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
     """
     thoughts, contents, calls = [], [], []
     for part in _TURNS.split(text):
-        found = _CHANNEL.fullmatch(part)
-        recipient = _RECIPIENT.search(found[1] + found[3]) if found else None
-        call = named_call(recipient[1], found[4]) if found and recipient and tools else None
+        match = _CHANNEL.fullmatch(part)
+        recipient = _RECIPIENT.search(match[1] + match[3]) if match else None
+        call = named_call(recipient[1], match[4]) if match and recipient and tools else None
         if call is not None:
             calls.append(call)
-        elif found and not recipient and found[2] == "analysis":
-            thoughts.append(found[4])
+        elif match and not recipient and match[2] == "analysis":
+            thoughts.append(match[4])
         else:
-            contents.append(found[4] if found and not recipient else part)
+            contents.append(match[4] if match and not recipient else part)
     message = Message(role="assistant", content="".join(contents))
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
@@ -122,9 +112,9 @@ def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
 
 
 def reply_parser(name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
-    """Return the parser of that name, which is not `auto`.
+    """Return the parser of that name, which is not `auto`. Raises ConfigError for an unknown name, or no function.
 
-    setting: what chose the name, for errors. Raises ConfigError for a name that is not registered, or no function.
+    setting: what chose the name, for errors.
     """
     parser: ReplyParser = resolve("reply_parsers", name, setting)
     if not callable(parser):
@@ -138,7 +128,7 @@ def parser_name(parser: ReplyParser) -> str:
 
 
 def _split_thought(text: str, unopened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
-    """(thought, the text up to the thought's end, the rest); without a thought the rest is all.
+    """Return thought, text up to the thought's end, and rest; without a thought the rest is all.
 
     unopened: whether a thought may have no opening tag.
     """

@@ -25,7 +25,7 @@ class Role(str):
 
     @classmethod
     def of(cls, role: str) -> str:
-        """Return the word as a Role if it is a role's, and otherwise as it is."""
+        """Make a Role of the word if it is one."""
         return cls(role) if role in _ROLES else role
 
     def __str__(self) -> str:
@@ -53,11 +53,11 @@ class Composed:
         self._halves = re.compile(rf"(?P<before>(?:{before.pattern})\Z)|(?P<after>\A(?:{after.pattern}))")
 
     def constant(self, text: str) -> str:
-        """Return a constant of the template: as a role, or else marked where it can stand beside one."""
+        """Make a Role of a template's constant, or mark where it can stand beside one."""
         if text in _ROLES:
             return Role(text)
-        return self._halves.sub(lambda f: f[0] + _SECRET if f.lastgroup == "before" else _SECRET + f[0], text)
+        return self._halves.sub(lambda m: m[0] + _SECRET if m.lastgroup == "before" else _SECRET + m[0], text)
 
     def read(self, text: str) -> str:
-        """Return rendered text with the structural strings by their private names, and without marks."""
-        return self._pattern.sub(lambda found: self._names[found[0]], text).replace(_SECRET, "")
+        """Write rendered text with private names, without marks."""
+        return self._pattern.sub(lambda match: self._names[match[0]], text).replace(_SECRET, "")

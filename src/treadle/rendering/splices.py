@@ -25,9 +25,9 @@ from treadle.rendering.template import Plain
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Holds what must be known of a recorded reply to find it in rendered text.
+    """What finds a recorded reply in rendered text.
 
-    head: the text with which its turn began, as far as history repeats it. stop: the end token it sampled, "" if none.
+    head: text with which its turn began, as far as history repeats it. stop: the end token that it sampled, or "".
     """
 
     head: str
@@ -36,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """Locates the turn of message `message`, text[start:end]; `stopped`: it ends with the sampled end token."""
+    """The turn of message `message`, text[start:end]. stopped: it ends with the sampled end token."""
 
     start: int
     end: int
@@ -46,7 +46,7 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Holds the splices in order, and why the other recorded messages (or their end tokens) could not be kept."""
+    """The splices in order, and why other recorded messages (or their end tokens) could not be kept."""
 
     splices: tuple[Splice, ...]
     lost: Mapping[int, BreakCause]
@@ -57,7 +57,7 @@ class _Window:
     """Where a turn can stand: its head from `start` on, its parts from `first` to `last`, its end before `limit`.
 
     first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too.
-    tight: the limit is a mark of the very next message.
+    tight: the limit is a mark of the next message.
     """
 
     start: int
@@ -69,11 +69,7 @@ class _Window:
 
 
 def locate(
-    text: str,
-    messages: Sequence[Plain],
-    replies: Mapping[int, Written],
-    marked: Marked | None,
-    ends: re.Pattern[str],
+    text: str, messages: Sequence[Plain], replies: Mapping[int, Written], marked: Marked | None, ends: re.Pattern[str]
 ) -> Located:
     """Find the turns of recorded replies (by message number) in rendered text.
 
@@ -92,26 +88,26 @@ def locate(
             continue
         parts = places.parts.get(number, {})
         inside = [place for pair in parts.values() for place in pair]
-        found: Splice | BreakCause | None = None
+        turn: Splice | BreakCause | None = None
         if number in replies:
             ends_of = min(inside, default=None), max(inside, default=None)
             window = _Window(at, *ends_of, limits[number], hidden, limits[number] < limits[number + 1])
-            found = _change(text, message, parts) if marked else None
-            found = found or _turn(text, number, message, replies[number], window, ends)
-        if isinstance(found, Splice):
-            splices.append(found)
-            at, hidden = found.end, False
-            if replies[number].stop and not found.stopped:
+            turn = _change(text, message, parts) if marked else None
+            turn = turn or _turn(text, number, message, replies[number], window, ends)
+        if isinstance(turn, Splice):
+            splices.append(turn)
+            at, hidden = turn.end, False
+            if replies[number].stop and not turn.stopped:
                 lost[number] = BreakCause.END_TOKEN_REWRITTEN
             continue
-        if found:
-            lost[number] = found
+        if turn:
+            lost[number] = turn
         at, hidden = (max(at, *inside), False) if inside else (at, True)
     return Located(tuple(splices), lost)
 
 
 def _limits(places: Marked, messages: int, end: int) -> list[int]:
-    """For each message, and for the end, the first mark of the messages behind it."""
+    """Return, for each message and for the end, the first mark of the messages behind it."""
     limits = [end] * (messages + 1)
     for number in range(messages - 2, -1, -1):
         behind = number + 1
@@ -121,7 +117,7 @@ def _limits(places: Marked, messages: int, end: int) -> list[int]:
 
 
 def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) -> BreakCause | None:
-    """Return what the template leaves out or alters, as the marks show."""
+    """Return what the template leaves out or alters, by the marks."""
     for part, wanted, cause in _wanted(message):
         if part not in parts:
             return cause
@@ -132,7 +128,7 @@ def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) ->
 
 
 def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
-    """The parts that are not blank, and what it is called if one does not come out."""
+    """Yield the parts that are not blank, and the cause if one does not come out."""
     if thought := reasoning(message):
         yield "reasoning", thought, BreakCause.THINKING_STRIPPED
     for number, call in enumerate(message.get("tool_calls") or ()):
@@ -145,7 +141,7 @@ def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
 def _turn(
     text: str, number: int, message: Plain, reply: Written, window: _Window, ends: re.Pattern[str]
 ) -> Splice | BreakCause:
-    """The turn, from its head to the end token."""
+    """Find the turn, from its head to the end token."""
     if window.first is not None:
         start = text.rfind(reply.head, window.start, window.first)
     elif window.hidden:  # of several turns that say nothing, the last

@@ -21,12 +21,15 @@ import secrets
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # of byte fallback: characters, even where they are declared special
 _MEMOISED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them
@@ -38,63 +41,28 @@ def secret_text() -> str:
     return "".join(chr(0x13000 + secrets.randbits(10)) for _ in range(12))
 
 
-class Backend(Protocol):
-    """Provides what is needed of a `tokenizers.Tokenizer`."""
-
-    def to_str(self) -> str:
-        """Return all of it as JSON."""
-        ...
-
-    def get_vocab_size(self) -> int:
-        """Return how many tokens it has, added ones among them."""
-        ...
-
-    def id_to_token(self, id: int) -> str | None:
-        """Return a token as the vocabulary writes it; None for an unknown id."""
-        ...
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token; None for an unknown one."""
-        ...
-
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
-        """Return an encoding with `.ids`."""
-        ...
-
-    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> Any:
-        """Return encodings with `.ids` alone; other threads run meanwhile."""
-        ...
-
-    def decode(self, ids: Any, *, skip_special_tokens: bool) -> str:
-        """Return the text of the ids."""
-        ...
-
-
-def encode_text(tokenizer: Backend, text: str) -> list[int]:
-    """Return the token ids of text. However long it is, other threads are not halted.
-
-    Raises DataError for a lone surrogate.
-    """
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of text. Long texts let other threads run. Raises DataError for a lone surrogate."""
     try:
         if len(text) < _LONG:
-            return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            return tokenizer.encode(text, add_special_tokens=False).ids
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    except TypeError as error:  # what a str holds that is no text
-        wrong = next((at for at, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), 0)
+    except TypeError as error:
+        surrogate = next((at for at, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), 0)
         raise DataError(
-            f"half a character (a lone surrogate) cannot be tokenized: {text[max(0, wrong - 40) : wrong + 1]!r}; "
+            f"a lone surrogate cannot be tokenized: {text[max(0, surrogate - 40) : surrogate + 1]!r}; "
             "decode bytes with errors='replace'"
         ) from error
-    return encoding.ids  # type: ignore[no-any-return]
+    return encoding.ids
 
 
 class Structure:
-    """Encodes text with the structural tokens of one tokenizer. stop_ids: the ids that end a completion.
+    """Encodes text with the structural tokens of one tokenizer. stop_ids: ids that end a completion.
 
     names: usual name -> private name, `<|im_end|>` between secret texts. stops: private name -> id.
     """
 
-    def __init__(self, tokenizer: Backend, stop_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         stops = set(stop_ids)
         spec = json.loads(tokenizer.to_str())
@@ -106,81 +74,70 @@ class Structure:
         self._name_of = {ident: self.names[usual] for usual, ident in ids.items()}
         self._ids = {name: ident for ident, name in self._name_of.items()}
         self._strips = {self.names[token["content"]] for token in added if token["content"] in ids and token["lstrip"]}
-        self._copy: Backend = type(tokenizer).from_str(json.dumps(_renamed(spec, self.names)))  # type: ignore[attr-defined]
+        self._copy = type(tokenizer).from_str(json.dumps(_renamed(spec, self.names)))
         self._usual = any_of(ids)
         self.pattern = re.compile(f"{self._secret}.+?{self._secret}", re.DOTALL)  # a private name
         self._memos = [(longest, lru_cache(maxsize=most)(self._piece)) for longest, most in _MEMOISED]
 
     def claim(self, text: str) -> str:
-        """Return the template's own text, its structural strings by their private names; `plain` undoes it."""
-        return self._usual.sub(lambda found: self.names[found[0]], text)
+        """Write a template's own text with private names; `plain` undoes it."""
+        return self._usual.sub(lambda match: self.names[match[0]], text)
 
     def plain(self, text: str) -> str:
-        """Return rendered text with the usual names."""
         return text.replace(self._secret, "")
 
     def unclaimed(self, text: str) -> list[str]:
-        """Return the structural strings in rendered text that are ordinary text there."""
+        """List the structural strings in rendered text that are ordinary text there."""
         return self._usual.findall(self.pattern.sub(self._secret, text))
 
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
-        """Return the ids of rendered text, in pieces. after: the id before it, where that is a structural token."""
+        """Encode rendered text, in pieces. after: the id before it, if that is a structural token."""
         if not text:
             return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
         pieces = []
         for start, end in pairwise(cuts):
-            piece, behind = text[start:end], self._leading(text, end) if self._strips else None
+            piece, following = text[start:end], self.pattern.match(text, end) if self._strips else None
+            behind = following[0] if following else None
             encode = next((memo for longest, memo in self._memos if len(piece) <= longest), self._piece)
             pieces.append(encode(piece, after if start == 0 else None, behind if behind in self._strips else None))
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids, structural tokens by their usual names."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def ident(self, name: str) -> int:
-        """Return the id of a structural token by its private name."""
         return self._ids[name]
 
     def is_structural(self, ident: int) -> bool:
-        """Return whether this is the id of a structural token."""
         return ident in self._name_of
 
-    def _leading(self, text: str, at: int) -> str | None:
-        found = self.pattern.match(text, at)
-        return found[0] if found else None
-
     def _piece(self, piece: str, after: int | None, before: str | None) -> Ids:
-        """Ids of one piece, encoded between the structural tokens that stand around it."""
-        led = piece.startswith(self._secret)
-        leading = "" if led or after is None else self._name_of.get(after, "")
-        ids = encode_text(self._copy, leading + piece + (before or ""))
-        found = np.array(ids[1 if leading else 0 : -1 if before else None], np.int32)
-        found.flags.writeable = False
-        return found
+        """Encode a piece between the structural tokens around it."""
+        leading = "" if piece.startswith(self._secret) or after is None else self._name_of.get(after, "")
+        tokens = encode_text(self._copy, leading + piece + (before or ""))
+        ids = np.array(tokens[1 if leading else 0 : -1 if before else None], np.int32)
+        ids.flags.writeable = False
+        return ids
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of any of the strings, the longest first; without any, it matches nothing."""
-    found = sorted(strings, key=lambda s: (-len(s), s))
-    return re.compile("|".join(map(re.escape, found)) if found else r"(?!)")
+    ordered = sorted(strings, key=lambda s: (-len(s), s))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
 def _renamed(spec: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer (as JSON data) that knows tokens by these names alone: nor can its model make them of other text."""
+    """Rename tokens in a tokenizer (as JSON data), so that its model cannot make them of other text either."""
     model = spec["model"]
-    renamed = {"vocab": _renamed_vocabulary(model["vocab"], names)}
+    vocabulary = model["vocab"]  # token -> id; in Unigram models [token, score] in order of ids
+    if isinstance(vocabulary, Mapping):
+        renamed: dict[str, Any] = {"vocab": {names.get(token, token): ident for token, ident in vocabulary.items()}}
+    else:
+        renamed = {"vocab": [(names.get(token, token), score) for token, score in vocabulary]}
     if "merges" in model:  # converted SentencePiece models have merges that lead to structural tokens
         renamed["merges"] = [(a, b) for a, b in model["merges"] if not (a in names or b in names or a + b in names)]
     if isinstance(model.get("unk_token"), str):
         renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     added = [{**token, "content": names.get(token["content"], token["content"])} for token in spec["added_tokens"]]
     return {**spec, "model": {**model, **renamed}, "added_tokens": added, "truncation": None, "padding": None}
-
-
-def _renamed_vocabulary(vocabulary: Any, names: Mapping[str, str]) -> Any:
-    """token -> id, or in Unigram models [token, score] in order of ids."""
-    if isinstance(vocabulary, Mapping):
-        return {names.get(token, token): ident for token, ident in vocabulary.items()}
-    return [(names.get(token, token), score) for token, score in vocabulary]

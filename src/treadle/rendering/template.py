@@ -33,11 +33,12 @@ _REFUSALS = (
 )
 _PROBE = "zqz"  # stands for a reply
 _QUESTION: Plain = {"role": "user", "content": "u"}
+_REPLY: Plain = {"role": "assistant", "content": _PROBE}
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Describes how a template opens the assistant's turn.
+    """How a template opens the assistant's turn.
 
     prompt: what `add_generation_prompt` appends. kept: how much of it also stands before an earlier assistant message.
     For Qwen 3.5 they are `<|im_start|>assistant\\n<think>\\n` and `<|im_start|>assistant\\n`.
@@ -70,12 +71,7 @@ class ChatTemplate:
             )
 
     def render(
-        self,
-        messages: Sequence[Plain],
-        tools: Sequence[Any] | None,
-        options: Variables,
-        *,
-        generation_prompt: bool,
+        self, messages: Sequence[Plain], tools: Sequence[Any] | None, options: Variables, *, generation_prompt: bool
     ) -> str:
         """Return the conversation as text, structural tokens by private names.
 
@@ -111,17 +107,16 @@ class ChatTemplate:
         return self._composed.constant(claimed) if self._composed and isinstance(claimed, str) else claimed
 
     def _unclaimed(self) -> list[str]:
-        """Structural strings in harmless conversations that are not known as the template's."""
+        """List structural strings in harmless conversations that are not known as the template's."""
         system: Plain = {"role": "system", "content": _PROBE}
-        reply: Plain = {"role": "assistant", "content": _PROBE}
         result: Plain = {"role": "tool", "content": _PROBE}
-        talks = [_QUESTION], [_QUESTION, reply, _QUESTION], [system, _QUESTION, reply], [_QUESTION, reply, result]
+        talks = [_QUESTION], [_QUESTION, _REPLY, _QUESTION], [system, _QUESTION, _REPLY], [_QUESTION, _REPLY, result]
         texts = (self._try(talk, generation_prompt=asked) for talk in talks for asked in (False, True))
-        return [found for text in texts for found in self._structure.unclaimed(text)]
+        return [name for text in texts for name in self._structure.unclaimed(text)]
 
     @cached_property
     def arguments_as_text(self) -> bool:
-        """Return whether it wants a tool call's arguments as JSON text rather than as a mapping."""
+        """Whether it wants a tool call's arguments as JSON text rather than as a mapping."""
         for as_text in (False, True):
             arguments: Any = {"q": _PROBE}
             function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
@@ -133,21 +128,17 @@ class ChatTemplate:
 
     @cached_property
     def after_reply(self) -> str:
-        """Return what the template writes after an assistant message with a user message behind it.
-
-        "" if it does not write such a message.
-        """
-        text = self._try([_QUESTION, {"role": "assistant", "content": _PROBE}, _QUESTION])
+        """What it writes between an assistant message and a user message; "" if it writes no such message."""
+        text = self._try([_QUESTION, _REPLY, _QUESTION])
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
 
     @cached_property
     def after_last_reply(self) -> str:
-        """Return what the template writes after an assistant message at the end; "" if it writes no such message."""
-        text = self._try([_QUESTION, {"role": "assistant", "content": _PROBE}])
+        """What it writes after an assistant message at the end; "" if it writes no such message."""
+        text = self._try([_QUESTION, _REPLY])
         return text.rpartition(_PROBE)[2] if _PROBE in text else ""
 
     def opening(self, options: Variables) -> Opening:
-        """Return how the template opens the assistant's turn under these options."""
         return self._opening(json.dumps(options, sort_keys=True, default=str))
 
     def _probe_opening(self, options: str) -> Opening:
@@ -156,7 +147,7 @@ class ChatTemplate:
         prompted = self._try([_QUESTION], variables, generation_prompt=True)
         if not asked or not prompted.startswith(asked):
             return Opening("", "")
-        past = self._try([_QUESTION, {"role": "assistant", "content": _PROBE}, _QUESTION], variables)
+        past = self._try([_QUESTION, _REPLY, _QUESTION], variables)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompted, past, strict=False)))
         return Opening(prompted[len(asked) :], prompted[len(asked) : same])
 
@@ -168,7 +159,7 @@ class ChatTemplate:
 
 
 class _ConstantRoles(NodeTransformer):
-    """Turns constants that are a `Role` into calls that make one: compiled as constants they would be plain strings."""
+    """Turns constants that are a `Role` into calls that make one; compiled constants would be plain strings."""
 
     def visit_Const(self, node: nodes.Const) -> nodes.Expr:
         if not isinstance(node.value, Role):
@@ -177,7 +168,7 @@ class _ConstantRoles(NodeTransformer):
 
 
 def _claimed(value: Any, structure: Structure) -> Any:
-    """A constant, or several in a list, its structural strings by private names."""
+    """Write a constant, or several in a list, with private names."""
     if isinstance(value, str):
         return structure.claim(value)
     return [_claimed(item, structure) for item in value] if isinstance(value, list | tuple) else value

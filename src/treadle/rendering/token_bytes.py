@@ -10,9 +10,10 @@ import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from treadle.rendering.structure import Backend
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 BYTE_LEVEL = {
@@ -27,7 +28,7 @@ _SPACE = "\u2581"
 class TokenBytes:
     """Looks up the bytes of a tokenizer's tokens."""
 
-    def __init__(self, tokenizer: Backend) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         spec = json.loads(tokenizer.to_str())
         self._tokenizer = tokenizer
         self._added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
@@ -51,8 +52,8 @@ class TokenBytes:
         token = self._tokenizer.id_to_token(ident) or ""
         if self._byte_level and all(character in BYTE_LEVEL for character in token):
             return bytes(BYTE_LEVEL[character] for character in token)
-        if found := _FALLBACK.fullmatch(token):
-            return bytes([int(found[1], 16)])
+        if match := _FALLBACK.fullmatch(token):
+            return bytes([int(match[1], 16)])
         return (token.replace(_SPACE, " ") if self._spaces else token).encode()
 
 
@@ -65,10 +66,10 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 def offsets(pieces: Sequence[bytes]) -> list[int]:
     """Return where in the text of all pieces, in characters, each begins; within a character, that is where it does."""
-    decoder, found, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+    decoder, places, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for piece in pieces:
         pending = decoder.getstate()[0]
         is_cut = piece and not 0x80 <= piece[0] < 0xC0  # what is pending ends before this token, for good
-        found.append(at + len(pending.decode(errors="replace")) if is_cut else at)
+        places.append(at + len(pending.decode(errors="replace")) if is_cut else at)
         at += len(decoder.decode(piece))
-    return found
+    return places

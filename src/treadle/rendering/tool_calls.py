@@ -36,7 +36,7 @@ THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]")  # the latter are
 CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(f"{CALL}|{THOUGHT}")
 _EITHER = re.compile(f"{CALL}|{_CLOSE}")
-_MOST_ENDS = 32  # closing tags that are tried for one call
+_MAX_ENDS = 32  # closing tags that are tried for one call
 _TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
 _PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -56,14 +56,15 @@ def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[
     kept: list[str] = []
     at = 0
     while begin := _BEGIN.search(text, at):
-        found = None
+        call = None
         if begin[0] == CALL:
-            ends = _ends(text, begin.end())
             with suppress(Ambiguous):
-                found = next(((call, end) for end in ends if (call := read(text[begin.end() : end], tools))), None)
-        stop = found[1] + len(_CLOSE) if found else _skipped(text, begin)
-        kept.append(text[at : begin.start() if found else stop])
-        calls += [found[0]] if found else []
+                for end in _ends(text, begin.end()):
+                    if call := read(text[begin.end() : end], tools):
+                        break
+        stop = end + len(_CLOSE) if call else _skipped(text, begin)
+        kept.append(text[at : begin.start() if call else stop])
+        calls += [call] if call else []
         at = stop
     rest = "".join([*kept, text[at:]])
     if calls and any(rest.count(close) > rest.count(begin) for begin, close in _PAIRS):
@@ -72,7 +73,7 @@ def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[
 
 
 def _skipped(text: str, begin: re.Match[str]) -> int:
-    """Where a thought, or a call that cannot be read, ends: with what it holds; at the end of the text if it is cut."""
+    """Return where a thought, or a call that cannot be read, ends; the end of the text if it is cut."""
     if begin[0] == THOUGHT:
         end = text.find(THOUGHT_END, begin.end())
         return end if end >= 0 else len(text)
@@ -85,7 +86,7 @@ def _skipped(text: str, begin: re.Match[str]) -> int:
 
 
 def _ends(text: str, at: int) -> Iterator[int]:
-    for _ in range(_MOST_ENDS):
+    for _ in range(_MAX_ENDS):
         if (at := text.find(_CLOSE, at)) < 0:
             return
         yield at
@@ -118,7 +119,7 @@ def xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     frames = {value == "\n" or (value[:1] == "\n", value[-1:] == "\n") for _, value in pairs}
     if len(frames) > 1:
         raise Ambiguous(f"where the values of {text:.100} end")
-    return _typed(match[1], [(key, _unframed(value)) for key, value in pairs], tools)
+    return _typed(match[1], [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs], tools)
 
 
 def glm_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
@@ -135,16 +136,15 @@ def named_call(name: str, arguments: str) -> ToolCall | None:
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> ToolCall:
-    """A call without an id."""
     text = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(id="", type="function", function=FunctionCall(name=name, arguments=text))
 
 
 def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
-    """(key, value) of each argument.
+    """Return key and value of each argument.
 
-    None if that is not all of the text, or a value holds a call that does not end in it. Raises Ambiguous for a key
-    that stands there twice.
+    None if that is not all of the text, or a value contains a call that does not end in it. Raises Ambiguous for a
+    repeated key.
     """
     if text.count(CALL) > text.count(_CLOSE):
         return None
@@ -162,17 +162,14 @@ def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> ToolCall | None:
-    """A call with values of the types that the tool's schema allows; an unknown tool's may be anything.
-
-    Raises Ambiguous.
-    """
+    """Make a call with values of the types that the tool's schema allows. Raises Ambiguous."""
     functions = [tool.get("function", {}) for tool in tools]
     root = next((function.get("parameters") for function in functions if function.get("name") == name), None)
     return _made(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
 
 
 def _schema_of(key: str, root: Any) -> Any:
-    """The schema of an argument; anything where there is none."""
+    """Return the schema of an argument; without one, anything is allowed."""
     if not isinstance(root, Mapping):
         return True
     properties = root.get("properties")
@@ -182,12 +179,8 @@ def _schema_of(key: str, root: Any) -> Any:
     return True if others is False or root.get("patternProperties") else others
 
 
-def _unframed(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
-
-
 def _json(text: str) -> Any:
-    """The value, or None for what cannot be read, or has a key twice."""
+    """Read JSON; None for text that is none, or repeats a key."""
     try:
         return read_json(text, strict=False, unique=True)
     except ValueError:

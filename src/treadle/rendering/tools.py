@@ -24,23 +24,18 @@ _TALKS = [_QUESTION], [{"role": "system", "content": "s"}, _QUESTION]
 
 
 def ignores_tools(template: ChatTemplate, options: Variables) -> bool:
-    """Return whether the template takes a tool and writes nothing of it.
-
-    A template that refuses the tool does not ignore it.
-    """
+    """Whether the template takes a tool and writes nothing of it. One that refuses the tool does not ignore it."""
     texts = [text for talk in _TALKS if (text := _rendered(template, talk, PROBE, options)) is not None]
     return bool(texts) and not any(_NAME in text for text in texts)
 
 
 def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return a call of the tool to try out: its name, and a text for each argument that is one."""
-    function = tool["function"]
-    schema = function.get("parameters")
+    schema = tool["function"].get("parameters")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     kinds = properties.items() if isinstance(properties, Mapping) else ()
-    return function["name"], {
-        key: "zqz" for key, kind in kinds if isinstance(kind, Mapping) and kind.get("type") == "string"
-    }
+    texts = (key for key, kind in kinds if isinstance(kind, Mapping) and kind.get("type") == "string")
+    return tool["function"]["name"], dict.fromkeys(texts, "zqz")
 
 
 def written_call(template: ChatTemplate, tool: Plain, options: Variables) -> str | None:

@@ -32,7 +32,7 @@ _OF_TYPE: dict[str, tuple[type, ...]] = {
 
 
 class Ambiguous(ValueError):
-    """Says that text may stand for several values."""
+    """Raised for text that may stand for several values."""
 
 
 def value_of(text: str, schema: Schema, root: Schema) -> Any:
@@ -61,7 +61,7 @@ def _readings(text: str) -> Iterator[Any]:
 
 
 def _allows(schema: Schema, value: Any, root: Schema, depth: int = 0) -> bool:
-    """Whether a schema allows a value, by types, enums, references and combinations; other limits do not tell."""
+    """Whether a schema allows a value, by types, enums, references and combinations; other keywords are ignored."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return schema is not False
     if value is None and schema.get("nullable") is True:  # OpenAPI's
@@ -97,8 +97,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _referred(reference: Any, root: Schema) -> Schema:
-    """What `#/$defs/name` refers to; anything where that is not there."""
-    found = root
-    for step in str(reference).removeprefix("#").strip("/").split("/") if str(reference).startswith("#") else ["?"]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~"), True) if isinstance(found, Mapping) else True
-    return found
+    """Resolve `#/$defs/name`; a reference to nothing allows anything."""
+    path, schema = str(reference), root
+    for step in path.removeprefix("#").strip("/").split("/") if path.startswith("#") else ["?"]:
+        schema = schema.get(step.replace("~1", "/").replace("~0", "~"), True) if isinstance(schema, Mapping) else True
+    return schema

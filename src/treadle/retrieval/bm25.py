@@ -48,11 +48,9 @@ class Bm25(Retriever):
 
     @classmethod
     def load(cls, directory: Path) -> Bm25:
-        """Load what `save` wrote, its arrays mapped into memory."""
         return cls(bm25s.BM25.load(directory, mmap=True, show_progress=False))
 
     def save(self, directory: Path) -> None:
-        """Write the index into a directory."""
         self._index.save(directory, show_progress=False)
 
     def __len__(self) -> int:
@@ -63,5 +61,5 @@ class Bm25(Retriever):
         return [self._best(query, topk) for query in queries]
 
     def _best(self, query: str, topk: int) -> list[Hit]:
-        known = self._index.get_tokens_ids(words(query))
-        return top_hits(self._index.get_scores_from_ids(known), topk) if known else []
+        tokens = self._index.get_tokens_ids(words(query))
+        return top_hits(self._index.get_scores_from_ids(tokens), topk) if tokens else []

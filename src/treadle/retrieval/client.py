@@ -59,11 +59,10 @@ class RetrievalClient:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._http.aclose()
 
     def _contents(self, response: httpx.Response) -> list[str]:
-        """Return what the documents say, whether they come with scores or bare."""
+        """Return the contents of the documents, which come with scores or bare."""
         if response.status_code != 200:
             raise self._failure(f"status {response.status_code}: {response.text:.200}")
         try:
@@ -76,15 +75,15 @@ class RetrievalClient:
         return TrajectoryFailure(Cause.ENVIRONMENT, f"the retrieval server at {self._url}: {problem}")
 
 
-def _text(found: Any) -> str:
-    contents = found.get("document", found)["contents"]
+def _text(document: Any) -> str:
+    contents = document.get("document", document)["contents"]
     if not isinstance(contents, str):
         raise ValueError(f"contents {contents!r:.60} are no text")
     return contents
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait; 0 where it names none (or a date)."""
+    """Return the seconds that the server asks to wait; 0 if it names none (or a date)."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ Passage = Mapping[str, Any]
 _BLOCK = 1 << 24  # bytes searched for line ends at once
 
 
-class Corpus(Sequence[Passage]):
-    """Holds the passages of a JSON-lines file. The file is mapped into memory, and a row is parsed when it is read.
+class Corpus:
+    """The passages of a JSON-lines file. The file is mapped into memory, and a row is parsed when it is read.
 
     path: of the file. spans: where each row begins and ends, bytes, `[passages, 2]` (`find_rows`).
     """
@@ -37,14 +37,11 @@ class Corpus(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._spans)
 
-    @overload
-    def __getitem__(self, number: int) -> Passage: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Passage]: ...
-    def __getitem__(self, number: int | slice) -> Passage | list[Passage]:
-        """Return a passage, or a list of those in a slice. Raises DataError for a row that is none."""
-        if isinstance(number, slice):
-            return [self[place] for place in range(*number.indices(len(self)))]
+    def __iter__(self) -> Iterator[Passage]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> Passage:
+        """Return a passage. Raises DataError for a row that is none."""
         start, end = self._spans[number].tolist()
         where = f"{self.path}: row {number} (counted from 0)"
         try:

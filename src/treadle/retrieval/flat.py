@@ -44,7 +44,6 @@ class Encoder:
 
     @property
     def width(self) -> int:
-        """Return the number of components of a vector."""
         return int(self._model.config.hidden_size)
 
     def queries(self, texts: Sequence[str]) -> Vectors:
@@ -105,7 +104,6 @@ class FlatIndex(Retriever):
         return cls(index, encoder)
 
     def save(self, path: Path) -> None:
-        """Write the index as a file of FAISS."""
         faiss.write_index(self._index, str(path))
 
     def __len__(self) -> int:
@@ -113,8 +111,8 @@ class FlatIndex(Retriever):
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return `topk` passages for each query, or all if there are fewer, best first."""
-        scores, found = self._index.search(self._encoder.queries(queries), topk)
+        scores, numbers = self._index.search(self._encoder.queries(queries), topk)
         return [
             [Hit(int(number), float(score)) for number, score in zip(*row, strict=True) if number >= 0]
-            for row in zip(found, scores, strict=True)
+            for row in zip(numbers, scores, strict=True)
         ]

@@ -18,7 +18,7 @@ from treadle.retrieval.retriever import Progress, Retriever, no_progress
 
 
 class OpenedCorpus(NamedTuple):
-    """Holds a corpus and what finds its passages."""
+    """A corpus and what finds its passages."""
 
     passages: Corpus
     retriever: Retriever

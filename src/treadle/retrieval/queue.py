@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,28 +10,19 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from treadle.core.errors import TreadleError
-from treadle.retrieval.corpus import Passage
+from treadle.retrieval.corpus import Corpus, Passage
 from treadle.retrieval.retriever import Retriever
-
-_SMOOTHING = 0.1  # weight of the newest batch in the mean seconds a query
 
 
 class Found(NamedTuple):
-    """Holds a passage that was found, and its score."""
+    """A passage that was found, and its score."""
 
     passage: Passage
     score: float
 
 
 class Overloaded(TreadleError, RuntimeError):
-    """Says that a query cannot be answered soon. retry_after: seconds after which it may be."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message, retry_after)
-        self.message, self.retry_after = message, retry_after
-
-    def __str__(self) -> str:
-        return f"{self.message}; try again in {self.retry_after} s"
+    """Raised if a query cannot be answered soon."""
 
 
 class _Waiting(NamedTuple):
@@ -42,7 +32,7 @@ class _Waiting(NamedTuple):
 
 
 class RetrievalQueue:
-    """Answers queries on a thread of its own, so that the event loop can go on accepting and refusing them.
+    """Answers queries in a thread, so that the event loop can go on accepting and refusing them.
 
     The retriever gets as many waiting queries at once as it wants (`Retriever.batch`).
 
@@ -50,14 +40,17 @@ class RetrievalQueue:
     """
 
     def __init__(
-        self, passages: Sequence[Passage], retriever: Retriever, most_waiting: int = 4096, timeout: float = 20.0
+        self,
+        passages: Corpus | Sequence[Passage],
+        retriever: Retriever,
+        most_waiting: int = 4096,
+        timeout: float = 20.0,
     ) -> None:
         self._passages, self._retriever = passages, retriever
         self._most_waiting, self._timeout = most_waiting, timeout
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, "retrieval")
         self._worker: asyncio.Task[None] | None = None
-        self._seconds = 0.0  # a query takes, on average
 
     async def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
         """Return at most `topk` passages for each query, best first.
@@ -66,7 +59,7 @@ class RetrievalQueue:
         """
         self._waiting = deque(waiting for waiting in self._waiting if not waiting.answer.done())
         if self._waiting and len(self._waiting) + len(queries) > self._most_waiting:
-            raise Overloaded(f"{len(self._waiting)} queries are waiting", self._retry_after())
+            raise Overloaded(f"{len(self._waiting)} queries are waiting; try again later")
         loop = asyncio.get_running_loop()
         added = [_Waiting(query, topk, loop.create_future()) for query in queries]
         self._waiting.extend(added)
@@ -75,26 +68,27 @@ class RetrievalQueue:
         try:
             return await asyncio.wait_for(asyncio.gather(*(one.answer for one in added)), self._timeout)
         except TimeoutError as error:
-            raise Overloaded(f"no answer within {self._timeout:g} s", self._retry_after()) from error
+            raise Overloaded(f"no answer within {self._timeout:g} s; try again later") from error
 
     def close(self) -> None:
         """End the thread, after the batch that it is at."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _retry_after(self) -> int:
-        return max(1, math.ceil(self._seconds * len(self._waiting)))
-
     async def _work(self) -> None:
-        """Answer until nothing waits."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             if not (batch := self._next_batch()):
                 continue
-            started = loop.time()
-            found = loop.run_in_executor(self._thread, self._find, [one.query for one in batch], batch[0].topk)
-            await asyncio.wait({found})
-            self._seconds += _SMOOTHING * ((loop.time() - started) / len(batch) - self._seconds)
-            _answer(batch, found)
+            searching = loop.run_in_executor(self._thread, self._find, [one.query for one in batch], batch[0].topk)
+            await asyncio.wait({searching})
+            error: Any = searching.exception()
+            for number, one in enumerate(batch):
+                if one.answer.done():  # given up meanwhile
+                    continue
+                if error is not None:
+                    one.answer.set_exception(error)
+                else:
+                    one.answer.set_result(searching.result()[number])
 
     def _next_batch(self) -> list[_Waiting]:
         """Take the next queries for one call of the retriever, of the same `topk`; those given up are left out."""
@@ -106,19 +100,7 @@ class RetrievalQueue:
         return [one for one in batch if not one.answer.done()]
 
     def _find(self, queries: list[str], topk: int) -> list[list[Found]]:
-        """Runs on the thread: reading passages may wait for a disk."""
         return [
             [Found(self._passages[hit.passage], hit.score) for hit in hits]
             for hits in self._retriever.search(queries, topk)
         ]
-
-
-def _answer(batch: Sequence[_Waiting], found: asyncio.Future[list[list[Found]]]) -> None:
-    error: Any = found.exception()
-    for number, one in enumerate(batch):
-        if one.answer.done():  # given up meanwhile
-            continue
-        if error is not None:
-            one.answer.set_exception(error)
-        else:
-            one.answer.set_result(found.result()[number])

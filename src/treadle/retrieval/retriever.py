@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
-"""Is told how far an index is: what is done (`passages read`), how many so far, and of how many."""
+"""Reports progress on an index: what is done (`passages read`), how many so far, and of how many."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 class Hit(NamedTuple):
-    """Names a passage by its number in the corpus, from 0, with its score: `Hit(17, 8.25)`."""
+    """A passage by its number in the corpus, from 0, with its score: `Hit(17, 8.25)`."""
 
     passage: int
     score: float
@@ -26,7 +26,7 @@ class Hit(NamedTuple):
 class Retriever(Protocol):
     """Finds passages.
 
-    batch: how many waiting queries it is given at once: 1 where a batch saves nothing, and only makes the first wait.
+    batch: how many waiting queries it gets at once; 1 if a batch saves nothing.
     """
 
     batch: int
@@ -38,9 +38,9 @@ class Retriever(Protocol):
 
 def top_hits(scores: npt.NDArray[np.float32], topk: int) -> list[Hit]:
     """Return the at most `topk` best of the scores (`[passages]`) above 0; of equal ones the lower number first."""
-    found = np.flatnonzero(scores > 0)
-    if len(found) > topk:
-        least = np.partition(scores[found], -topk)[-topk]
-        found = found[scores[found] >= least]  # ties with the last place are decided below
-    best = found[np.argsort(-scores[found], kind="stable")[:topk]]
+    matches = np.flatnonzero(scores > 0)
+    if len(matches) > topk:
+        least = np.partition(scores[matches], -topk)[-topk]
+        matches = matches[scores[matches] >= least]  # ties with the last place are decided below
+    best = matches[np.argsort(-scores[matches], kind="stable")[:topk]]
     return [Hit(int(number), float(scores[number])) for number in best]

@@ -21,7 +21,7 @@ MOST_PASSAGES = 100
 
 
 class RetrieveRequest(BaseModel):
-    """Is the body of a request: `queries`, or one `query`, whose result is a list of one. `queries` goes first."""
+    """Body of a request: `queries`, or one `query`, whose result is a list of one. `queries` goes first."""
 
     queries: list[str] | None = None
     query: str | None = None
@@ -36,7 +36,6 @@ class RetrieveRequest(BaseModel):
 
     @property
     def texts(self) -> list[str]:
-        """Return what is asked, in order."""
         return self.queries if self.queries is not None else [str(self.query)]
 
 
@@ -55,8 +54,8 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
         try:
             results = await queue.search(request.texts, request.topk or topk)
         except Overloaded as error:
-            return _json({"detail": str(error)}, 503, {"Retry-After": str(error.retry_after)})
-        return _json({"result": [[_document(found, request.return_scores) for found in row] for row in results]})
+            return _json({"detail": str(error)}, 503, {"Retry-After": "1"})
+        return _json({"result": [[_document(hit, request.return_scores) for hit in row] for row in results]})
 
     @app.exception_handler(UnicodeDecodeError)
     @app.exception_handler(RecursionError)
@@ -70,8 +69,8 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
     return app
 
 
-def _document(found: Found, with_score: bool) -> Any:
-    return {"document": found.passage, "score": found.score} if with_score else found.passage
+def _document(hit: Found, with_score: bool) -> Any:
+    return {"document": hit.passage, "score": hit.score} if with_score else hit.passage
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
 _CANCELLED = "the attempt was cancelled from within, by its driver"
-_CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # of a driver's check, and the tokens of its calls
+_CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # a driver's check, and the tokens of its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,13 @@ class Players:
 
 
 class RolloutRunner(Protocol):
-    """Plays attempts at tasks: `Rollouts`, or a fake that only takes its time. sampling: as used in training."""
+    """Plays attempts at tasks. sampling: as used in training."""
 
     sampling: SamplingParams
 
     def start(
         self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
-    ) -> list[asyncio.Future[Trajectory]]:
-        """Start one attempt at the task per address; return their futures, in order."""
-        ...
+    ) -> list[asyncio.Future[Trajectory]]: ...
 
 
 class Rollouts:
@@ -98,33 +95,26 @@ class Rollouts:
             (driver.open_session(self._spec(group_id, a, sampling or self.sampling)), a) for a in addresses
         ]:
             attempt = asyncio.ensure_future(self._attempt(driver, session, task, address))
-            attempt.add_done_callback(partial(_close_session, session))  # also if it was cancelled before it began
+            attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]  # also if it was cancelled before it began
             attempts.append(attempt)
         return attempts
 
     async def check(self, tasks: Sequence[Task]) -> None:
-        """Have each driver check that it can play its first task, on a session of its own.
-
-        Raises ConfigError or EngineError.
-        """
-        own = {player: type(driver).check for player, driver in self._drivers.items()}
-        waiting = {player for player, check in own.items() if check is not AttemptDriver.check}
-        for task in tasks if waiting else ():
-            if task.player not in waiting:
+        """Have each driver check that it can play its first task. Raises ConfigError or EngineError."""
+        unchecked = {p for p, driver in self._drivers.items() if type(driver).check is not AttemptDriver.check}
+        brief = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, _BRIEF))
+        for task in tasks if unchecked else ():
+            if task.player not in unchecked:
                 continue
-            waiting.discard(task.player)
+            unchecked.discard(task.player)
             driver = self._drivers[task.player]
-            brief = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, _BRIEF))
             session = driver.open_session(self._spec("check", _CHECK, brief))
             try:
                 await driver.check(session, task.copy())
             finally:
                 session.close()
-            if not waiting:
-                return
 
     def status(self) -> list[ComponentStatus]:
-        """Return nothing: there are no processes."""
         return []
 
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
@@ -132,7 +122,7 @@ class Rollouts:
         return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
-        """Play an attempt in its place, weight its rewards, and shape them if it is trained."""
+        """Play an attempt, weight its rewards, and shape them if it is for training."""
         user = user_code(task, session.name)
         try:
             async with driver.place():
@@ -160,7 +150,7 @@ class Rollouts:
             user.release()
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
-        """Return the driver's outcome, or the outcome of an error or of the attempt's time limit."""
+        """Return the driver's outcome, or that of an error or of the attempt's time limit."""
         limit = self.config.trajectory_timeout
         try:
             async with asyncio.timeout(limit):
@@ -188,9 +178,9 @@ async def open_rollouts(
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
-    log: takes lines about what agents ask for in vain, and, from another thread, about user code that blocks the event
-    loop. directory: the run's, for what drivers write. Raises ConfigError for a shaping hook or a reply parser that
-    does not exist, and what drivers raise on being opened.
+    log: gets warnings about what agents ask for in vain, and, from another thread, about user code that blocks the
+    event loop. directory: the run's, for what drivers write. Raises ConfigError for a shaping hook or a reply parser
+    that does not exist, and what drivers raise when opened.
     """
     async with open_drivers(renderer, players, config, directory, log) as drivers:
         with watched_event_loop(log):
@@ -228,10 +218,6 @@ def user_code(task: Task, attempt: str) -> UserCode:
     kind, name = task.player
     cause = Cause.ENVIRONMENT if kind == "environment" else Cause.AGENT
     return UserCode(f"{kind} {name!r}", cause, f"task {task.task_id}, trajectory {attempt}")
-
-
-def _close_session(session: Session, _: object) -> None:
-    session.close()
 
 
 async def gather_group(

@@ -13,24 +13,23 @@ from treadle.rollout.gateway.address import GatewayConfig
 
 
 class RolloutConfig(Config):
-    """Configures how an agent plays one attempt."""
+    """How an agent plays one attempt."""
 
-    max_steps: int = Field(8, ge=1, description="most LLM calls of one trajectory")
+    max_steps: int = Field(8, ge=1, description="limit on LLM calls of one trajectory")
     max_input_tokens: int = Field(1024, ge=1, description="longest prompt that may be sent, in tokens")
-    max_completion_tokens: int = Field(256, ge=1, description="most tokens sampled per call")
+    max_completion_tokens: int = Field(256, ge=1, description="limit on tokens sampled per call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
-    top_k: int = Field(0, ge=0, description="in training: only the k most probable tokens (0: all)")
-    top_p: float = Field(1.0, gt=0, le=1, description="in training: the fewest tokens that make up this probability")
-    min_p: float = Field(0.0, ge=0, le=1, description="in training: tokens at least this likely, against the likeliest")
+    top_k: int = Field(0, ge=0, description="in training: keep the k most probable tokens (0: all)")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="in training: keep the most probable tokens that make up this probability"
+    )
+    min_p: float = Field(0.0, ge=0, le=1, description="in training: keep tokens with p >= min_p * max p")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     conversation: Literal["turns", "single_message"] = Field(
         "turns",
-        description="where observations go: into messages of their own, or into the assistant's one message, as text",
+        description="where observations go: into messages of their own, or as text into the assistant's one message",
     )
-    environment_timeout: float = Field(
-        60.0, gt=0, description="limit on each call of an environment but finish, seconds"
-    )
-    finish_timeout: float = Field(60.0, gt=0, description="limit on an environment's finish, seconds")
+    environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
     trajectory_timeout: float = Field(
         3600.0, gt=0, description="limit on a whole attempt, waiting for the engine included, seconds"
     )
@@ -42,7 +41,7 @@ class RolloutConfig(Config):
 
     @property
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters of training."""
+        """Sampling parameters of training."""
         return SamplingParams(
             temperature=self.temperature,
             max_tokens=self.max_completion_tokens,
@@ -54,5 +53,5 @@ class RolloutConfig(Config):
 
     @property
     def filters(self) -> bool:
-        """Return whether training samples from a filtered distribution (`top_k`, `top_p` or `min_p`)."""
+        """Whether training samples from a filtered distribution (`top_k`, `top_p` or `min_p`)."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0

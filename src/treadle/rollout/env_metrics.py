@@ -1,9 +1,9 @@
-"""What environments measure: values of their declared metrics, out of the `info` of each step and of `finish`."""
+"""Values of the metrics that environments declare, from the `info` of each step and of `finish`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
@@ -19,34 +19,31 @@ def check_metrics(environments: Mapping[str, object]) -> None:
 
     environments: name -> class, or factory; a factory without an attribute `metrics` declares none yet.
     """
-    known: list[tuple[str, Metric]] = []
+    declared: list[tuple[str, Metric]] = []
     for name, environment in environments.items():
         where = f"environment {name!r}: metrics"
-        for metric in _listed(getattr(made_class(environment), "metrics", ()), where):
+        metrics = getattr(made_class(environment), "metrics", ())
+        if not isinstance(metrics, tuple | list) or not all(isinstance(metric, Metric) for metric in metrics):
+            raise ConfigError(f"{where} must be a tuple of treadle.Metric, got {metrics!r:.100}")
+        for metric in metrics:
             if metric.level not in ("step", "trajectory"):
                 raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
             if metric.view != "played":
                 raise ConfigError(f"{where}: {metric.name!r} is of what is {metric.view}; leave view out")
             if not metric.name.removesuffix("*").isidentifier():
                 raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
-            for other, earlier in known:
+            for other, earlier in declared:
                 if metric != earlier and _overlap(metric, earlier):
                     raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
-            known.append((name, metric))
+            declared.append((name, metric))
 
 
 def _overlap(metric: Metric, other: Metric) -> bool:
-    """Return whether a name may belong to both: it is that of both, or one is a family (`skyrl_*`)."""
+    """Whether a name may belong to both: they have the same, or one is a family (`skyrl_*`)."""
     return metric.name == other.name or any(
         _is_family(family) and member.name.startswith(family.name[:-1])
         for family, member in ((metric, other), (other, metric))
     )
-
-
-def _listed(found: object, where: str) -> Iterable[Metric]:
-    if not isinstance(found, tuple | list) or not all(isinstance(metric, Metric) for metric in found):
-        raise ConfigError(f"{where} must be a tuple of treadle.Metric, got {found!r:.100}")
-    return found
 
 
 class EnvMetrics:
@@ -74,8 +71,15 @@ class EnvMetrics:
             raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method} gave info {info!r:.100}; it must be a mapping")
         for metric in self._declared:
             for member in _members(metric, info):
-                if (value := info.get(member.name)) is not None:
-                    self._values.setdefault(member, []).append(_finite(value, member.name, method))
+                if (value := info.get(member.name)) is None:
+                    continue
+                if not is_finite(value) or abs(value) > _LARGEST:
+                    raise TrajectoryFailure(
+                        Cause.ENVIRONMENT,
+                        f"{method} gave info[{member.name!r}] = {value!r:.100}; a declared metric must be a finite "
+                        f"number, at most {_LARGEST:g} in size",
+                    )
+                self._values.setdefault(member, []).append(float(value))
 
     def measured(self) -> Measures:
         """Return the metrics that have a value: all values at level step, their sum at level trajectory."""
@@ -91,18 +95,8 @@ def _is_family(metric: Metric) -> bool:
 
 
 def _members(metric: Metric, info: Mapping[Any, Any]) -> list[Metric]:
-    """Return the metric; of a family, one for each of its names in `info`."""
+    """Return the metric; for a family, one for each of its names in `info`."""
     if not _is_family(metric):
         return [metric]
     prefix = metric.name[:-1]
     return [metric.of(name[len(prefix) :]) for name in info if isinstance(name, str) and name.startswith(prefix)]
-
-
-def _finite(value: Any, name: str, method: str) -> float:
-    if not is_finite(value) or abs(value) > _LARGEST:
-        raise TrajectoryFailure(
-            Cause.ENVIRONMENT,
-            f"{method} gave info[{name!r}] = {value!r:.100}; a declared metric must be a finite number, at most "
-            f"{_LARGEST:g} in size",
-        )
-    return float(value)

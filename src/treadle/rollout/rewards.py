@@ -32,10 +32,10 @@ Hook = Callable[[Task, Trajectory], Any]
 
 
 class LengthPenaltyConfig(Config):
-    """Configures the soft overlong punishment; see `length_penalty`."""
+    """The soft overlong punishment; see `length_penalty`."""
 
     free: int = Field(ge=0, description="sampled tokens of a trajectory that cost nothing")
-    limit: int = Field(ge=1, description="sampled tokens of a trajectory from which on the whole penalty is due")
+    limit: int = Field(ge=1, description="sampled tokens of a trajectory that cost the whole penalty")
     max: float = Field(1.0, gt=0, allow_inf_nan=False, description="the whole penalty")
 
     @model_validator(mode="after")
@@ -46,7 +46,7 @@ class LengthPenaltyConfig(Config):
 
 
 class RewardsConfig(Config):
-    """Configures how rewards become what is trained. Evaluations use weights alone."""
+    """How rewards become what is trained. Evaluations use weights alone."""
 
     weights: dict[str, float] = Field(
         default_factory=dict, description="weight of each named component of a reward; 1 for those not named"
@@ -72,7 +72,7 @@ class RewardsConfig(Config):
 
     @property
     def shapes(self) -> bool:
-        """Return whether training may use other rewards than the recorded ones."""
+        """Whether training may use other rewards than the recorded ones."""
         return self.shaping is not None or self.length_penalty is not None or self.overlong != "keep"
 
 
@@ -87,7 +87,7 @@ class RewardShaper:
         self._hook = None if config.shaping is None else load_shaping(config.shaping)
 
     def apply_weights(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory with the weights applied; failed (environment) if a sum is too large for a reward."""
+        """Apply the weights. A sum that is too large for a reward fails the attempt (environment)."""
         try:
             return apply_weights(trajectory, self._config.weights)
         except DataError as error:
@@ -97,8 +97,6 @@ class RewardShaper:
         """Return the trajectory as training uses it.
 
         The attempt fails if the hook raises or returns something else than rewards (verifier), or hangs (timeout).
-
-        user: the user code of the attempt, which the hook is part of.
         """
         if trajectory.reward is None or not self._config.shapes:
             return trajectory
@@ -117,13 +115,13 @@ class RewardShaper:
     async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
         """Call the hook on the event loop even if it is not `async`: one call at a time, as it may keep state."""
 
-        def checked(found: Any) -> list[Reward]:
+        def checked(values: Any) -> list[Reward]:
             try:
-                return [Reward.of(value, SHAPING) for value in found]
+                return [Reward.of(value, SHAPING) for value in values]
             except DataError as error:
                 raise TrajectoryFailure(Cause.VERIFIER, f"rewards.shaping: {error}") from error
 
-        found = await user.call(
+        added = await user.call(
             hook,
             task,
             trajectory,
@@ -133,25 +131,25 @@ class RewardShaper:
             cause=Cause.VERIFIER,
             in_thread=False,
         )
-        return add_rewards(trajectory, found, self._config.weights)
+        return add_rewards(trajectory, added, self._config.weights)
 
 
 def load_shaping(name: str) -> Hook:
     """Return the hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
-    found = registry.resolve("shaping", name, "rewards.shaping")
-    if not callable(found) or inspect.isclass(found):
-        raise ConfigError(f"rewards.shaping: {name!r} is of type {type(found).__name__}, it must be a function")
+    hook: Hook = registry.resolve("shaping", name, "rewards.shaping")
+    if not callable(hook) or inspect.isclass(hook):
+        raise ConfigError(f"rewards.shaping: {name!r} is of type {type(hook).__name__}, it must be a function")
     try:
-        inspect.signature(found).bind(None, None)
+        inspect.signature(hook).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"rewards.shaping: {name!r} is called as shaping(task, trajectory), but: {error}") from error
-    return found  # type: ignore[no-any-return]
+    return hook
 
 
 def apply_weights(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """Return the trajectory with its steps' rewards the weighted sums of their components, and its own their sum.
+    """Set each step's reward to the weighted sum of its components, and the trajectory's to the sum of its steps'.
 
-    Raises DataError where a sum is too large for a reward.
+    Raises DataError for a sum that is too large for a reward.
     """
     if trajectory.reward is None or not weights:
         return _checked(trajectory)
@@ -160,7 +158,7 @@ def apply_weights(trajectory: Trajectory, weights: Mapping[str, float]) -> Traje
 
 
 def _checked(trajectory: Trajectory) -> Trajectory:
-    """The trajectory. Raises DataError if one of its sums is too large for a reward."""
+    """Raise DataError if one of its sums is too large for a reward."""
     sums = [as_trained(trajectory).reward or 0.0, *(step.reward + step.shaping for step in trajectory.steps)]
     for total in (*sums, *as_played(trajectory).components.values()):
         reward_sum([total])
@@ -168,7 +166,7 @@ def _checked(trajectory: Trajectory) -> Trajectory:
 
 
 def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
-    """Return max * clip((tokens - free) / (limit - free), 0, 1), of all sampled tokens of a trajectory.
+    """Compute max * clip((tokens - free) / (limit - free), 0, 1) for all sampled tokens of a trajectory.
 
     Source: Yu et al. 2025, "DAPO", eq. 13, the soft overlong punishment, with limit = L_max, limit - free = L_cache.
     """
@@ -176,27 +174,24 @@ def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
 
 
 def add_rewards(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
-    """Return the trajectory with a reward added to each step; that of a step that was not played must be empty.
+    """Add a reward to each step; that of a step that was not played must be empty.
 
     added: one reward per step. Raises DataError for another number of them or of tokens, for a reward of a step that
     was not played, or for sums that are too large.
     """
     if len(added) != len(trajectory.steps):
         raise DataError(f"there are {len(added)} rewards for {len(trajectory.steps)} steps")
-    steps = tuple(_add_reward(step, more, weights) for step, more in zip(trajectory.steps, added, strict=True))
-    return _checked(replace(trajectory, steps=steps))
-
-
-def _add_reward(step: Step, more: Reward, weights: Mapping[str, float]) -> Step:
-    if not more:
-        return step
-    if not was_played(step):
-        raise DataError("a reward for a step whose answer nobody got; give 0 for it")
-    return replace(step, given=step.given.plus(more), shaping=step.shaping + more.total(weights))
+    steps = list(trajectory.steps)
+    for number, (step, more) in enumerate(zip(trajectory.steps, added, strict=True)):
+        if more and not was_played(step):
+            raise DataError("a reward for a step whose answer nobody got; give 0 for it")
+        if more:
+            steps[number] = replace(step, given=step.given.plus(more), shaping=step.shaping + more.total(weights))
+    return _checked(replace(trajectory, steps=tuple(steps)))
 
 
 def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
-    """Return the trajectory with the length penalty taken off the last step that was played."""
+    """Take the length penalty off the last step that was played."""
     last = max((number for number, step in enumerate(trajectory.steps) if was_played(step)), default=None)
     if not taken or last is None:
         return trajectory
@@ -205,16 +200,13 @@ def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Return whether a token limit cut it off: the context was full, or its last completion reached `max_tokens`.
-
-    Having used up its `max_steps` does not make an attempt overlong.
-    """
+    """Whether a token limit cut it off: the context was full, or its last completion reached `max_tokens`."""
     steps = as_played(trajectory).steps
     return trajectory.status is Status.CONTEXT or (bool(steps) and steps[-1].stop_reason is StopReason.LENGTH)
 
 
 def apply_overlong_policy(trajectory: Trajectory, overlong: str) -> Trajectory:
-    """Keep, drop or zero the trajectory if it is overlong, and return it. Zeroing cancels all its rewards."""
+    """Keep, drop or zero the trajectory if it is overlong. Zeroing cancels all its rewards."""
     if overlong == "keep" or not is_overlong(trajectory):
         return trajectory
     if overlong == "drop":

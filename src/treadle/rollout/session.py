@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,12 +23,15 @@ from treadle.core.types import DropReason, Message, SamplingParams, Step, StopRe
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, Prompt
-from treadle.rendering.off_loop import off_loop
 from treadle.rendering.raw import RawPrompts
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _SAMPLING = {f.name for f in fields(SamplingParams)}
+_LARGE = 2**15  # characters that take some 30 ms to tokenize
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,10 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """Holds what a session needs to be opened, whatever plays on it.
+    """What a session is opened with.
 
     name: the trajectory's id, and the engine's name of the session. sampling: of every call. max_input_tokens: longest
-    prompt. address: keys its draws.
+    prompt.
     """
 
     name: str
@@ -58,11 +63,11 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Holds what a caller may set for one call, beside messages and tools.
+    """Options of one call, beside messages and tools.
 
-    sampling_overrides: fields of SamplingParams by name, as the caller would like them: `{"temperature": 0.2}`.
-    tool_calls: whether tool calls are looked for in the reply. parallel_tool_calls: whether any after the first count.
-    template_kwargs, continue_final_message: for the chat template.
+    sampling_overrides: fields of SamplingParams that the caller asks for: `{"temperature": 0.2}`. tool_calls: whether
+    to look for tool calls in the reply. parallel_tool_calls: whether to keep more than the first. template_kwargs,
+    continue_final_message: for the chat template.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -74,9 +79,9 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Holds the answer to one call: the message for the agent, and the recorded step with its number.
+    """The answer to one call: the message for the agent, and the recorded step with its number.
 
-    stop: the stop string that ended it, if one did; the message does not hold it.
+    stop: the stop string that ended it, if one did; the message does not contain it.
     """
 
     message: Message
@@ -86,13 +91,13 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Return what was said, with the stop string that ended it: what an environment acts on."""
+        """The content with the stop string that ended it: what an environment acts on."""
         return self.message["content"] + (self.stop or "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
-    """Holds why a client's request failed on this side; body: its digest, key: its idempotency key."""
+    """A client's request that failed on this side. body: its digest. key: its idempotency key."""
 
     body: bytes
     key: str | None
@@ -103,14 +108,13 @@ class Session:
     """Records one attempt at a task. Messages go out to the agent; ids stay here.
 
     Invariant: `steps[n].prompt_ids` is what the engine was sent, `steps[n].completion_ids` what it sampled. Steps are
-    in the order in which calls arrived; several may be in flight. Long prompts are rendered beside the event loop, and
-    later calls of the session wait for them. The engine session is opened on construction and must be closed.
+    in the order in which calls arrived; several may be in flight. Long prompts are rendered in a thread, and later
+    calls of the session wait for them. The engine session is opened on construction and must be closed.
 
-    callers_sampling: what a caller asks for takes the place of the spec's sampling, call by call; otherwise a caller
-    only adds stop strings; `overridden` counts the calls that asked for something else, `notes` says what.
-    bad_requests, unanswered: kept by the gateway, which takes its requests: why malformed ones were refused; others
-    that failed, and of which no retry was answered.
-    parse: reads replies. context: most tokens of prompt and completion together, if that bounds a call's `max_tokens`.
+    parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
+    strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
+    bounds a call's `max_tokens`. bad_requests, unanswered: written by the gateway: why
+    requests were refused as malformed; requests that failed and have no answered retry.
     """
 
     def __init__(
@@ -123,7 +127,6 @@ class Session:
     ) -> None:
         self.name = spec.name
         self.renderer = spec.renderer
-        self.overridden = 0
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
@@ -140,19 +143,19 @@ class Session:
 
     @property
     def steps(self) -> list[Step]:
-        """Return the steps recorded so far, in the order in which calls arrived."""
+        """Steps recorded so far, in the order in which calls arrived."""
         return [self._steps[number] for number in sorted(self._steps)]
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = CallOptions()
     ) -> Reply:
-        """Sample the assistant's next reply to the whole conversation so far and record the call.
+        """Sample the assistant's reply to a whole conversation and record the call.
 
-        A call that is cancelled is recorded too, without tokens, as dropped.
+        A cancelled call is recorded too, without tokens, as dropped.
 
-        Raises ContextExceeded if the prompt that would be sent is longer than `max_input_tokens`, DataError if the
-        chat template refuses the conversation, or if template and parser cannot handle tools, EngineError from the
-        engine or for an answer that cannot be recorded.
+        Raises ContextExceeded if the prompt is longer than `max_input_tokens`, DataError if the chat template refuses
+        the conversation, or if template or parser cannot handle tools, EngineError from the engine or for an answer
+        that cannot be recorded.
         """
         if tools and options.tool_calls and (problem := self.renderer.tools_problem(tools, self.parse)):
             raise DataError(problem)
@@ -170,7 +173,7 @@ class Session:
         Text that continues an earlier call's prompt and completion keeps the ids of that call.
         """
         async with self._order:
-            rendered = Prompt(await off_loop(len(prompt), self._raw.ids, prompt))
+            rendered = Prompt(await _off_loop(len(prompt), self._raw.ids, prompt))
             number = self._numbered(rendered)
         step, text, stop = await self._sample(number, rendered, options)
         self._raw.record(step)
@@ -179,22 +182,19 @@ class Session:
     async def count(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
     ) -> int:
-        """Return how many tokens the prompt of such a call would have.
-
-        Raises DataError as `chat` does.
-        """
+        """Count the tokens that the prompt of such a call would have. Raises DataError as `chat` does."""
         async with self._order:
             prompt = await self._render(messages, tools, CallOptions(continue_final_message=continue_final_message))
         return len(prompt.ids)
 
     def set_delivered(self, number: int, delivered: bool) -> None:
-        """Record whether call `number`'s answer reached the agent; a step whose answer did not is never trained."""
+        """Record whether call `number`'s answer reached the agent; if not, its step is never trained."""
         dropped = None if delivered else DropReason.CANCELLED
         if self._steps[number].dropped is not dropped:
             self._steps[number] = replace(self._steps[number], dropped=dropped)
 
     def reward_last(self, given: Reward) -> None:
-        """Give the reward to the last step that reached the agent; without such a step it goes to none.
+        """Set the reward of the last step that reached the agent, if there is one.
 
         Raises DataError for rewards of more or fewer tokens than the step has.
         """
@@ -203,29 +203,26 @@ class Session:
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
 
     def add_to_last_reward(self, more: Reward) -> None:
-        """Add to the reward of the step that `reward_last` rewards.
-
-        Raises DataError for rewards of more or fewer tokens than the step has, and for a sum that is no reward.
-        """
+        """Add to the reward of the last step that reached the agent. Raises DataError also for too large a sum."""
         last = self._last_played()
         if more and last is not None:
-            given = self._steps[last].given.plus(more)
-            self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
+            self.reward_last(self._steps[last].given.plus(more))
 
     def _last_played(self) -> int | None:
         return max((number for number, step in self._steps.items() if was_played(step)), default=None)
 
     def set_state(self, number: int, state: str) -> None:
-        """Record the environment's state in which call `number` was made, as a hash of 128 bits."""
-        key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-        self._steps[number] = replace(self._steps[number], state_key=key)
+        """Record the environment's state in which call `number` was made, as a hash of 128 bits; "" is none."""
+        if state:
+            key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+            self._steps[number] = replace(self._steps[number], state_key=key)
 
     def close(self) -> None:
-        """Close the engine's session: it may free its cache, and no longer waits for calls of this session."""
+        """Close the engine's session. May be repeated."""
         self._engine.close_session(self.name)
 
     async def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
-        return await off_loop(
+        return await _off_loop(
             sum(map(identity.size, messages)) + (len(json.dumps(tools, default=str)) if tools else 0),
             self._conversation.render,
             messages,
@@ -242,25 +239,47 @@ class Session:
         return self._calls - 1
 
     async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
-        """Step, text and stop string of a call."""
+        """Return step, text and stop string of a call."""
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
-        call = _EngineCall(prompt, sampling)
+        started, clock, limit = time.time(), time.perf_counter(), sampling.max_tokens
+
+        def record(completion: Completion, dropped: DropReason | None = None) -> Step:
+            self._steps[number] = Step(
+                prompt_ids=prompt.ids,
+                completion_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                policy_versions=completion.versions_per_token(),
+                sampling=sampling,
+                stop_reason=completion.stop_reason,
+                started=started,
+                seconds=time.perf_counter() - clock,
+                waited=completion.waited,
+                break_cause=prompt.break_cause,
+                dropped=dropped,
+                routing=completion.routing,
+            )
+            return self._steps[number]
+
         try:
             completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
+            if not 0 < len(completion.token_ids) <= limit:
+                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were asked for")
+            step = record(completion)
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and not current.cancelling():
                 raise EngineError(f"step {number}: the engine cancelled the call by itself") from error
-            self._steps[number] = call.aborted()
+            nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), StopReason.ABORT, ())
+            record(nothing, DropReason.CANCELLED)
             raise
-        step = call.recorded(completion, number)
-        self._steps[number] = step
+        except DataError as error:
+            raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error
         text = self.renderer.text(step.completion_ids)
         end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
         return step, text[:end], stop
 
     def _sampling_of(self, number: int, overrides: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
-        a, own = self._address, self._sampling
-        seeded = replace(own, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
+        a, recipe = self._address, self._sampling
+        seeded = replace(recipe, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
         if self._callers_sampling:
             if unknown := sorted(overrides.keys() - _SAMPLING):
                 raise DataError(
@@ -269,17 +288,16 @@ class Session:
             sampling = replace(seeded, **overrides)
         else:
             others = {name: value for name, value in overrides.items() if name != "stop"}
-            ignored = {n: v for n, v in others.items() if n == "seed" or getattr(own, n, None) != v}
-            self.overridden += bool(ignored)
+            ignored = {n: v for n, v in others.items() if n == "seed" or getattr(recipe, n, None) != v}
             for name in sorted(ignored.keys() - self.notes.keys()):
                 self.notes[name] = f"agents ask for another {name} than the recipe's, which holds (rollout)"
-            sampling = replace(seeded, stop=tuple(dict.fromkeys((*own.stop, *overrides.get("stop", ())))))
+            sampling = replace(seeded, stop=tuple(dict.fromkeys((*recipe.stop, *overrides.get("stop", ())))))
         if self._context is None:
             return sampling
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
 
     def _begun(self, prompt: Prompt) -> str:
-        """The tag of a thought that the prompt leaves open, for parsers that take thoughts out of the content."""
+        """Return the tag of a thought that the prompt leaves open, for parsers that take thoughts out."""
         if prompt.rendering is None or not getattr(self.parse, "thoughts", True):
             return ""
         turn = self.renderer.decode(prompt.ids[prompt.rendering.turn :])
@@ -287,7 +305,7 @@ class Session:
         return opening if turn.rfind(opening) > turn.rfind(closing) else ""
 
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
-        """The parsed reply. Tool calls without an id get one that is the same in every repetition of the run."""
+        """Parse a reply. Tool calls without an id get one that is the same in every repetition of the run."""
         message = self.parse(text, tools)
         calls = message.get("tool_calls", [])[: None if options.parallel_tool_calls else 1]
         if calls:
@@ -298,40 +316,13 @@ class Session:
         return message
 
 
-class _EngineCall:
-    """A call of the engine that begins now, and the step that is recorded when it has ended."""
+async def _off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `work`, in a thread if `size`, that of its input, is large, so that it does not block the event loop."""
+    if size < _LARGE:
+        return work(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads(), lambda: work(*args, **kwargs))
 
-    def __init__(self, prompt: Prompt, sampling: SamplingParams) -> None:
-        self._prompt, self._sampling = prompt, sampling
-        self._started, self._clock = time.time(), time.perf_counter()
 
-    def recorded(self, completion: Completion, number: int) -> Step:
-        """Return step `number`, which the engine has answered. Raises EngineError for an answer that is no step."""
-        most = self._sampling.max_tokens
-        try:
-            if not 0 < len(completion.token_ids) <= most:
-                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {most} were asked for")
-            return self._step(completion)
-        except DataError as error:
-            raise EngineError(f"step {number}: the engine's answer cannot be recorded: {error}") from error
-
-    def aborted(self) -> Step:
-        """Return the step of a call that was cancelled."""
-        nothing = np.empty(0, np.int32)
-        return self._step(Completion(nothing, np.empty(0, np.float32), StopReason.ABORT, ()), DropReason.CANCELLED)
-
-    def _step(self, completion: Completion, dropped: DropReason | None = None) -> Step:
-        return Step(
-            prompt_ids=self._prompt.ids,
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            policy_versions=completion.versions_per_token(),
-            sampling=self._sampling,
-            stop_reason=completion.stop_reason,
-            started=self._started,
-            seconds=time.perf_counter() - self._clock,
-            waited=completion.waited,
-            break_cause=self._prompt.break_cause,
-            dropped=dropped,
-            routing=completion.routing,
-        )
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="treadle-render")

@@ -4,7 +4,7 @@
     optimizer/shard-00001-model-00001-of-00001.safetensors    what rank 0 of several writes: shards, and their places
     optimizer/shard-00002-model-00001-of-00001.safetensors    what rank 1 writes
 
-Both are read alike, and so are the files of a model (`read_weights`): a rank reads those ranges of them that it needs.
+Both are read alike, and so are the files of a model (`read_sharded`): a rank reads those ranges of them that it needs.
 They are of PyTorch's distributed checkpoint (DCP) in the format of Hugging Face; nothing is pickled.
 """
 
@@ -112,7 +112,7 @@ def checkpoint_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorFile
     return TensorFiles([checkpoint.directory / name for name in names], ranks)
 
 
-def read_weights(model: nn.Module, directory: Path, ranks: Ranks) -> None:
+def read_sharded(model: nn.Module, directory: Path, ranks: Ranks) -> None:
     """Read a model's weights in place from the directory's safetensors files, each rank its own shards of them.
 
     Raises ConfigError where the files have other names or shapes than the model, as for those that transformers

@@ -35,8 +35,17 @@ class WarmStartConfig(Config):
     max_loss: float | None = Field(
         None, gt=0, description="stop with an error if the mean loss of the last 10% of steps is above this"
     )
-    max_tokens_per_microbatch: int = Field(8192, ge=1, description="token budget of one forward pass")
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of the warm start")
+    learning_rate: float = Field(
+        1e-5,
+        gt=0,
+        description="peak, after 20 steps or a fifth of all; a tenth of it is left at the end",
+    )
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Return the optimizer of the warm start."""
+        warmup = min(20, self.steps // 5)
+        return OptimizerConfig(learning_rate=self.learning_rate, warmup=warmup, decay_from=0.5, final_lr=0.1)
 
 
 class TrainingConfig(Config):
@@ -101,8 +110,6 @@ class LearnerPlacement(Config):
         "broadcast",
         description="the first rank reads the whole model and hands out parts; sharded: each rank reads its own parts",
     )
-    cpus: int = Field(1, ge=1, description="placement.kind ray: cores reserved for each")
-    collective_timeout: float = Field(600.0, gt=0, description="seconds that the ranks wait for one another at most")
 
     @model_validator(mode="after")
     def _replicas_divide_ranks(self) -> LearnerPlacement:

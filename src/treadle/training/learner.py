@@ -102,6 +102,7 @@ class Learner:
         self.updates_done = 0
         self.advantage: Advantage = estimators.by_name(algorithm.advantage)
         self.policy_loss: PolicyLoss = losses.by_name(algorithm.policy_loss)
+        self.advantage_options, self.loss_options = estimators.options_of(algorithm), losses.options_of(algorithm)
         self.value_head = make_value_head(model) if self.advantage.needs_values else None
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
@@ -189,7 +190,7 @@ class Learner:
         values = None if start is None or start.value is None else start.value.cpu().numpy()
         logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
         signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
-        advantage = self._checked(self.advantage.per_token(batch, signals, self.algorithm), batch)
+        advantage = self._checked(self.advantage.per_token(batch, signals, self.advantage_options), batch)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
         objective = self.objective(batch, advantage, logp_old, logp_ref, values)
         scores, layout = self._backward(batch, objective)
@@ -288,7 +289,7 @@ class Learner:
         values: NDArray[np.floating] | None = None,
     ) -> Objective:
         """Return the batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
-        start, end = self.algorithm.entropy_coef, self.algorithm.entropy_coef_end
+        start, end = self.algorithm.entropy_bonus
         device, correction, kl = self.model.device, self.algorithm.correction, self.algorithm.kl
         tokens = Tokens(
             logp_old=self._tensor(batch.logp_rollout if logp_old is None else logp_old),
@@ -309,6 +310,7 @@ class Learner:
         return Objective(
             self.algorithm,
             self.policy_loss,
+            self.loss_options,
             tokens,
             weight,
             entropy_coef=start + (end - start) * self.updates_done / max(self.updates, 1),

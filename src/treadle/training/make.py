@@ -15,7 +15,7 @@ from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_reference, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
-from treadle.training.checkpoint_shards import read_weights
+from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import LearnerPlacement, TrainerSpec
 from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks, ReadWeights
@@ -67,7 +67,7 @@ def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
             "placement.learner.loading is 'sharded', and model.build has no files to read; set "
             "placement.learner.loading to broadcast"
         )
-    return partial(read_weights, directory=require_model(config.path, "model.path"), ranks=ranks)
+    return partial(read_sharded, directory=require_model(config.path, "model.path"), ranks=ranks)
 
 
 def _check_device(placement: LearnerPlacement) -> None:

@@ -18,6 +18,7 @@ from treadle.algorithms.corrections import Corrected, corrected
 from treadle.algorithms.kl import ESTIMATORS, k3
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, Metric, Tally, measured
 from treadle.packing.flat import Indices
@@ -105,6 +106,7 @@ class Objective:
 
     config: AlgorithmConfig
     policy_loss: PolicyLoss
+    loss_options: Config
     tokens: Tokens
     weight: Tensor
     entropy_coef: float
@@ -125,7 +127,7 @@ class Objective:
     def loss(self, scores: TokenScores) -> Tensor:
         """Return the loss of these tokens, a scalar. scores: of all N if the objective couples tokens."""
         index, tokens = self._tokens(scores)
-        each = self.policy_loss.per_token(scores.logp, tokens, self.config)
+        each = self.policy_loss.per_token(scores.logp, tokens, self.loss_options)
         if not isinstance(each, Tensor) or each.shape != scores.logp.shape:
             what = f"one of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
             raise ConfigError(
@@ -155,7 +157,7 @@ class Objective:
         """Return what the loss of each token was made of. scores: of all N, in order."""
         _, tokens = self._tokens(scores)
         made = [
-            None if function is None else function(scores.logp, tokens, self.config)
+            None if function is None else function(scores.logp, tokens, self.loss_options)
             for function in (self.policy_loss.ratio, self.policy_loss.clipped)
         ]
         return TokenTrace(scores.logp, scores.entropy, tokens.advantage, *made)
@@ -169,7 +171,7 @@ class Objective:
             ratio = (scores.logp - tokens.logp_old)[mask].double().exp()  # in float64, which no ratio leaves
             found |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
-            found[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.config)[mask]
+            found[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.loss_options)[mask]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
             found[CORRECTION_MASKED] = ~correction.keep[mask]

@@ -53,7 +53,6 @@ def start_ranks(spec: TrainerSpec) -> RankGroup:
             section.ranks,
             replicas=section.replicas,
             device=section.device,
-            limit=section.collective_timeout,
         )
     )
 

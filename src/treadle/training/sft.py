@@ -68,7 +68,7 @@ class Supervised:
 
     def __init__(self, forward: Forward, config: WarmStartConfig, ranks: Ranks | None = None) -> None:
         self.config, self._ranks = config, ranks or OneRank()
-        self._forward = forward.configured(config.max_tokens_per_microbatch)
+        self._forward = forward
         self._optimizer = make_optimizer(forward.model, config.optimizer)
 
     def step(self, conversations: Sequence[Conversation], number: int) -> float:

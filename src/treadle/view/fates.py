@@ -78,7 +78,7 @@ def failure_settings(cause: str, message: str) -> tuple[str, ...]:
         return ()
     limits = _LIMITS.get(Cause(cause), ())
     named = tuple(path for path in limits if path in message)
-    return (*(named or limits), f"failures.{cause}.retries", f"failures.{cause}.then")
+    return (*(named or limits), "failures.causes")
 
 
 def explain(state: str, reason: str | None) -> Explanation:

@@ -99,7 +99,7 @@ class Servers(dict[str, Served]):
     def __missing__(self, name: str) -> Served:
         family, generation = FAMILIES[name], json.dumps({"eos_token_id": ENDS}).encode()
         export_model(self._folder / name, sized(family, 0), TOKENIZER, {"generation_config.json": generation})
-        config = build(EngineConfig, {"batch": 64, "vllm": {"python": self._python, **VLLM[name]}})
+        config = build(EngineConfig, {"kind": "vllm", "batch": 64, "options": {"python": self._python, **VLLM[name]}})
         process = ServerProcess(self._folder / name, config, self._folder / f"{name}.log")
         self[name] = Served(process, self._folder / name, family)
         return self[name]
@@ -139,8 +139,8 @@ def connect(servers: Servers, tmp_path: Path) -> Connect:
         processes = [servers[name].process for name in names]
         for process in processes:
             await started(process)
-        vllm = {"urls": [*(servers[n].url for n in names), *urls], "transfer": transfer}
-        config = build(EngineConfig, {"kind": "vllm", "in_flight": in_flight, "vllm": vllm})
+        vllm = {"servers": [*(servers[n].url for n in names), *urls], "transfer": transfer}
+        config = build(EngineConfig, {"kind": "vllm", "in_flight": in_flight, "options": vllm})
         options = {"stop_token_ids": [END], **options}
         engine, _ = await open_engine(config, source or FixedWeights(), serve=None, **options)
         try:

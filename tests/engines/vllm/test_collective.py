@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.sources import FixedWeights
 from tests.until import CEILING
-from treadle.engines.vllm.collective import Packed, cut
+from treadle.engines.vllm.collective import Packed, address_towards, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
 HOST, CPU = "127.0.0.1", torch.device("cpu")
@@ -98,6 +98,10 @@ def test_buckets_hold_one_type_and_no_more_than_allowed(given_sizes: list[tuple[
     for run in runs:
         assert len({sizes[name][0] for name in run}) == 1
         assert len(run) == 1 or sum(sizes[name][1] for name in run) <= 10
+
+
+def test_servers_here_are_reached_from_the_loopback_address() -> None:
+    assert address_towards(["http://127.0.0.1:8000", "http://localhost:8001"]) == HOST
 
 
 async def test_staged_weights_are_a_copy() -> None:

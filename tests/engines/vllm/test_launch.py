@@ -29,7 +29,7 @@ from treadle.training.make import load_source
 
 
 def config(**vllm: Any) -> EngineConfig:
-    return build(EngineConfig, {"kind": "vllm", "vllm": vllm})
+    return build(EngineConfig, {"kind": "vllm", "options": vllm})
 
 
 def interpreter(folder: Path, script: str) -> str:
@@ -69,7 +69,9 @@ def test_nothing_of_treadles_environment_reaches_a_server(monkeypatch: pytest.Mo
 def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TREADLE_VLLM_VENV", raising=False)
-    with pytest.raises(ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; set engine\.vllm\.python to"):
+    with pytest.raises(
+        ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; set engine\.options\.python to"
+    ):
         find_python(None)
     with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
         find_python("/nowhere/python")
@@ -82,8 +84,8 @@ def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch:
 
 
 def test_running_servers_take_no_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.vllm\.args is for servers that Treadle starts"):
-        config(urls=["http://localhost:1"], args={"seed": 1})
+    with pytest.raises(ConfigError, match=r"engine\.options\.args is for servers that Treadle starts"):
+        config(servers=["http://localhost:1"], args={"seed": 1})
 
 
 @pytest.mark.parametrize(
@@ -94,10 +96,11 @@ def test_running_servers_take_no_arguments() -> None:
     ],
 )
 async def test_a_server_that_does_not_start_is_told_with_its_log(
-    script: str, seconds: float, message: str, tmp_path: Path
+    script: str, seconds: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
-    settings = config(python=interpreter(tmp_path, script), start_timeout=seconds, servers=2)
+    monkeypatch.setattr("treadle.engines.vllm.start.START_TIMEOUT", seconds)
+    settings = config(python=interpreter(tmp_path, script), servers=2)
 
     def serve(number: int) -> ServerProcess:
         server = ServerProcess(tmp_path, settings, tmp_path / f"vllm-{number}.log")
@@ -113,7 +116,7 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(
 
 async def test_a_url_that_nobody_answers_is_refused() -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 does not answer /health"):
-        await open_engine(config(urls=["http://127.0.0.1:9"]), FixedWeights(), serve=None, stop_token_ids=[])
+        await open_engine(config(servers=["http://127.0.0.1:9"]), FixedWeights(), serve=None, stop_token_ids=[])
 
 
 async def test_a_server_is_asked_for_experts_where_they_are_replayed(tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ async def test_a_server_is_asked_for_experts_where_they_are_replayed(tmp_path: P
     ("printed", "message"),
     [
         ("0.31", r"vLLM 0\.31 \(tested is 0\.32\.0\) of .*/python, 1 to be started, on the"),
-        ("", "has no vLLM; set engine.vll"),
+        ("", "has no vLLM; set engine.opt"),
     ],
 )
 async def test_a_dry_run_names_the_version(printed: str, message: str, tmp_path: Path) -> None:
@@ -143,7 +146,9 @@ async def test_nothing_is_written_for_servers_that_have_a_model(
     chat, source = load_chat_interface(model), load_source(model, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="does not answer /health"):
-        await open_vllm(EngineSpec(config(urls=["http://127.0.0.1:9"]), chat, source, lambda: source.module, tmp_path))
+        await open_vllm(
+            EngineSpec(config(servers=["http://127.0.0.1:9"]), chat, source, lambda: source.module, tmp_path)
+        )
 
 
 def group_members(group: int) -> list[int]:
@@ -173,7 +178,7 @@ from treadle.engines.vllm.launch import ServerProcess
 import treadle.engines.vllm.launch
 treadle.engines.vllm.launch.on_gpu = lambda: False  # which would load torch
 python = {interpreter(tmp_path, stubborn)!r}
-server = ServerProcess(Path("m"), build(EngineConfig, {{"vllm": {{"python": python}}}}), Path("log"))
+server = ServerProcess(Path("m"), build(EngineConfig, {{"kind": "vllm", "options": {{"python": python}}}}), Path("log"))
 print(server.group, flush=True)
 time.sleep(1000)
 """

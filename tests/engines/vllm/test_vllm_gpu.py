@@ -41,7 +41,7 @@ async def test_a_server_gets_the_weights_of_another_gpu(transfer: str, tmp_path:
         "args": {"gpu-memory-utilization": 0.3},
         "environment": {"CUDA_VISIBLE_DEVICES": str(gpus - 1)},
     }
-    config = build(EngineConfig, {"kind": "vllm", "dtype": "bfloat16", "batch": 16, "vllm": vllm})
+    config = build(EngineConfig, {"kind": "vllm", "dtype": "bfloat16", "batch": 16, "options": vllm})
     engine, _ = await open_engine(
         config,
         FixedWeights(),

@@ -128,7 +128,7 @@ async def serving(script: Scripted) -> AsyncIterator[str]:
 
 
 def config(url: str) -> EngineConfig:
-    return build(EngineConfig, {"kind": "vllm", "vllm": {"urls": [url]}})
+    return build(EngineConfig, {"kind": "vllm", "options": {"servers": [url]}})
 
 
 async def test_each_sampled_token_has_the_experts_of_the_token_before() -> None:

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 def overrides(**engine: Any) -> list[str]:
     sizes = [f"model.build.{name}={value}" for name, value in {**SIZES, "num_hidden_layers": 2}.items()]
-    settings = [f"engine.vllm.{name}={value}" for name, value in engine.items()]
+    settings = [f"engine.options.{name}={value}" for name, value in engine.items()]
     return [*sizes, "engine.kind=vllm", "orchestration.updates=2", *settings]
 
 
 def test_a_run_trains_what_a_server_samples(servers: Servers, tmp_path: Path) -> None:
     asyncio.run(started(servers["tied"].process))
-    settings = overrides(urls=[servers["tied"].url])
+    settings = overrides(servers=[servers["tied"].url])
     start(tmp_path / "run", *settings)
     check_finished(tmp_path / "run")  # what was sampled has the learner's log-probabilities to 1e-4
     versions = query(tmp_path / "run", "SELECT DISTINCT oldest_version FROM trajectories ORDER BY 1")

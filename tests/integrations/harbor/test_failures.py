@@ -117,7 +117,7 @@ def test_what_verifiers_and_models_do_wrong_ends_one_trial_each(kept: KeptWorker
 def test_sandboxes_that_fail_are_told_apart(
     kept: KeptWorkers, environment: str, expected: Cause, tmp_path: Path
 ) -> None:
-    limit = {"start_timeout": 3.0} if environment == "SlowStart" else {}
+    limit = {"trial": {"environment_build_timeout_multiplier": 1 / 300}} if environment == "SlowStart" else {}
     config = harbor(tmp_path / "trials", environment=f"broken:{environment}", **limit)
     [found] = kept.run(play(scripted(playing(*WELL)), [write_task(tmp_path / "task")], config))
     assert found.failure is not None and found.failure.cause is expected, found.failure
@@ -194,7 +194,7 @@ def test_missing_parts_are_one_line_with_the_remedy(tmp_path: Path, monkeypatch:
     bare = str(Path(sys.base_prefix) / "bin" / "python3")
     without = {"/nowhere/python": "is no interpreter", bare: "No module named '(litellm|harbor)'"}
     for python, what in without.items():
-        with pytest.raises(ConfigError, match=rf"{what}; set harbor\.python .*make harbor-env") as told:
+        with pytest.raises(ConfigError, match=rf"{what}; set driver_options\.python .*make harbor-env") as told:
             asyncio.run(play(scripted(playing(*WELL)), [task], harbor(tmp_path / "t", python=python)))
         assert "\n" not in str(told.value)
     config = harbor(tmp_path / "t")

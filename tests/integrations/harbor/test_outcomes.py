@@ -43,7 +43,6 @@ def ended(report: TrialReport, refused: Any = None, **settings: Any) -> str:
         (raised("ServiceUnavailableError", AGENT), None, {}, "engine"),
         (raised("ContextLengthExceededError", AGENT), CONTEXT, {}, "ContextExceeded 0"),
         (raised("ContextLengthExceededError", AGENT), None, {}, "ContextExceeded 0"),
-        (raised("ContextWindowExceededError", AGENT), CONTEXT, {"context_exceeded": "drop"}, "context"),
         (LATE, None, {}, "done 1"),
         (LATE, None, {"agent_timed_out": "drop"}, "timeout"),
         (replace(LATE, rewards=None), None, {}, "timeout"),
@@ -80,7 +79,7 @@ def test_every_row_of_the_table(report: TrialReport, refused: Any, settings: dic
 
 def test_a_missing_key_is_named_with_those_that_are_there() -> None:
     verdict = judge(TrialReport(rewards={"correct": 1.0}), None, HarborConfig())
-    assert "no reward 'reward', only 'correct'; set harbor.rewards" in str(verdict.ended_by)
+    assert "no reward 'reward', only 'correct'; set driver_options.rewards" in str(verdict.ended_by)
 
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.CONTEXT])

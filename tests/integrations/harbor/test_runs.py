@@ -33,7 +33,7 @@ from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.engines import EngineSpec, open_torch
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import start_run
+from treadle.orchestration.train import train_run
 
 HERE = "tests.integrations.harbor.test_runs"
 SIZE = 16  # as in broken.py
@@ -50,10 +50,10 @@ MODEL = (
     "tie_word_embeddings: true}}"
 )
 ON_THIS_MACHINE = (
-    f"harbor.tasks={SHIPPED}",
-    "harbor.agent=terminus-2",
-    "harbor.environment=local",
-    "harbor.trials_per_second=50.0",
+    f"data.train={{source: harbor_tasks, options: {{path: {SHIPPED}}}}}",
+    "driver_options.agent=terminus-2",
+    "driver_options.environment=local",
+    "driver_options.trials_per_second=50.0",
     MODEL,
     f"engine={{kind: '{HERE}:open_scripted'}}",
     "training.precision=float32",
@@ -143,7 +143,7 @@ open_by_place = partial(open_scripted, says=by_place)
 
 
 def command(*words: str) -> int:
-    return main([*words, f"harbor.python={python_with_harbor()}"])
+    return main([*words, f"driver_options.python={python_with_harbor()}"])
 
 
 @pytest.mark.slow
@@ -172,8 +172,8 @@ def test_an_asynchronous_run_is_trained_from_trials(tmp_path: Path, monkeypatch:
     python = python_with_harbor()
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
     few = ["warm_start.steps=20", "orchestration.updates=2", "training.tasks_per_update=4", "training.group_size=4"]
-    config = load_recipe("harbor-small", [*few, "orchestration.max_staleness=2", f"harbor.python={python}"])
-    summary = start_run(config, load_inputs(config), tmp_path / "run", Quiet())
+    config = load_recipe("harbor-small", [*few, "orchestration.max_staleness=2", f"driver_options.python={python}"])
+    summary = train_run(config, load_inputs(config), tmp_path / "run", Quiet())
     assert summary["updates"] == 2
     assert not any((tmp_path / "run" / "trials").iterdir())
 
@@ -193,17 +193,17 @@ def test_each_attempt_of_a_group_fails_in_its_own_way_and_its_siblings_are_train
     OPENED.clear()
     how = [
         *ON_THIS_MACHINE,
-        f"harbor.tasks={tmp_path / 'tasks'}",
-        "harbor.agent=broken:TerminusByPlace",
-        "harbor.environment=broken:ByPlace",
+        f"data.train={{source: harbor_tasks, options: {{path: {tmp_path / 'tasks'}}}}}",
+        "driver_options.agent=broken:TerminusByPlace",
+        "driver_options.environment=broken:ByPlace",
         f"engine={{kind: '{HERE}:open_by_place'}}",
         "training.tasks_per_update=1",
         f"training.group_size={SIZE}",
         "rollout.max_steps=6",
         "rollout.max_input_tokens=12000",
         "rewards.overlong=keep",
-        "failures={environment: {retries: 1, backoff: 0}, engine: {retries: 1, backoff: 0}, "
-        "infrastructure: {retries: 1, backoff: 0}, max_failed_fraction: 1}",
+        "failures={causes: {environment: {retries: 1, backoff: 0}, engine: {retries: 1, backoff: 0}, "
+        "infrastructure: {retries: 1, backoff: 0}}, max_failed_fraction: 1}",
     ]
     assert command("train", "harbor", *how, "--runs", str(tmp_path), "--name", "run") == 0
     check_finished(tmp_path / "run")

@@ -189,7 +189,7 @@ def harbor(directory: Path, **settings: Any) -> HarborConfig:
         "environment": "local",
         "python": python_with_harbor(),
         "directory": str(directory),
-        "worker": {"start_timeout": 600.0, "patience": 600.0, "environment": {"PYTHONPATH": str(HERE)}},
+        "worker": {"environment": {"PYTHONPATH": str(HERE)}},
     }
     trial = {"agent": {"kwargs": {"enable_summarize": False}}}
     return build(HarborConfig, {**where, "trials_per_second": 50.0, "trial": trial, **settings})

@@ -48,10 +48,6 @@ def test_by_default_it_is_a_free_port_of_the_loopback_interface() -> None:
     assert told().startswith("http://127.0.0.1:")
 
 
-def test_it_listens_where_it_is_told(free: int) -> None:
-    assert told(port=free).startswith(f"http://127.0.0.1:{free}/sessions/")
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_agents_are_given_the_advertised_url(host: str, end: str, free: int) -> None:

@@ -346,7 +346,8 @@ def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
     base = running.address.base_url
     openai = running.http.post(f"{base}/chat/completions", json={"messages": [{"role": "king", "content": ""}]})
     assert openai.json()["error"] == {
-        "message": "messages[0].role: must be one of system, user, assistant, tool, developer, function, got 'king'",
+        "message": "messages[0].role: Input tag 'king' found using 'role' does not match any of the expected tags: "
+        "'system', 'developer', 'user', 'function', 'tool', 'assistant'",
         "type": "invalid_request_error",
         "param": "messages[0].role",
         "code": None,
@@ -359,10 +360,22 @@ def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
         "type": "error",
         "error": {
             "type": "invalid_request_error",
-            "message": "messages[0].content[0].type: only text is supported here, got 'image'",
+            "message": "messages[0].content[0].type: Input tag 'image' found using 'type' does not match any of the "
+            "expected tags: 'text', 'tool_result'",
         },
     }
     for route in ("messages", "messages/count_tokens"):
         assert running.http.post(f"{base}/{route}", json={}).json()["type"] == "error"
+    for body, message in (
+        ({"temperature": 3}, "temperature: Input should be less than or equal to 2, got 3"),
+        (
+            {"messages": [{**user("x"), "content": [{"type": "text", "text": 5}]}]},
+            "messages[0].content[0].text: Input should be a valid string, got 5",
+        ),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: Field required"),
+        ({"prediction": {"type": "content"}}, "prediction: not supported here, got an object; leave it out"),
+    ):
+        asked = running.http.post(f"{base}/chat/completions", json={"messages": [user("x")], **body})
+        assert (asked.status_code, asked.json()["error"]["message"]) == (400, message)
     long = running.http.post(f"{base}/chat/completions", json={"messages": [user("x" * 20_000)]})
     assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")

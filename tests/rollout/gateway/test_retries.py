@@ -170,36 +170,6 @@ async def test_a_session_that_ends_while_a_request_is_on_its_way_is_asked_nothin
         assert not engine.calls and not server.steps()
 
 
-async def test_a_session_that_ends_while_choices_are_being_aborted_drops_those_that_were_sampled() -> None:
-    class Lingering(Slow):
-        """Samples the first call, fails the second, and takes its time to abort the third."""
-
-        asked = 0
-
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            self.asked += 1
-            match self.asked:
-                case 1:
-                    return await super().generate(*a, **k)
-                case 2:
-                    await until(lambda: server.steps() and self.asked == 3)
-                    raise EngineError("full")
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.aborted += 1
-                await asyncio.sleep(CEILING)
-
-    engine = Lingering(scripted(lambda prompt, number: "x"))
-    async with served(engine) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
-        call = asyncio.ensure_future(http.post(f"{address.base_url}/chat/completions", json={**BODY, "n": 3}))
-        await until(lambda: engine.aborted)
-        await server.gateway.detach(address.secret)
-        assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED] * 2
-        assert (await call).status_code == 404
-
-
 async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
     class Failing(Slow):
         failures = 2
@@ -257,7 +227,7 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
             assert refused.status_code == 429
         attached = server.gateway.find(address.secret)
         assert attached is not None
-        attached.exchanges._most = 1
+        attached.exchanges._max_running = 1
         await ask(http, address, idempotency_key=retry)
         await server.gateway.detach(address.secret)
         assert len(server.sessions["s"].unanswered) == left

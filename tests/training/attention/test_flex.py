@@ -90,15 +90,6 @@ def test_through_a_window_far_blocks_are_left_out_and_near_ones_full(context: in
     assert full.any()
 
 
-@given(shape=shapes(), window=st.sampled_from(WINDOWS))
-def test_each_element(shape: Shape, window: int | None) -> None:
-    rows, columns = shape.nodes, len(shape.depth)
-    query, key = torch.arange(rows)[:, None], torch.arange(columns)
-    zero = torch.zeros((), dtype=torch.int64)
-    found = block_mask(shape, window, CPU).mask_mod(zero, zero, query, key)
-    assert torch.equal(found, visible(shape, window))
-
-
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("longest", [12, 150])
 def test_it_is_the_reference(longest: int) -> None:
@@ -111,15 +102,6 @@ def test_it_is_the_reference(longest: int) -> None:
         assert len(kernel.masks) == 1
 
     check()
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_layers_with_different_windows_share_a_kernel() -> None:
-    shape = chain(20, context=10)
-    kernel = Flex(shape)
-    for window in (3, None, 1):
-        problem = Problem.of(shape, window=window)
-        assert gap(problem.forward(kernel), problem.forward(Dense(shape))) < 1e-12
 
 
 @pytest.mark.usefixtures("uncompiled")

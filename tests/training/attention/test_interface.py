@@ -48,11 +48,6 @@ def test_what_it_cannot_express_is_refused(layer: nn.Module, options: dict[str, 
         attend(layer, **{"tree": Tree(Dense(chain(5))), **options})
 
 
-def test_what_stock_attention_is_told_besides_is_welcome() -> None:
-    stock = {"dropout": 0.0, "softcap": None, "position_ids": None, "use_cache": False}
-    assert attend(Layer(), tree=Tree(Dense(chain(5))), **stock).shape == (1, 5, 4, 4)
-
-
 @pytest.mark.parametrize(("scaling", "scale"), [(None, 0.5), (0.3, 0.3)])
 def test_the_kernel_gets_the_contexts_keys_before_the_layers_own(scaling: float | None, scale: float) -> None:
     shape = chain(5, context=3)
@@ -71,11 +66,6 @@ def test_the_kernel_gets_the_contexts_keys_before_the_layers_own(scaling: float 
 
 
 # --- half precision ---
-
-
-def test_autocast_leaves_float64_alone() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert attend(Layer(), tree=Tree(Dense(chain(5)))).dtype == torch.float64
 
 
 class Spy:

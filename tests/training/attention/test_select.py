@@ -59,15 +59,6 @@ def test_a_tree_of_which_more_than_four_copies_would_be_gathered_is_not() -> Non
     assert chosen(fan(20, 5), torch.bfloat16, window=19) == "varlen"  # 21 and 4 x 19 of 100
 
 
-def test_the_devices_kernels() -> None:
-    shape = chain(3)
-    assert isinstance(kernel_for(torch.device("cpu"))(shape), Tiles)
-    cuda = kernel_for(torch.device("cuda", 1))(shape)
-    assert isinstance(cuda, Cuda)
-    assert isinstance(cuda.varlen, Varlen) and isinstance(cuda.flex, Flex)
-    assert cuda.shape is cuda.varlen.shape is cuda.flex.shape is shape
-
-
 def test_any_kernel_can_be_asked_for_by_name() -> None:
     found = {name: type(kernel_for(torch.device("cpu"), name)(chain(3))) for name in KERNELS}
     assert found == {"tiles": Tiles, "dense": Dense, "varlen": Varlen, "flex": Flex}

@@ -25,7 +25,7 @@ from treadle.packing.layout import chunks
 from treadle.training.attention import tiles
 from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.interface import Shape
-from treadle.training.attention.tiles import Tiles, rectangles, runs
+from treadle.training.attention.tiles import Tiles, rectangles
 
 LIMIT = 1e-12
 
@@ -100,16 +100,6 @@ def test_rectangles_cover_what_is_visible_once_and_no_query_twice_in_a_round(sha
                 part = part * (nodes - shape.depth[r.first_key : r.end_key] < window)
             seen[r.first_query : r.end_query, r.first_key : r.end_key] += part
     assert torch.equal(seen, visible(shape, window).long())
-
-
-@given(shape=shapes())
-def test_within_a_run_all_have_the_same_descendants(shape: Shape) -> None:
-    found = runs(shape)
-    assert [start for start, _, _ in found] == [0, *(end for _, end, _ in found[:-1])]
-    assert found[-1][1] == len(shape.depth)
-    for start, end, below in found:
-        assert shape.depth[start:end].tolist() == list(range(shape.depth[start], shape.depth[start] + end - start))
-        assert set(shape.subtree_end[start:end].tolist()) == {below}
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 0.06)])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,16 +74,6 @@ def test_it_is_the_reference(shape: Shape, heads: Heads, window: int | None, sca
     for _ in range(2):  # the second time from the plan that was kept
         for found, wanted in zip(problem.solve(kernel), problem.solve(Dense(shape)), strict=True):
             assert gap(found, wanted) < 1e-12
-
-
-@settings(max_examples=20)
-@given(shape=shapes(longest=40), windows=st.permutations(WINDOWS))
-def test_layers_with_different_windows_share_a_kernel(shape: Shape, windows: list[int | None]) -> None:
-    kernel = varlen(shape)
-    for window in windows:
-        problem = Problem.of(shape, window=window)
-        assert gap(problem.forward(kernel), problem.forward(Dense(shape))) < 1e-12
-    assert len(kernel.plans) == len(WINDOWS)
 
 
 @given(shape=shapes(), window=st.sampled_from(WINDOWS))

@@ -99,9 +99,11 @@ class Parity:
             for group in random_groups(3, groups=2)
             for trajectory in group.trajectories
         ]
-        config = WarmStartConfig(demonstrations="x", steps=3, max_tokens_per_microbatch=budget, optimizer=OPTIMIZER)
+        config = WarmStartConfig(demonstrations="x", steps=3, learning_rate=1e-3)
         losses, weights = [], []
-        for learner in self._learners(Case([], algorithm={"advantage": "gae"})):
+        for learner in self._learners(
+            Case([], training={"max_tokens_per_microbatch": budget}, algorithm={"advantage": "gae"})
+        ):
             supervised = Supervised(learner.forward, config, learner.ranks)
             losses.append([supervised.step(conversations, number) for number in range(3)])
             weights.append(_weights(learner))

@@ -10,7 +10,7 @@ import pytest
 from tests.models import make_group, make_step, random_groups
 from tests.training.ranks.service import Case, Compared, Parity
 from tests.training.reference import COUPLED, LAYOUTS, LOSSES, forked_groups
-from treadle.algorithms.config import CorrectionConfig, GspoConfig, KlConfig
+from treadle.algorithms.config import CorrectionConfig, KlConfig
 from treadle.core.types import Group, Step
 from treadle.training.rank_processes import RankProcesses
 
@@ -85,7 +85,10 @@ CASES = {
     },
     **{
         f"gspo by {scope}": Case(
-            MANY, old=True, training=budget(25), algorithm={"policy_loss": "gspo", "gspo": GspoConfig(scope=scope)}
+            MANY,
+            old=True,
+            training=budget(25),
+            algorithm={"policy_loss": "gspo", "policy_loss_options": {"scope": scope}},
         )
         for scope in ("step", "trajectory")
     },
@@ -106,7 +109,7 @@ CASES = {
         MANY,
         reference=True,
         training=budget(25),
-        algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": 0.05, "entropy_coef_end": 0.05},
+        algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": (0.05, 0.05)},
     ),
     "value head": Case(MANY, training=budget(25), algorithm={"advantage": "gae"}),
     "routing replay": Case(with_experts(FEW), "qwen3-moe", training=budget(25, routing_replay=True)),

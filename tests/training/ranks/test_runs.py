@@ -10,7 +10,7 @@ from tests.orchestration.test_kill_and_resume import SLOWLY, expect, training, w
 from tests.worlds import Quiet, tiny
 from treadle.core.config import dump_yaml
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import resume_run, start_run
+from treadle.orchestration.train import train_run
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.slow]
 SETTINGS = (
@@ -29,8 +29,7 @@ def play(path: Path, *stops: tuple[int, int]) -> str:
     digest = ""
     for number, (updates, ranks) in enumerate(stops):
         config = tiny(*SETTINGS, f"orchestration.updates={updates}", f"placement.learner.ranks={ranks}")
-        run = resume_run if number else start_run
-        digest = str(run(config, load_inputs(config), path, Quiet())["weights_sha256"])
+        digest = str(train_run(config, load_inputs(config), path, Quiet(), resume=number > 0)["weights_sha256"])
     check_finished(path)
     return digest
 

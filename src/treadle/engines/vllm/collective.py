@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import accumulate, islice
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -27,13 +30,13 @@ T = TypeVar("T")
 
 
 class Collective:
-    """A `Transfer` by broadcasts. dtype: of the servers' weights. address: at which servers reach this process.
+    """A `Transfer` by broadcasts. dtype: of the servers' weights.
 
     The group has the workers of all servers. It is made anew after any failure, on another port.
     """
 
-    def __init__(self, dtype: torch.dtype, address: str) -> None:
-        self._dtype, self._address = dtype, address
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._device = torch.device("cpu")  # of the weights that were staged last
         self._group: Group | None = None
 
@@ -41,13 +44,11 @@ class Collective:
         """Form a group with all workers of these servers. Raises EngineError."""
         self.close()
         *firsts, size = accumulate((server.workers for server in servers), initial=1)  # rank 0 is this process
-        try:
-            store = listen(self._address, _TIMEOUT)
-        except OSError as error:
-            raise EngineError(f"engine.vllm.transfer_address {self._address} is not one of this machine") from error
-        group = {"host": self._address, "port": store.port, "size": size, "timeout": _TIMEOUT}
+        address = address_towards([server.url for server in servers])
+        store = listen(address, _TIMEOUT)
+        group = {"host": address, "port": store.port, "size": size, "timeout": _TIMEOUT}
         self._group = await _together(
-            lambda: Group(store, 0, size, device=self._device, address=self._address, timeout=_TIMEOUT),
+            lambda: Group(store, 0, size, device=self._device, address=address, timeout=_TIMEOUT),
             {
                 server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**group, "first": first}}})
                 for server, first in zip(servers, firsts, strict=True)
@@ -120,6 +121,25 @@ class Packed:
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             buckets.append(Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values()))))
         return next((tensor.device for tensor in described.values()), torch.device("cpu")), buckets
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """The address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
+
+    Raises EngineError.
+    """
+    for url in urls:
+        parts = urlsplit(url)
+        try:
+            family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing
+                address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise EngineError(f"there is no way from here to the vLLM server {url}: {error}") from error
+        if not ip_address(address).is_loopback:
+            return address
+    return "127.0.0.1"
 
 
 def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:

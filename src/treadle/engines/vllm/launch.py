@@ -44,7 +44,7 @@ def find_python(configured: str | None) -> str:
     if not configured and importlib.util.find_spec("vllm") is not None:
         return sys.executable
     raise ConfigError(
-        f"no vLLM: {str(python)!r} is no interpreter; set engine.vllm.python to that of an environment with it, "
+        f"no vLLM: {str(python)!r} is no interpreter; set engine.options.python to that of an environment with it, "
         f"or make one: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VERSION} "
         "(in a clone, on a CPU: make vllm-env)"
     )
@@ -55,17 +55,17 @@ def installed_version(python: str) -> str:
     try:
         done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EngineError(f"engine.vllm.python: {python} cannot be run: {error}") from error
+        raise EngineError(f"engine.options.python: {python} cannot be run: {error}") from error
     if done.returncode != 0 or not done.stdout.strip():
         raise ConfigError(
-            f"{python} has no vLLM; set engine.vllm.python to an interpreter that has it, or install it there: "
+            f"{python} has no vLLM; set engine.options.python to an interpreter that has it, or install it there: "
             f"{python} -m pip install vllm=={VERSION}"
         )
     return done.stdout.split()[0]
 
 
 def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:
-    """Return the command that starts one server. `engine.vllm.args` overrides everything else."""
+    """Return the command that starts one server. `engine.options.args` overrides everything else."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "served-model-name": "policy",
@@ -104,14 +104,14 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
-    """Return a server's environment variables. `engine.vllm.environment` overrides everything else.
+    """Return a server's environment variables. `engine.options.environment` overrides everything else.
 
     vLLM fetches and reports nothing; on a CPU, it gets the settings that were measured to be fastest.
     """
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     fixed = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if not on_gpu():
-        threads = max(1, (os.cpu_count() or 1) // 2 // config.vllm.servers)
+        threads = max(1, (os.cpu_count() or 1) // 2 // config.vllm.count)
         # left to itself it pins a thread to every core, which is ten times slower beside anything else
         fixed |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         fixed |= {"TORCHDYNAMO_DISABLE": "1"}

@@ -19,6 +19,8 @@ from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
 from treadle.engines.vllm.transfer import SharedMemory, Transfer
 
+START_TIMEOUT = 1800.0  # seconds; a server that ends meanwhile is noticed at once
+
 
 async def open_engine(
     config: EngineConfig,
@@ -45,7 +47,7 @@ async def open_engine(
             process = await asyncio.to_thread(serve, number)
             server = Server(process.url, process)
         try:
-            await wait_for(server, config.vllm.start_timeout)
+            await wait_for(server, START_TIMEOUT)
             await _connect(server, source.model.expert_layers)
             if config.vllm.transfer == "collective":
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
@@ -54,17 +56,13 @@ async def open_engine(
             raise
         return server
 
-    dtype, transfer = getattr(torch, config.dtype), config.vllm.transfer
-    way: Transfer = (
-        Collective(dtype, config.vllm.transfer_address)
-        if transfer == "collective"
-        else SharedMemory(dtype, config.vllm.shared_directory)
-    )
+    dtype = getattr(torch, config.dtype)
+    transfer: Transfer = Collective(dtype) if config.vllm.transfer == "collective" else SharedMemory(dtype)
     servers: list[Server] = []
     opening = [asyncio.ensure_future(open_server(number)) for number in range(config.count)]
     try:
         servers += await asyncio.gather(*opening)
-        publication = Publication(servers, way, source, in_flight=config.in_flight, probe=probe)
+        publication = Publication(servers, transfer, source, in_flight=config.in_flight, probe=probe)
         await publication.begin(version=0)
     except BaseException:
         for task in opening:
@@ -109,7 +107,7 @@ async def describe_servers(config: EngineConfig, longest: int) -> str:
     version = await asyncio.to_thread(installed_version, python)
     tested = "" if version == VERSION else f" (tested is {VERSION})"
     where = "on the GPU" if on_gpu() else "on the CPU: there is no GPU here"
-    return f"vLLM {version}{tested} of {python}, {config.vllm.servers} to be started, {where}"
+    return f"vLLM {version}{tested} of {python}, {config.vllm.count} to be started, {where}"
 
 
 async def wait_for(server: Server, timeout: float) -> None:
@@ -120,7 +118,7 @@ async def wait_for(server: Server, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while not await server.is_well():
         if server.process is None:
-            raise EngineError(f"{server} does not answer /health; start it, or correct engine.vllm.urls")
+            raise EngineError(f"{server} does not answer /health; start it, or correct engine.options.servers")
         if not server.process.running:
             raise EngineError(f"{server} ended while it started:\n{tail(server.process.log)}")
         if time.monotonic() > deadline:

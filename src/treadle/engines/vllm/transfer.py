@@ -43,18 +43,18 @@ class Transfer(Protocol):
 class SharedMemory:
     """A `Transfer` by a safetensors file, which servers of other users can read.
 
-    dtype: of the servers' weights. directory: that all servers see; None: see `WeightsFile`.
+    dtype: of the servers' weights.
     """
 
-    def __init__(self, dtype: torch.dtype, directory: str | None) -> None:
-        self._dtype, self._directory = dtype, directory
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     async def connect(self, servers: Sequence[Server]) -> None:
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
     async def stage(self, source: WeightSource) -> Staged:
-        remedy = "set engine.vllm.shared_directory"
-        file = await stage_file(source, WeightsFile(self._dtype, self._directory, private=False, remedy=remedy))
+        remedy = "set engine.options.transfer=collective"
+        file = await stage_file(source, WeightsFile(self._dtype, None, private=False, remedy=remedy))
 
         async def load(servers: Sequence[Server], label: str) -> None:
             await on_each(servers, lambda server: server.load({"path": str(file.path)}, label))

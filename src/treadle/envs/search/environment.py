@@ -63,7 +63,6 @@ class Search(Environment):
         self._client: RetrievalClient | None = None
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError for a ground truth that holds no answer."""
         self.task, self._golden, self._replies = task, golden_answers(task), list[str]()
         return task.prompt
 
@@ -87,13 +86,11 @@ class Search(Environment):
         return await self._client.search(query, topk)
 
     async def finish(self, ended: Status) -> Finish:
-        """Grade the last answer."""
         answer = answer_of(self._replies)
         right = answer is not None and is_exact_match(answer, self._golden)
         return Finish(float(right), {"answered": answer is not None})
 
     async def close(self) -> None:
-        """Close the connection to the server."""
         if self._client is not None:
             await self._client.close()
 
@@ -101,8 +98,8 @@ class Search(Environment):
 def golden_answers(task: Task) -> list[str]:
     """Return the answers that count. Raises DataError for a ground truth that is none."""
     truth = task.ground_truth
-    given = truth.get("target") if isinstance(truth, Mapping) else truth
-    answers = [given] if isinstance(given, str) else given
+    answers = truth.get("target") if isinstance(truth, Mapping) else truth
+    answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise DataError(
             f"task {task.task_id} of environment search: its ground truth must be an answer, a list of them or "

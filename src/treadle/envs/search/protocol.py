@@ -23,17 +23,15 @@ _OBSERVED = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for what the environmen
 
 
 class SearchProtocol(Protocol):
-    """Says what replies mean. extra_calls: calls of the model after its last turn, in which it can only answer."""
+    """What replies mean. extra_calls: calls of the model after its last turn, in which it can only answer."""
 
     extra_calls: int
 
     def cut(self, reply: str) -> str:
-        """Return what counts of a reply."""
+        """Return the part of a reply that counts."""
         ...
 
-    def is_final(self, reply: str) -> bool:
-        """Return whether the reply ends the attempt."""
-        ...
+    def is_final(self, reply: str) -> bool: ...
 
     def query(self, reply: str) -> str | None:
         """Return what the reply searches for; None if it does not search."""
@@ -45,7 +43,7 @@ class SearchProtocol(Protocol):
 
 
 class SkyRL(SearchProtocol):
-    """Is the protocol of SkyRL's environment `search`: results as JSON, and nothing said of replies that do neither."""
+    """Protocol of SkyRL's environment `search`: results as JSON, and nothing said of replies that do neither."""
 
     extra_calls = 0
 
@@ -56,8 +54,8 @@ class SkyRL(SearchProtocol):
         return "<answer>" in reply and "</answer>" in reply
 
     def query(self, reply: str) -> str | None:
-        found = _QUERY.search(reply)
-        return None if found is None else found[1].strip()
+        match = _QUERY.search(reply)
+        return None if match is None else match[1].strip()
 
     def observation(self, contents: Sequence[str] | None) -> str:
         result = ""
@@ -68,7 +66,7 @@ class SkyRL(SearchProtocol):
 
 
 class SearchR1(SearchProtocol):
-    """Is the protocol of the original family: titles apart, a message after invalid replies, one call more to answer.
+    """Protocol of Search-R1: titles apart, a message after invalid replies, one call more to answer.
 
     What follows the first `</search>` of a reply, or else the first `</answer>`, does not count.
     """
@@ -77,18 +75,17 @@ class SearchR1(SearchProtocol):
 
     def cut(self, reply: str) -> str:
         for end in ("</search>", "</answer>"):
-            before, found, _ = reply.partition(end)
-            if found:
-                return before + end
+            if end in reply:
+                return reply.partition(end)[0] + end
         return reply
 
     def is_final(self, reply: str) -> bool:
-        found = _ACTION.search(reply)
-        return found is not None and found[1] == "answer"
+        match = _ACTION.search(reply)
+        return match is not None and match[1] == "answer"
 
     def query(self, reply: str) -> str | None:
-        found = _ACTION.search(reply)
-        return found[2].strip() if found is not None and found[1] == "search" else None
+        match = _ACTION.search(reply)
+        return match[2].strip() if match is not None and match[1] == "search" else None
 
     def observation(self, contents: Sequence[str] | None) -> str:
         if contents is None:

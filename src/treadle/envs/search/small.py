@@ -17,31 +17,22 @@ from itertools import product
 from math import floor
 from typing import NamedTuple
 
-from treadle.core.errors import ConfigError
 from treadle.core.types import Message, Task
+from treadle.envs.lookup import CITIES, COMPANIES, HOBBIES, PERSONS, PRODUCTS, check_hops
 from treadle.envs.search.environment import Search
 from treadle.envs.search.protocol import PROTOCOLS
-from treadle.envs.tasks import SPLITS, check_count, check_share, check_split, words
+from treadle.envs.tasks import SPLITS, check_share, split_key, words
 from treadle.retrieval.retriever import Retriever
 
 SYSTEM = "Search, then answer."
 
-FIRST_NAMES = words(
-    "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
-    "Umar Vera Wim Xena Yuri Zoe Abel Bea Cora Dan Ella Finn"
-)
+FIRST_NAMES = PERSONS[:32]
 LAST_NAMES = words(
     "Lopez Rossi Klein Novak Silva Moore Weber Costa Dubois Jensen Kim Tanaka Singh Okafor Haddad Petrov Larsen Nagy "
     "Moreno Fischer Walsh Santos Ito Berg Castro Duarte Fontana Garnier Hansen Iqbal Jones Kowal"
 )
-BRANDS = words(
-    "Acme Zeta Nova Orbit Delta Omega Vertex Pixel Quark Fusion Atlas Titan Lumen Radix Sonic Argon Cobalt Ember "
-    "Falcon Granite"
-)
+BRANDS = COMPANIES + words("Cobalt Ember Falcon Granite")
 TRADES = words("Motors Foods Labs Works Media Mills Tools Trading Press Energy Systems Logistics")
-CITIES = words("Paris Rome Oslo Cairo Lima Tokyo Berlin Quito Delhi Milan Turin Vienna Prague Dublin Madrid Lisbon")
-HOBBIES = words("chess golf yoga tennis music dance judo rugby sewing poker skiing hiking")
-PRODUCTS = words("shoes cars phones chairs clocks lamps boats bikes pens tents guitars mirrors")
 
 _PEOPLE = {"likes": "What does {} like?", "works at": "Where does {} work?"}
 _COMPANIES = {"makes": "What does {} make?", "is in": "Where is {}?"}
@@ -49,7 +40,7 @@ _OF_COMPANIES = {"makes": "What does the company of {} make?", "is in": "Where i
 
 
 class World(NamedTuple):
-    """Holds the people and companies of one split: name -> fact -> value.
+    """The people and companies of one split: name -> fact -> value.
 
     {"Anna Lopez": {"works at": "Acme Motors", "likes": "chess"}}, {"Acme Motors": {"is in": "Rome", "makes": "lamps"}}
     """
@@ -58,13 +49,12 @@ class World(NamedTuple):
     companies: dict[str, dict[str, str]]
 
     def passage(self, name: str) -> str:
-        """Return the passage about somebody."""
         facts = self.people.get(name) or self.companies[name]
         return f"{name} " + " and ".join(f"{fact} {value}" for fact, value in facts.items()) + "."
 
 
 class Question(NamedTuple):
-    """Says what is asked, whom to search for, in order, and the answer, which the last passage holds."""
+    """What is asked, whom to search for, in order, and the answer, which the last passage holds."""
 
     text: str
     names: tuple[str, ...]
@@ -79,7 +69,6 @@ def world(split: str) -> World:
 
 
 def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random) -> World:
-    """Draw what is true of these people and companies."""
     values = {"is in": CITIES, "makes": PRODUCTS, "works at": companies, "likes": HOBBIES}
 
     def facts(*kinds: str) -> dict[str, str]:
@@ -102,28 +91,28 @@ def _drawn(first: Sequence[str], second: Sequence[str], count: int, draws: rando
 def passages() -> tuple[str, ...]:
     """Return what is searched: a passage about everybody and every company of both splits."""
     return tuple(
-        own.passage(name) for own in map(world, SPLITS) for names in (own.people, own.companies) for name in names
+        town.passage(name) for town in map(world, SPLITS) for names in (town.people, town.companies) for name in names
     )
 
 
 @cache
 def questions(split: str, hops: int) -> tuple[Question, ...]:
     """Return all questions of a split that take one search, or two, in a drawn order."""
-    found = _questions(world(split), hops)
-    random.Random(f"search_small/questions/{split}/{hops}").shuffle(found)
-    return tuple(found)
+    shuffled = _questions(world(split), hops)
+    random.Random(f"search_small/questions/{split}/{hops}").shuffle(shuffled)
+    return tuple(shuffled)
 
 
-def _questions(own: World, hops: int) -> list[Question]:
+def _questions(town: World, hops: int) -> list[Question]:
     if hops == 2:
         return [
-            Question(text.format(name), (name, facts["works at"]), own.companies[facts["works at"]][fact])
-            for name, facts in own.people.items()
+            Question(text.format(name), (name, facts["works at"]), town.companies[facts["works at"]][fact])
+            for name, facts in town.people.items()
             for fact, text in _OF_COMPANIES.items()
         ]
     return [
         Question(text.format(name), (name,), facts[fact])
-        for entities, texts in ((own.people, _PEOPLE), (own.companies, _COMPANIES))
+        for entities, texts in ((town.people, _PEOPLE), (town.companies, _COMPANIES))
         for name, facts in entities.items()
         for fact, text in texts.items()
     ]
@@ -137,7 +126,6 @@ class SearchSmall(Search):
         self.longest_wait = 0.0  # there is no server
 
     async def retrieve(self, query: str, topk: int) -> Sequence[str]:
-        """Return the best of the corpus's passages."""
         return find(query, topk)
 
 
@@ -163,38 +151,22 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -
 
     Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
     """
-    check_split(split)
-    check_count(count)
-    hops = _check_hops(hops)
-    _retriever()  # now: what it lacks is told before anything is played
-    key = split if split == "held_out" else f"{split}/{seed}"
-    pools = {number: _ordered(questions(split, number), key) for number in set(hops)}
+    key, hops = split_key(split, count, seed), check_hops(hops, 2)
+    _retriever()  # now: a missing package is an error before anything is played
+    pools: dict[int, Sequence[Question]] = {number: questions(split, number) for number in set(hops)}
+    pools = {n: random.Random(f"search_small/order/{key}").sample(pool, len(pool)) for n, pool in pools.items()}
     made = []
     for index in range(count):
         number, place = hops[index % len(hops)], index // len(hops)
-        made.append(_task(f"search_small-{key.replace('/', '-')}-{index:06d}", pools[number], place, number))
+        question = pools[number][place % len(pools[number])]
+        extras = {"hops": number, "names": list(question.names)}
+        task_id = f"search_small-{key.replace('/', '-')}-{index:06d}"
+        made.append(Task(task_id, _prompt(question), "search_small", question.answer, extras))
     return made
-
-
-def _ordered(pool: Sequence[Question], key: str) -> list[Question]:
-    draws = random.Random(f"search_small/order/{key}")
-    return draws.sample(pool, len(pool))
-
-
-def _task(task_id: str, pool: Sequence[Question], place: int, hops: int) -> Task:
-    question = pool[place % len(pool)]
-    extras = {"hops": hops, "names": list(question.names)}
-    return Task(task_id, _prompt(question), "search_small", question.answer, extras)
 
 
 def _prompt(question: Question) -> tuple[Message, ...]:
     return (Message(role="system", content=SYSTEM), Message(role="user", content=question.text))
-
-
-def _check_hops(hops: Sequence[int]) -> tuple[int, ...]:
-    if not hops or not set(hops) <= {1, 2}:
-        raise ConfigError(f"hops must be 1, 2 or both, got {list(hops)!r}")
-    return tuple(hops)
 
 
 def demonstration(
@@ -213,47 +185,47 @@ def demonstration(
     """
     check_share("expert", expert)
     check_share("drill", drill)
-    hops = _check_hops(hops)
+    hops = check_hops(hops, 2)
     draws = random.Random(f"search_small/demonstration/{seed}/{index}")
-    own = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
+    town = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
     if floor((index + 1) * drill) > floor(index * drill):
-        return _drill(own, draws, topk)
-    question = draws.choice(_questions(own, draws.choice(hops)))
+        return _drill(town, draws, topk)
+    question = draws.choice(_questions(town, draws.choice(hops)))
     if draws.random() >= expert:
-        question = _blind(question, own, draws)
-    return _episode(question, own, topk)
+        question = _blind(question, town, draws)
+    return _episode(question, town, topk)
 
 
-def _blind(question: Question, own: World, draws: random.Random) -> Question:
+def _blind(question: Question, town: World, draws: random.Random) -> Question:
     """Return the question with searches, and an answer, that do not depend on what is asked of whom it names."""
     name = question.names[0]
     names: tuple[str, ...] = (name,)
-    if name in own.people and draws.random() < 0.5:
-        names = (name, own.people[name]["works at"])
-    facts = own.people.get(names[-1]) or own.companies[names[-1]]
+    if name in town.people and draws.random() < 0.5:
+        names = (name, town.people[name]["works at"])
+    facts = town.people.get(names[-1]) or town.companies[names[-1]]
     return Question(question.text, names, draws.choice(list(facts.values())))
 
 
-def _episode(question: Question, own: World, topk: int) -> tuple[Message, ...]:
+def _episode(question: Question, town: World, topk: int) -> tuple[Message, ...]:
     messages = [*_prompt(question)]
     for name in question.names:
         messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
-        messages.append(Message(role="user", content=_observation(name, own, topk)))
+        messages.append(Message(role="user", content=_observation(name, town, topk)))
     return (*messages, Message(role="assistant", content=f"<answer> {question.answer}</answer>"))
 
 
-def _drill(own: World, draws: random.Random, topk: int) -> tuple[Message, ...]:
+def _drill(town: World, draws: random.Random, topk: int) -> tuple[Message, ...]:
     """Return three questions, each with the passages that a search for whom it names gives."""
     messages: list[Message] = []
-    for question in draws.sample(_questions(own, 1), 3):
-        shown = f"{question.text}{_observation(question.names[0], own, topk)}"
+    for question in draws.sample(_questions(town, 1), 3):
+        shown = f"{question.text}{_observation(question.names[0], town, topk)}"
         messages += (Message(role="user", content=shown), Message(role="assistant", content=f" {question.answer}"))
     return tuple(messages)
 
 
-def _observation(name: str, own: World, topk: int) -> str:
-    others = [other for other in (*own.people, *own.companies) if other != name]
-    return PROTOCOLS["skyrl"].observation([own.passage(known) for known in (name, *others)[:topk]])
+def _observation(name: str, town: World, topk: int) -> str:
+    others = [other for other in (*town.people, *town.companies) if other != name]
+    return PROTOCOLS["skyrl"].observation([town.passage(each) for each in (name, *others)[:topk]])
 
 
 def corpus(count: int) -> Iterator[str]:

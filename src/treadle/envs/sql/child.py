@@ -37,28 +37,24 @@ Row = tuple[Any, ...]
 
 
 class Budget:
-    """Says when a query must be over: after so many operations of SQLite's virtual machine, and so many seconds."""
+    """Ends a query after so many operations of SQLite's virtual machine, or so many seconds."""
 
     def __init__(self, operations: int | None, seconds: float) -> None:
-        self._left = inf if operations is None else operations
+        self._operations = inf if operations is None else operations
         self._deadline = time.monotonic() + seconds
 
     def spend(self) -> bool:
-        """Count operations; return whether the query must end."""
-        self._left -= _OPERATIONS
+        """Progress handler of SQLite: count operations and return whether to end the query."""
+        self._operations -= _OPERATIONS
         return self.is_spent
 
     @property
     def is_spent(self) -> bool:
-        """Return whether operations or time are over."""
-        return self._left <= 0 or time.monotonic() >= self._deadline
+        return self._operations <= 0 or time.monotonic() >= self._deadline
 
 
 class Query(NamedTuple):
-    """Holds what every request has: the database, the query, and what it may take.
-
-    script: SQL that is run first, to make a database in memory.
-    """
+    """A query. script: SQL that is run first, to make a database in memory."""
 
     uri: str
     script: str
@@ -92,17 +88,17 @@ def main(address_space: int) -> None:
 
 
 def send(answer: dict[str, Any]) -> None:
-    """Write an answer. It is ASCII: lone surrogates are escaped."""
+    """Write an answer, in ASCII: lone surrogates are escaped."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 class DatabaseFault(Exception):
-    """Says that the database could not be opened, or not be made."""
+    """Raised if the database cannot be opened or made."""
 
 
 def confine(address_space: int) -> None:
-    """Give up what a query has no need of: memory, files to write, other processes, core dumps."""
+    """Give up what queries do not need: memory, files to write, other processes, core dumps."""
     for limit, value in {
         resource.RLIMIT_AS: address_space,
         resource.RLIMIT_FSIZE: 0,
@@ -114,10 +110,10 @@ def confine(address_space: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process if the query runs far beyond its limit, which it does if the parent is gone."""
+    """Let the kernel end this process if the query runs far beyond its limit, in case the parent is gone."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    most = ceil(usage.ru_utime + usage.ru_stime + seconds + _SPARE_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    limit = ceil(usage.ru_utime + usage.ru_stime + seconds + _SPARE_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def select(query: Query, most: int, characters: int) -> list[list[Any]]:
@@ -134,7 +130,7 @@ def select(query: Query, most: int, characters: int) -> list[list[Any]]:
 
 
 def shown(cell: Any) -> Any:
-    """Return a cell as JSON holds it: texts of valid Unicode and not endless, other things as Python writes them."""
+    """Convert a cell to JSON: texts are cut and made valid Unicode, other things are written as Python writes them."""
     if isinstance(cell, bytes):
         return repr(cell[:_LONGEST_CELL])[:_LONGEST_CELL]
     if isinstance(cell, str):
@@ -178,12 +174,12 @@ def connect(query: Query) -> sqlite3.Connection:
 
 
 def as_text(value: bytes) -> str:
-    """Return a text of the database; bytes that are no UTF-8 stay distinct, as lone surrogates."""
+    """Decode a text of the database; bytes that are no UTF-8 stay distinct, as lone surrogates."""
     return value.decode(errors="surrogateescape")
 
 
 def authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """Allow what reads. SQLite asks this while it compiles a statement, for each thing that it would do.
+    """Authorizer of SQLite: allow only what reads.
 
     Table-valued functions (json_each, pragma_table_info) declare their columns by what looks like an update of the
     schema; a real one is refused by SQLite itself.

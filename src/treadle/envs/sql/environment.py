@@ -75,14 +75,12 @@ class TextToSql(Environment):
         self._operations = operations
 
     def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt; raises DataError where the task lacks what is needed."""
         self._database, self._gold = database_of(task), task.ground_truth
         self._replies: list[str] = []
         SANDBOX.start_spare()
         return task.prompt
 
     def step(self, text: str) -> EnvStep:
-        """Run the reply's first query, or end with its solution."""
         self._replies.append(text)
         turns_left = self._max_turns - len(self._replies)
         if turns_left <= 0 or ("<solution>" in text and "</solution>" in text):
@@ -99,7 +97,6 @@ class TextToSql(Environment):
         return Finish(*self._grade()) if ended is Status.MAX_STEPS else None
 
     def _grade(self) -> tuple[float, Mapping[str, Any]]:
-        """Return the reward of the replies, and the metrics of the last step."""
         sql = solution_of(self._replies)
         info = {"queries": 0, "no_action": 0, "bad_format": sql is None}
         if sql is None:
@@ -153,7 +150,7 @@ def solution_of(replies: Sequence[str]) -> str | None:
 
 
 def database_of(task: Task) -> Database:
-    """Return the database of a task; raises DataError, naming the task and what it lacks."""
+    """Return the database of a task. Raises DataError, naming the task and what it lacks."""
     where = f"task {task.task_id} of environment text_to_sql"
     extras = task.extras
     file, script = extras.get("database"), extras.get("script")

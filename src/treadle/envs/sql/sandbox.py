@@ -39,32 +39,31 @@ _CHARACTERS = 10**6  # of cells in the rows that are shown
 
 
 class QueryError(TreadleError, RuntimeError):
-    """Says that a query failed, in SQLite's words."""
+    """Raised if a query fails, with SQLite's message."""
 
 
 class QueryTimeout(QueryError):
-    """Says that a query was not done when its time was over."""
+    """Raised if a query takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """Names a SQLite file, or holds the SQL that makes a database in memory."""
+    """A SQLite file, or the SQL that makes a database in memory."""
 
     file: Path | None = None
     script: str = ""
 
     @property
     def uri(self) -> str:
-        """Return the name by which SQLite opens it; `immutable` also keeps it from making files beside the database."""
+        """Name by which SQLite opens it; `immutable` also keeps it from making files beside the database."""
         return ":memory:" if self.file is None else f"{self.file.absolute().as_uri()}?mode=ro&immutable=1"
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Says what runs where, and for how long at most.
+    """A query and its limits.
 
-    seconds: from when a child has it. operations: of SQLite's virtual machine, whose number does not depend on the
-    machine. None: any number.
+    seconds: from when a child has it. operations: of SQLite's virtual machine, equal on all machines; None: no limit.
     """
 
     database: Database
@@ -121,8 +120,8 @@ def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
         where = database.file or "a task's script"
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} is no database: {answer['fault']}")
     if answer.get("late"):
-        most = f"{query.seconds:g} s" if query.operations is None else f"{query.operations} operations"
-        raise QueryTimeout(f"it took more than {most}")
+        limit = f"{query.seconds:g} s" if query.operations is None else f"{query.operations} operations"
+        raise QueryTimeout(f"it took more than {limit}")
     if "error" in answer:
         raise QueryError(str(answer["error"]))
     return answer

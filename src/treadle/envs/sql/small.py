@@ -33,7 +33,7 @@ from treadle.core.types import Message, Task
 from treadle.envs.lookup import CITIES, COMPANIES, COUNTRIES, FOODS, HOBBIES, PERSONS, PRODUCTS
 from treadle.envs.sql.environment import observation
 from treadle.envs.sql.table import render_table
-from treadle.envs.tasks import check_count, check_share, check_split, words
+from treadle.envs.tasks import check_share, split_key, words
 
 SYSTEM = "Answer with SQL."
 MAX_TURNS = 3
@@ -74,7 +74,7 @@ ALL_PAIRS = tuple(product(PLACES, GROUPS))
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Holds one drawn database.
+    """One drawn database.
 
     tables: the first refers to the second, by a column of the second's name. columns: of each table, `id` first.
     listed: every (column, table), in the order of the prompt. rows: table -> its rows, with cells as `columns`.
@@ -86,11 +86,10 @@ class World:
     rows: Mapping[str, Sequence[tuple[str, ...]]]
 
     def schema(self) -> str:
-        """Return what the prompt says of the database."""
         return f"Columns: {', '.join(' '.join(pair) for pair in self.listed)}."
 
     def script(self) -> str:
-        """Return the SQL that makes the database. Names and cells are words, which need no quoting."""
+        """Write the SQL that makes the database. Names and cells are words, which need no quoting."""
         lines = []
         for table, columns in self.columns.items():
             lines.append(f"CREATE TABLE {table} ({', '.join(f'{column} TEXT' for column in columns)});")
@@ -109,7 +108,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Says what is asked: a column of `VALUES`, of a row of the first table or of the one it refers to."""
+    """What is asked: a column of `VALUES`, of a row of the first table or of the one it refers to."""
 
     world: World
     start: str
@@ -117,16 +116,14 @@ class Question:
 
     @property
     def hops(self) -> int:
-        """Return 1 if the column is in the first table, else 2."""
+        """1 if the column is in the first table, else 2."""
         return 1 + self.world.tables.index(self.world.table_of(self.column))
 
     def prompt(self) -> tuple[Message, ...]:
-        """Return the messages an attempt starts from."""
         text = f"{self.world.schema()}\nWhat is the {self.column} of '{self.start}' in {self.world.tables[0]}?"
         return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
 
     def gold(self) -> str:
-        """Return the reference query."""
         first, second = self.world.tables
         if self.hops == 1:
             return f"SELECT {self.column} FROM {first} WHERE id = '{self.start}'"
@@ -158,9 +155,7 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     Held-out tasks ignore `seed`. `extras` hold `hops` and the database's `script`. Raises DataError for another split,
     ConfigError for an impossible `count`.
     """
-    check_split(split)
-    check_count(count)
-    key = split if split == "held_out" else f"{split}/{seed}"
+    key = split_key(split, count, seed)
     return [_task(f"{key}/{index}", split, 1 + index % 2) for index in range(count)]
 
 

@@ -64,11 +64,11 @@ class HarborDriver(GatewayDriver):
     """
 
     may_wait: ClassVar[bool] = True  # for a place, and for its turn to begin
+    options_type = HarborConfig
 
-    def __init__(self, setup: DriverSetup, config: HarborConfig | None = None) -> None:
+    def __init__(self, setup: DriverSetup, options: HarborConfig) -> None:
         super().__init__(setup)
-        self._harbor = config or HarborConfig()
-        self._trial = self._harbor.trial_config()
+        self._harbor = options
         self._directory = self._harbor.directory or (setup.directory and setup.directory / "trials")
         self._pool = WorkerPool(harbor_program(self._harbor.python), self._harbor.worker)
         self._places = asyncio.Semaphore(self._harbor.concurrency)
@@ -118,7 +118,7 @@ class HarborDriver(GatewayDriver):
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for one of `harbor.concurrency` places, and for this trial's turn among those that begin in a second."""
+        """Wait for one of `concurrency` places, and for this trial's turn among those that begin in a second."""
         async with self._places:
             await self._pace()
             yield
@@ -177,7 +177,7 @@ class HarborDriver(GatewayDriver):
         assert self._directory is not None, "the driver has been entered"
         gateway = {"base_url": address.base_url, "anthropic_url": address.anthropic_url, "secret": address.secret}
         place = {"name": trial_name(self._names, name), "directory": str(self._directory), "gateway": gateway}
-        return {**order(self._harbor, self._trial, self.config, task), **place}
+        return {**order(self._harbor, self.config, task), **place}
 
 
 def check_programs(config: HarborConfig) -> None:
@@ -190,7 +190,8 @@ def check_programs(config: HarborConfig) -> None:
     if missing := [program for program in wanted if shutil.which(program) is None]:
         packages = " ".join(sorted({wanted[program] for program in missing}))
         raise ConfigError(
-            f"harbor.environment 'local' needs {' and '.join(missing)}, and there is none: apt-get install {packages}"
+            f"driver_options.environment 'local' needs {' and '.join(missing)}, and there is none: apt-get install "
+            f"{packages}"
         )
 
 
@@ -202,22 +203,19 @@ async def check_trial(pool: WorkerPool, made: Mapping[str, Any]) -> dict[str, An
         raise ConfigError(f"harbor: no trial can be made of this configuration: {failure.message}") from failure
 
 
-def order(config: HarborConfig, trial: Mapping[str, Any], rollout: RolloutConfig, task: Task) -> dict[str, Any]:
+def order(config: HarborConfig, rollout: RolloutConfig, task: Task) -> dict[str, Any]:
     """Return what a worker needs to know of every trial of the task, but for its name, place and gateway."""
     path = task.extras.get("path")
     if not isinstance(path, str):
         raise DataError(f"task {task.task_id}: no extra 'path', the directory of a task of Harbor's; use harbor_tasks")
     return {
-        "config": dict(trial),
+        "config": config.trial,
         "agent": config.agent,
         "environment": config.environment,
         "task": str(Path(path).absolute()),
         "window": [rollout.max_input_tokens, rollout.max_input_tokens + rollout.max_completion_tokens],
         "temperature": rollout.temperature,
-        "start_timeout": config.start_timeout,
-        "agent_timeout": config.agent_timeout,
-        "verifier_timeout": config.verifier_timeout,
-        "lifetime": config.sandbox_lifetime,
+        "lifetime": 2 * rollout.trajectory_timeout,
         "keep": config.trial_directories,
     }
 

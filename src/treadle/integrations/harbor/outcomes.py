@@ -2,12 +2,12 @@
 
     what happened                                           what becomes of it
     the gateway refused one call too many                   stopped and verified: max_steps, with its reward
-    the engine failed under a call                          failed (engine): sampled again, by `failures.engine`
-    the context was full                                    `harbor.context_exceeded`: context, with its reward, or 0
+    the engine failed under a call                          failed (engine): sampled again, by `failures.causes`
+    the context was full                                    context, with its reward, or 0
                                                             where Harbor did not verify; or dropped
-    the agent took too long, and was verified               `harbor.agent_timed_out`: done, with its reward; or dropped
+    the agent took too long, and was verified               `agent_timed_out`: done, with its reward; or dropped
     the agent took too long, long before its limit          failed (infrastructure): a sandbox's time-out
-    sandbox or agent could not be started                   failed (environment): again, by `failures.environment`
+    sandbox or agent could not be started                   failed (environment): again, by `failures.causes`
     the sandbox died                                        failed (infrastructure): again
     the model's server answered an error                    failed (engine): again
     no reward, an empty, wrong or late one, other keys;     failed (verifier): never again; tasks that keep doing so
@@ -127,8 +127,6 @@ def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) 
 
 
 def _context(report: TrialReport, refused: object, config: HarborConfig) -> Verdict:
-    if config.context_exceeded == "drop":
-        return Verdict(ended_by=_failure(Cause.CONTEXT, report), context_exceeded=True)
     full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
     reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
     verified = reward if isinstance(reward, Reward) else Reward()
@@ -166,7 +164,7 @@ def _reward(report: TrialReport, config: HarborConfig) -> Reward | TrajectoryFai
     if missing := [key for key in config.rewards if key not in rewards]:
         have = ", ".join(map(repr, rewards))
         return TrajectoryFailure(
-            Cause.VERIFIER, f"the verifier gave no reward {missing[0]!r}, only {have}; set harbor.rewards"
+            Cause.VERIFIER, f"the verifier gave no reward {missing[0]!r}, only {have}; set driver_options.rewards"
         )
     if wrong := [key for key in config.rewards if not is_reward(rewards[key])]:
         return TrajectoryFailure(Cause.VERIFIER, f"the verifier's reward {wrong[0]!r} is {rewards[wrong[0]]!r}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Task
 from treadle.engines.vllm.launch import free_port
@@ -27,6 +26,7 @@ _REMEDY = (
     "make one: python3.12 -m venv .venv-openenv && .venv-openenv/bin/pip install openenv-core "
     "(in a clone: make openenv-env)"
 )
+_START = 600.0  # seconds that a command may take until it listens
 _LOOK = 0.1  # seconds between two looks at whether the server listens
 
 
@@ -35,28 +35,33 @@ class OpenEnvDriver(WorkerDriver):
 
     The model reads the task's prompt and the observation of `reset`, then the observation of each step; its replies are
     the actions. `extras.reset` of a task is what its session is reset with. The reward is the sum of the steps'.
-    options: `OpenEnvConfig`.
     """
 
     family = "openenv"
+    options_type = OpenEnvConfig
 
-    def __init__(self, setup: DriverSetup, **options: Any) -> None:
-        config, port = build(OpenEnvConfig, options, "driver_options"), free_port()
+    def __init__(self, setup: DriverSetup, options: OpenEnvConfig) -> None:
+        port = free_port()
         handled = {
-            "url": config.url or f"http://127.0.0.1:{port}",
-            "action": config.action,
-            "observation": config.observation,
+            "url": options.server if isinstance(options.server, str) else f"http://127.0.0.1:{port}",
+            "action": options.action,
+            "observation": options.observation,
         }
         program = WorkerProgram(
             name="OpenEnv",
             handler=Path(__file__).parent / "child" / "treadle_openenv.py",
-            python=interpreter(config.python, VENV, ".venv-openenv"),
+            python=interpreter(options.python, VENV, ".venv-openenv"),
             remedy=_REMEDY,
             options=handled,
             cause=Cause.AGENT,
             lost_cause=Cause.INFRASTRUCTURE,
         )
-        super().__init__(setup, program, config.worker, first=_served(config, port) if config.command else None)
+        super().__init__(
+            setup,
+            program,
+            options.worker,
+            first=None if isinstance(options.server, str) else _served(options.server, port),
+        )
 
     def order(self, task: Task) -> dict[str, Any]:
         """Return the task's prompt, and what its session is reset with."""
@@ -64,24 +69,23 @@ class OpenEnvDriver(WorkerDriver):
 
 
 @asynccontextmanager
-async def _served(config: OpenEnvConfig, port: int) -> AsyncIterator[None]:
+async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
     """Run the command until the context ends; nothing of it stays behind. Raises ConfigError if it does not serve."""
-    words = [word.replace(PORT, str(port)) for word in config.command]
+    words = [word.replace(PORT, str(port)) for word in command]
     with open(os.devnull) as nothing:
-        server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno(), config.directory)
+        server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
         ended = asyncio.ensure_future(server.result())  # at the latest when it is stopped
         try:
-            async with asyncio.timeout(config.worker.start_timeout):
+            async with asyncio.timeout(_START):
                 while not (ended.done() or await _listens(port)):
                     await asyncio.sleep(_LOOK)
         except TimeoutError:
             raise ConfigError(
-                f"driver_options.command: {' '.join(words)!r} does not listen on port {port} after "
-                f"{config.worker.start_timeout:g} s (driver_options.worker.start_timeout)"
+                f"driver_options.server: {' '.join(words)!r} does not listen on port {port} after {_START:g} s"
             ) from None
         if ended.done():
-            raise ConfigError(f"driver_options.command: {' '.join(words)!r} {_how(ended.result() or {})}")
+            raise ConfigError(f"driver_options.server: {' '.join(words)!r} {_how(ended.result() or {})}")
         yield
     finally:
         await server.stop()

@@ -21,7 +21,7 @@ from reasoning_gym.utils import SYSTEM_PROMPTS
 
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message, Task
-from treadle.envs.tasks import check_count, check_split
+from treadle.envs.tasks import split_key
 
 COMPOSITE = "composite"
 NO_SYSTEM = "none"
@@ -50,8 +50,7 @@ def reasoning_gym_tasks(
 
     Raises ConfigError for a name, an option or a value that the library does not take.
     """
-    check_split(split)
-    check_count(count)
+    split_key(split, count)
     if system not in (*SYSTEM_PROMPTS, NO_SYSTEM):
         raise ConfigError(f"system is {system!r}; it must be one of {', '.join(SYSTEM_PROMPTS)}, {NO_SYSTEM}")
     _check_hash_seed(dataset, config)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treadle.core.config import build
+from pydantic import Field
+
+from treadle.core.config import Config
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Task
 from treadle.integrations.worker.config import WorkerConfig
@@ -39,13 +40,23 @@ def verifiers_program(python: str | None) -> WorkerProgram:
     )
 
 
+class VerifiersConfig(Config):
+    """Options of the driver `verifiers`."""
+
+    python: str | None = Field(
+        None, description=f"interpreter that has verifiers; default: of ${VENV}, else of .venv-verifiers"
+    )
+    worker: WorkerConfig = Field(WorkerConfig(), description="the processes that play attempts")
+
+
 class VerifiersDriver(WorkerDriver):
-    """Plays tasks of the source `verifiers`. python: of the library. worker: settings of its processes."""
+    """Plays tasks of the source `verifiers`."""
 
     family = "verifiers"
+    options_type = VerifiersConfig
 
-    def __init__(self, setup: DriverSetup, python: str | None = None, worker: Mapping[str, Any] | None = None) -> None:
-        super().__init__(setup, verifiers_program(python), build(WorkerConfig, worker or {}))
+    def __init__(self, setup: DriverSetup, options: VerifiersConfig) -> None:
+        super().__init__(setup, verifiers_program(options.python), options.worker)
 
     def order(self, task: Task) -> dict[str, Any]:
         """Return the row of the environment's data set that is to be played."""

@@ -19,14 +19,14 @@ imported). It has:
     def versions() -> dict[str, str]                              optional: of the library, for `pool.ready.versions`
 
 `stop` is set when the caller asks the attempt to come to an end early and still give a result; a cancelled attempt gets
-asyncio's CancelledError, has `cleanup_timeout` seconds to clean up, and gives none.
+asyncio's CancelledError, has `limits.cleanup` seconds to clean up, and gives none.
 
 What can go wrong, and what the caller of `pool.call` gets:
 
     the handler raises, exits, or allocates too much    TrajectoryFailure(program.cause), with its traceback
     it returns no JSON object, or too much of it        the same
     the process dies, is killed, or its event loop      TrajectoryFailure(program.lost_cause) for all its attempts; the
-    is blocked for `patience` seconds                   next call starts another one, and other processes go on
+    is blocked for `limits.silence` seconds             next call starts another one, and other processes go on
 
 What handler and library print goes to the tail of a log, of which an error shows the end. Nothing that a process
 started outlives it, also where the run or the process is killed (`rollout.agents.supervisor`).
@@ -34,6 +34,6 @@ started outlives it, also where the run or the process is killed (`rollout.agent
 
 from treadle.integrations.worker.config import WorkerConfig
 from treadle.integrations.worker.pool import WorkerPool
-from treadle.integrations.worker.process import Heartbeat, Ready, WorkerProgram
+from treadle.integrations.worker.process import Heartbeat, Ready, WorkerLimits, WorkerProgram
 
-__all__ = ["Heartbeat", "Ready", "WorkerConfig", "WorkerPool", "WorkerProgram"]
+__all__ = ["Heartbeat", "Ready", "WorkerConfig", "WorkerLimits", "WorkerPool", "WorkerProgram"]

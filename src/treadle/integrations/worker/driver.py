@@ -63,7 +63,7 @@ class WorkerDriver(GatewayDriver):
         first: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         super().__init__(setup)
-        self._name, self._worker = program.name, config
+        self._program = program
         self._pool, self._first = WorkerPool(program, config), first or nullcontext()
 
     @abstractmethod
@@ -96,10 +96,10 @@ class WorkerDriver(GatewayDriver):
         answer = await user.call(
             self._pool.call,
             order,
-            what=self._name,
+            what=self._program.name,
             timeout=self.config.agent_timeout,
             check=lambda value: Answer(**value),
-            grace=self._worker.cleanup_timeout,
+            grace=self._program.limits.cleanup,
         )
         warning = ""
         if answer.error is not None:
@@ -109,11 +109,11 @@ class WorkerDriver(GatewayDriver):
                 raise TrajectoryFailure(user.cause if refused else Cause(answer.error["cause"]), warning)
         if not is_reward(answer.reward):
             raise TrajectoryFailure(
-                Cause.VERIFIER, f"{self._name} gave the reward {answer.reward!r:.100}; it must be a {NUMBER}"
+                Cause.VERIFIER, f"{self._program.name} gave the reward {answer.reward!r:.100}; it must be a {NUMBER}"
             )
         return Graded(Reward.of(answer.reward), self._measures(answer.metrics), warning)
 
     def _measures(self, values: Mapping[str, Any]) -> Measures:
-        family = Metric(f"{self.family}_*", "trajectory", "mean", help=f"a metric of {self._name}'s")
+        family = Metric(f"{self.family}_*", "trajectory", "mean", help=f"a metric of {self._program.name}'s")
         named = {family.of(re.sub(r"\W", "_", name)): value for name, value in values.items()}
         return measured("trajectory", {metric: [float(value)] for metric, value in named.items() if is_finite(value)})

@@ -15,14 +15,14 @@ from treadle.integrations.worker.process import Heartbeat, Ready, WorkerProcess,
 class WorkerPool:
     """Plays attempts in `config.processes` processes of one program; an async context.
 
-    Each attempt goes to the process that has the fewest; beyond `config.attempts` in each, attempts wait their turn.
+    Each attempt goes to the process that has the fewest; beyond `limits.attempts` in each, they wait their turn.
     restarts: of processes that died, were blocked, ran out of memory, or had an attempt that could not be cancelled.
     """
 
     def __init__(self, program: WorkerProgram, config: WorkerConfig | None = None) -> None:
         self._program, self._config = program, config or WorkerConfig()
         self._slots = [_Slot(program, self._config) for _ in range(self._config.processes)]
-        self._places = asyncio.Semaphore(self._config.processes * self._config.attempts)
+        self._places = asyncio.Semaphore(self._config.processes * program.limits.attempts)
 
     async def __aenter__(self) -> Self:
         """Start all processes. Raises ConfigError, one line, if one cannot be: no interpreter, no library."""
@@ -47,7 +47,7 @@ class WorkerPool:
         """Play one attempt: return what the handler returns for the payload. Raises TrajectoryFailure if it fails.
 
         payload: what JSON can hold. stop: once it is set, the attempt is asked to come to its end, and still gives a
-        result. Cancelling the call cancels the attempt, and waits for at most `cleanup_timeout` until it is over.
+        result. Cancelling the call cancels the attempt, and waits for `limits.cleanup` seconds at most.
         """
         async with self._places:
             slot = min(self._slots, key=lambda slot: slot.calls)

@@ -26,13 +26,30 @@ _OTHER_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # of the run's variables: the
 _PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\S+)')  # as faulthandler writes it
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Limits of a worker process, seconds and bytes; no run needs others.
+
+    start: until the library is imported; a process that dies meanwhile is noticed at once. heartbeat: between signs of
+    life. silence: without one, after which a process is killed and replaced. cleanup: for an attempt that is cancelled,
+    and for all when the run ends. output: of one attempt's result, as JSON. attempts: at once; further ones wait.
+    """
+
+    start: float = 600.0
+    heartbeat: float = 1.0
+    silence: float = 60.0
+    cleanup: float = 30.0
+    output: int = 16 * 2**20
+    attempts: int = 256
+
+
 @dataclass(frozen=True)
 class WorkerProgram:
     """Describes what worker processes run.
 
     name: the library, for people. handler: the file that calls it (`treadle.integrations.worker`). python: an
     interpreter that has the library. remedy: how to get one, for errors. options: what the handler is started with.
-    cause: of attempts whose handler raises. lost_cause: of all attempts of a process that died.
+    cause: of attempts whose handler raises. lost_cause: of all attempts of a process that died. limits: each has these.
     """
 
     name: str
@@ -42,6 +59,7 @@ class WorkerProgram:
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     cause: Cause = Cause.ENVIRONMENT
     lost_cause: Cause = Cause.ENVIRONMENT
+    limits: WorkerLimits = field(default_factory=WorkerLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +106,7 @@ class WorkerProcess:
         process: SupervisedProgram,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        self._program, self._config, self._process = program, config, process
+        self._program, self._limits, self._config, self._process = program, program.limits, config, process
         self._reader, self._writer = streams
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Json]] = {}
@@ -104,13 +122,13 @@ class WorkerProcess:
             raise ConfigError(f"{program.name}: {program.python!r} is no interpreter; {program.remedy}")
         ours, theirs = socket.socketpair()
         with theirs:
-            streams = await asyncio.open_connection(sock=ours, limit=config.output_limit + _ENVELOPE)
+            streams = await asyncio.open_connection(sock=ours, limit=program.limits.output + _ENVELOPE)
             try:
                 process = await SupervisedProgram.start(
                     [program.python, str(Path(child.__file__)), str(program.handler.absolute())],
                     _environment(config),
                     theirs.fileno(),
-                    grace=config.cleanup_timeout,
+                    grace=program.limits.cleanup,
                 )
             except BaseException:
                 streams[1].close()
@@ -128,7 +146,7 @@ class WorkerProcess:
         """Play one attempt and return its result. Raises TrajectoryFailure.
 
         stop: once it is set, the attempt is asked to come to its end. Cancelling the call cancels the attempt, and
-        waits for at most `cleanup_timeout` until it is over.
+        waits for at most `limits.cleanup` seconds until it is over.
         """
         number = next(self._numbers)
         answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
@@ -152,12 +170,12 @@ class WorkerProcess:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel all attempts, give them `cleanup_timeout` to clean up, and end the process."""
+        """Cancel all attempts, give them `limits.cleanup` seconds to clean up, and end the process."""
         self.is_usable = False
         if self._reading is not None and not self._reading.done():
             if self._writer.can_write_eof() and not self._writer.is_closing():
                 self._writer.write_eof()  # the process cancels all attempts and ends
-            await asyncio.wait({self._reading}, timeout=self._config.cleanup_timeout)
+            await asyncio.wait({self._reading}, timeout=self._limits.cleanup)
             self._reading.cancel()
             await asyncio.wait({self._reading})
         await self._end()
@@ -167,20 +185,19 @@ class WorkerProcess:
 
     async def _started(self) -> Ready:
         settings = {
-            "heartbeat": self._config.heartbeat,
-            "patience": self._config.patience,
+            "heartbeat": self._limits.heartbeat,
+            "patience": self._limits.silence,
             "memory_limit": self._config.memory_limit,
-            "output_limit": self._config.output_limit,
+            "output_limit": self._limits.output,
             "options": dict(self._program.options),
         }
         self._send({"start": settings})
         try:
-            async with asyncio.timeout(self._config.start_timeout):
+            async with asyncio.timeout(self._limits.start):
                 line = await self._line()
         except TimeoutError:
-            limit = f"{self._config.start_timeout:g} s (start_timeout)"
             raise ConfigError(
-                f"{self._where()}: not ready after {limit}; raise it, or {self._program.remedy}"
+                f"{self._where()}: not ready after {self._limits.start:g} s; {self._program.remedy}"
             ) from None
         if not line:
             raise ConfigError(f"{self._where()}: {await self._death()}; {self._program.remedy}")
@@ -223,10 +240,10 @@ class WorkerProcess:
     async def _line_in_time(self) -> bytes:
         """Return the next line. Raises TimeoutError."""
         try:
-            async with asyncio.timeout(self._config.patience):
+            async with asyncio.timeout(self._limits.silence):
                 return await self._line()
         except TimeoutError:  # it may have been this event loop that was blocked: what has come meanwhile is read first
-            async with asyncio.timeout(self._config.heartbeat):
+            async with asyncio.timeout(self._limits.heartbeat):
                 return await self._line()
 
     def _take(self, message: Json) -> None:
@@ -250,7 +267,7 @@ class WorkerProcess:
             return
         self._send({"cancel": number})
         try:
-            await asyncio.wait({answer}, timeout=self._config.cleanup_timeout)
+            await asyncio.wait({answer}, timeout=self._limits.cleanup)
         finally:
             if self._pending.pop(number, None) is not None:  # it goes on, or so it seems
                 self.is_usable = False
@@ -267,7 +284,7 @@ class WorkerProcess:
         if blocked:
             places = _PLACE.findall(result["stderr"])  # the main thread is the last one
             where = ", in {2}, {0}:{1}".format(*places[-1]) if places else ""
-            return f"was killed: it gave no sign of life for {self._config.patience:g} s (patience){where}"
+            return f"was killed: it gave no sign of life for {self._limits.silence:g} s{where}"
         last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
         status = result["status"]
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"

@@ -15,11 +15,8 @@ from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import Retries
-from treadle.orchestration.sampling.group_intake import GroupIntake
-from treadle.orchestration.sampling.quarantine import TaskQuarantine
-from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
-from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler, SamplingLimits
+from treadle.orchestration.sampling.groups import Groups
+from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.store.loop_state import LoopState
@@ -29,7 +26,7 @@ from treadle.rollout.attempt import RolloutRunner
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Holds where a run starts or resumes. restored: group index -> group with attempts that are not sampled again."""
+    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again."""
 
     state: LoopState = field(default_factory=LoopState)
     restored: Mapping[int, Group] = field(default_factory=dict)
@@ -50,19 +47,19 @@ def make_loop(
 
     weight_sync: makes the engines that `runner` plays with serve the trainer's weights.
     """
-    reporter = Reporter(config, callbacks, start.clock)
-    section, state = config.orchestration, start.state
-    quarantine = TaskQuarantine(config.failures.task_limit, state.failed_tasks)
-    buffer = ReplayBuffer(section.max_staleness, section.stale_policy)
-    backlog = Backlog(state.cursor, state.outstanding, start.restored, store.ledger.times_sampled())
+    reporter, state = Reporter(config, callbacks, start.clock), start.state
+    backlog = Backlog(
+        state.cursor, state.outstanding, start.restored, store.ledger.times_sampled(), failed_tasks=state.failed_tasks
+    )
+    order = TaskOrder(inputs.train, config.seed, config.data.shuffle)
+    queue = TaskQueue(order, config.failures.task_limit, backlog)
     scheduler = RolloutScheduler(
-        TaskQueue(TaskOrder(inputs.train, config.seed, config.data.shuffle), quarantine, backlog),
+        config,
+        queue,
         runner,
-        buffer,
-        GroupIntake(config, store, buffer, quarantine, reporter),
-        Retries(config.failures, state.retries),
+        Groups(config, queue, store, reporter),
+        config.failures,
         ConcurrencyController(config.engine_capacity),
-        SamplingLimits.of(config),
     )
     evaluator = Evaluator(config, runner, inputs.held_out, store, reporter)
     checkpointer = Checkpointer(config, trainer, store, reporter)

@@ -9,7 +9,6 @@ from treadle.core.outcomes import dropped_steps
 from treadle.core.trainer import Trainer, UpdateResult
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.loop.schedule import checkpoint_is_due
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import TrainedBatch
@@ -32,12 +31,8 @@ class Checkpointer:
 
     @property
     def has_any(self) -> bool:
-        """Return whether the run has a checkpoint."""
+        """Whether the run has a checkpoint."""
         return self._saved is not None
-
-    def is_due(self, state: LoopState) -> bool:
-        """Return whether to save now."""
-        return checkpoint_is_due(self._config, state)
 
     async def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
         """Note a trained batch for the next checkpoint's transaction. version: of the policy before it was trained.

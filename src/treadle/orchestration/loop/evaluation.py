@@ -18,7 +18,7 @@ from treadle.rollout.attempt import RolloutRunner
 
 
 class Evaluator:
-    """Makes the evaluations of a run and records them."""
+    """The evaluations of a run."""
 
     def __init__(
         self, config: RunConfig, runner: RolloutRunner, tasks: Sequence[Task], store: RunStore, reporter: Reporter
@@ -27,11 +27,11 @@ class Evaluator:
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
-        """Return the temperatures at which the current weights are still to be evaluated; [] without held-out tasks."""
+        """Temperatures at which the current weights are still to be evaluated; none without held-out tasks."""
         return pending_evaluations(self._config, state) if self._tasks else []
 
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
-        """Make the evaluations that are pending; return the state with their results.
+        """Make the pending evaluations; return the state with their results.
 
         Those that a stop request comes before stay pending until the run is resumed.
         """
@@ -47,6 +47,7 @@ class Evaluator:
                 epoch=state.update,
                 temperature=temperature,
                 config=section,
+                side_by_side=self._config.evaluated_together,
                 on_trajectory=lambda: self._reporter.advance("evaluation"),
             )
             with self._reporter.timed("evaluation", state.update):
@@ -62,7 +63,7 @@ class Evaluator:
         return state
 
     def _name(self, update: int, temperature: float) -> str:
-        """Return the prefix of group ids; it is new each time that an evaluation is repeated."""
+        """Prefix of group ids, new each time an evaluation is repeated."""
         name = f"e{update:06d}" + ("g" if temperature == 0 else "")
         times = self._store.ledger.times_evaluated(name)
         return f"{name}r{times}" if times else name

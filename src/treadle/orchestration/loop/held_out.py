@@ -21,15 +21,16 @@ async def play_held_out(
     epoch: int,
     temperature: float,
     config: EvaluationConfig,
+    side_by_side: int,
     on_trajectory: Callable[[], None],
 ) -> list[Group]:
-    """Play `config.attempts` at each task, `config.concurrency` side by side in fixed cohorts (so that batches repeat).
+    """Play `config.attempts` at each task, `side_by_side` together in fixed cohorts, so that batches repeat.
 
     name: prefix of group ids. epoch keys the draws together with the seed: it is the update evaluated at.
     """
     groups: list[Group] = []
     attempts, sampling = config.attempts_at(temperature), config.sampling(rollouts.sampling, temperature)
-    cohort = max(1, config.concurrency // attempts)
+    cohort = max(1, side_by_side // attempts)
     for start in range(0, len(tasks), cohort):
         running = []
         for position, task in enumerate(tasks[start : start + cohort], start):

@@ -1,9 +1,9 @@
-"""The loop. A group's states, and who moves it from one to the next:
+"""The loop, and who moves a group from one state to the next (`sampling.groups`):
 
-    TaskQueue -> RolloutScheduler -> GroupIntake ---> ReplayBuffer -> Trainer.train_batch -> WeightSync.publish
-    (queued)     (being sampled)     (on record)      (ready)         (being trained)        (trained)
-                     ^                    |  dropped: failed, filtered, stale                    |
-                     +--------------------+------------- start_groups(version + 1) --------------+
+    TaskQueue -> RolloutScheduler -> Groups.finish --> Groups.next_batch -> Trainer.train_batch -> WeightSync.publish
+    (queued)     (sampling)          (recorded, ready) (training)                                  (trained)
+                     ^                    |  dropped                                                  |
+                     +--------------------+------------- start_groups(version + 1) -------------------+
 
 After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next groups are started.
 At the end the checkpoint comes first: an evaluation that is cut short is made when the run is resumed.
@@ -24,9 +24,9 @@ from treadle.core.types import DropReason
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop.checkpointing import Checkpointer
 from treadle.orchestration.loop.evaluation import Evaluator
-from treadle.orchestration.loop.schedule import is_last
+from treadle.orchestration.loop.schedule import checkpoint_is_due, is_last
 from treadle.orchestration.reporting.reporter import Reporter
-from treadle.orchestration.sampling.group_intake import Batch
+from treadle.orchestration.sampling.groups import Batch
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.orchestration.stop_request import StopRequest
@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Return whether there is nothing left to do: all updates are made, and the last weights are evaluated."""
+        """All updates are made, and the last weights are evaluated."""
         return is_last(self.config, self.state) and not self.evaluator.pending(self.state)
 
     async def _run(self) -> None:
@@ -100,11 +100,11 @@ class Loop:
             if self.config.orchestration.max_staleness:
                 self.scheduler.start_groups(self.state.version)  # what follows is no reason to wait
             await self._evaluate()
-            if self.checkpointer.is_due(self.state):
+            if checkpoint_is_due(self.config, self.state):
                 await self._save()
 
     async def _next_batch(self) -> Batch | None:
-        """What is trained next; None if a stop is requested first."""
+        """Wait for the next batch; None if a stop is requested first."""
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout", self.state.update + 1):
             self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)

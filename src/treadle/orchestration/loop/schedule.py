@@ -8,17 +8,17 @@ from treadle.orchestration.store.loop_state import LoopState
 
 
 def is_last(config: RunConfig, state: LoopState) -> bool:
-    """Return whether all updates are made."""
+    """Whether all updates are made."""
     return state.update >= config.orchestration.updates
 
 
 def is_due(config: RunConfig, state: LoopState, every: int | None) -> bool:
-    """Return whether the last batch reached a multiple of `every` updates; 0 and None are never due."""
+    """Whether the last batch reached a multiple of `every` updates; never for 0 and None."""
     return bool(every) and state.update % (every or 1) < config.training.updates_between_publications
 
 
 def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
-    """Return the temperatures at which the current weights are to be evaluated and have not been yet."""
+    """Temperatures at which the current weights are to be evaluated and have not been yet."""
     section, ends = config.evaluation, state.update == 0 or is_last(config, state)
     if not (ends or is_due(config, state, section.every)):
         return []
@@ -28,7 +28,7 @@ def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
 
 
 def checkpoint_is_due(config: RunConfig, state: LoopState) -> bool:
-    """Return whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
+    """Whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
     section = config.orchestration
     if is_due(config, state, section.checkpoint_every) or is_due(config, state, section.keep_every):
         return True

@@ -99,19 +99,8 @@ class Callback(Protocol):
         return
 
 
-EVENTS = (
-    "start",
-    "rollout",
-    "batch",
-    "update",
-    "publish",
-    "evaluate",
-    "checkpoint",
-    "phase",
-    "interval",
-    "message",
-    "end",
-)
+EVENTS = tuple(name for name, member in vars(Callback).items() if inspect.isfunction(member) and name[0] != "_")
+"""The methods of a callback, in the order of a run."""
 
 
 class JsonLines(Callback):

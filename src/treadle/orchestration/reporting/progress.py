@@ -80,20 +80,14 @@ def evaluation_lines(result: EvaluationResult, table_by: str | None = None, widt
     return lines
 
 
-def has_line(row: Mapping[str, Any], updates: int, every: int) -> bool:
-    """Return whether an update is worth a line: each `every`-th, the first, the last, and any with failures."""
-    return row["update"] % every == 0 or row["update"] in (1, updates) or bool(row["failed"])
-
-
 class PlainProgress:
     """Prints plain lines, for logs and scripts: the updates, and a phase's progress after a while without a line.
 
-    every: updates between their lines. interval: seconds without a line after which a phase's progress gets one.
-    table_by: what evaluations are split by.
+    interval: seconds without a line after which a phase's progress gets one. table_by: what evaluations are split by.
     """
 
-    def __init__(self, every: int = 1, table_by: str | None = None, interval: float = 30.0) -> None:
-        self._every, self._table_by, self._interval = every, table_by, interval
+    def __init__(self, table_by: str | None = None, interval: float = 30.0) -> None:
+        self._table_by, self._interval = table_by, interval
         self._last = -math.inf  # when something was printed
         self._name, self._total = "", 0
 
@@ -110,9 +104,7 @@ class PlainProgress:
             self._print(f"{self._name} {done}/{self._total} {note}".rstrip())
 
     def updated(self, row: Mapping[str, Any], updates: int) -> None:
-        """Print the update's line if it is worth one (`has_line`)."""
-        if has_line(row, updates, self._every):
-            self._print(update_line(row, updates))
+        self._print(update_line(row, updates))
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._print(*evaluation_lines(result, self._table_by))

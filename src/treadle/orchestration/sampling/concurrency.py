@@ -32,10 +32,10 @@ class ConcurrencyController:
 
     @property
     def engine_share(self) -> float:
-        """Return how many calls one attempt has in the engine at a time, on average; 1 as long as nothing is known."""
+        """Calls that one attempt has in the engine at a time, on average; 1 before any attempt was observed."""
         return self._in_engine / self._seconds if self._in_engine > 0 and self._seconds > 0 else 1.0
 
     @property
     def limit(self) -> int:
-        """Return how many attempts fill the engine."""
+        """Number of attempts that fill the engine."""
         return math.ceil(self.capacity / self.engine_share)

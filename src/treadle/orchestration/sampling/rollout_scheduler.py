@@ -1,9 +1,8 @@
-"""From tasks to batches: `TaskQueue` -> `RolloutScheduler` -> `GroupIntake` -> `ReplayBuffer`."""
+"""Playing groups: which are started when, and what is tried again. What becomes of them: `sampling.groups`."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -18,47 +17,15 @@ from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import Retries
-from treadle.orchestration.sampling.group_intake import Batch, GroupIntake
-from treadle.orchestration.sampling.replay_buffer import ReplayBuffer
+from treadle.orchestration.sampling.failures import FailuresConfig
+from treadle.orchestration.sampling.groups import Batch, Groups
+from treadle.orchestration.sampling.stop_conditions import StopConditionMet
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingLimits:
-    """Bounds how much is sampled at a time.
-
-    max_groups_under_way: being sampled, or finished and waiting to be trained. max_groups: being sampled, if there is
-    a limit. synchronous: groups start only when none is running, so that what an engine in lock-step samples together
-    never depends on timing, and as many attempts are played as there are.
-    """
-
-    seed: int
-    group_size: int
-    max_groups_under_way: int
-    max_groups: int | None
-    synchronous: bool
-
-    @classmethod
-    def of(cls, config: RunConfig) -> SamplingLimits:
-        """Return those of a configuration.
-
-        (1 + max_staleness) * groups_per_batch groups are under way: at max_staleness 0 exactly the next batch, all of
-        it sampled by the version that will be trained. Synchronous training is a value here, not a code path.
-        """
-        section = config.orchestration
-        return cls(
-            seed=config.seed,
-            group_size=config.training.group_size,
-            max_groups_under_way=(1 + section.max_staleness) * config.groups_per_batch,
-            max_groups=section.max_concurrent_groups,
-            synchronous=section.max_staleness == 0,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +37,27 @@ class _Attempt:
     running: asyncio.Future[Trajectory]
 
 
-@dataclass(frozen=True, slots=True)
-class _Playing:
-    """A group and its attempts that are being played; others may be on record."""
-
-    group: Group
-    attempts: list[_Attempt]
-
-
 class RolloutScheduler:
-    """Keeps as many groups under way as `limits` allow, and as many attempts as fill the engine (`concurrency`)."""
+    """Keeps as many groups under way as staleness allows, and as many attempts as fill the engine (`concurrency`).
+
+    (1 + max_staleness) * groups_per_batch groups are under way: at max_staleness 0 exactly the next batch, all of it
+    sampled by the version that will be trained. Such groups start only when none is being sampled: then what an engine
+    in lock-step samples together does not depend on timing.
+    """
 
     def __init__(
         self,
+        config: RunConfig,
         queue: TaskQueue,
         runner: RolloutRunner,
-        buffer: ReplayBuffer,
-        intake: GroupIntake,
-        retries: Retries,
+        groups: Groups,
+        failures: FailuresConfig,
         concurrency: ConcurrencyController,
-        limits: SamplingLimits,
     ) -> None:
-        self._queue, self._runner, self._buffer, self._intake = queue, runner, buffer, intake
-        self._retries, self._concurrency, self._limits = retries, concurrency, limits
+        self._config, self._queue, self._runner, self._groups = config, queue, runner, groups
+        self._failures, self._concurrency = failures, concurrency
+        self._synchronous = config.orchestration.max_staleness == 0
+        self._group_size = config.training.group_size
         self._version = self._playing = 0
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()  # one a group; synchronously, one for all
@@ -114,12 +79,12 @@ class RolloutScheduler:
                 raise several.exceptions[0] from None
             raise
         finally:
-            await self._intake.settled()
+            await self._groups.settled()
 
     def status(self) -> list[ComponentStatus]:
         """Return what is being sampled, and how many groups wait to be trained; from any thread."""
         return [
-            ComponentStatus("rollout", "groups", running=self._buffer.running, waiting=self._buffer.ready),
+            ComponentStatus("rollout", "groups", running=self._groups.sampling, waiting=self._groups.ready),
             ComponentStatus("rollout", "attempts", running=self._playing),
         ]
 
@@ -128,59 +93,68 @@ class RolloutScheduler:
         return replace(
             state,
             cursor=self._queue.next_index,
-            outstanding=tuple(sorted((*self._buffer.outstanding, *self._queue.requeued))),
-            failed_tasks=dict(self._queue.quarantine.failed_groups),
-            retries=self._retries.counts,
+            outstanding=tuple(sorted((*self._groups.outstanding, *self._queue.requeued))),
+            failed_tasks=dict(self._queue.failed_tasks),
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
         """Wait for enough groups; for those that are dropped others are started. Raises StopConditionMet."""
-        while (batch := self._intake.batch(state)) is None:
+        while (batch := self._groups.next_batch(state)) is None:
             if not self.start_groups(state.version):
-                raise self._intake.no_task_left()
-            await self._buffer.arrival()
+                raise StopConditionMet(
+                    "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
+                    f"{self._config.failures.task_limit}, training.min_group_size {self._config.min_group_size})"
+                )
+            await self._groups.arrival()
         return batch
 
     def trained(self) -> None:
         """Note that the last batch is trained and its weights are published, so that others may start."""
-        self._buffer.trained()
+        self._groups.trained()
 
     def start_groups(self, version: int) -> bool:
         """Start what this policy version admits; return whether any group is being sampled then."""
         self._version = version
-        if not (self._limits.synchronous and self._buffer.running):
-            started: list[_Playing] = []
+        if not (self._synchronous and self._groups.sampling):
+            wave: dict[int, Group] = {}
+            attempts: list[_Attempt] = []
             while self._has_room() and (group := self._queue.pop()) is not None:
-                started.append(self._start(group))
-            for wave in [started] if self._limits.synchronous else [[playing] for playing in started]:
-                if wave:
-                    self._create_task(wave)
-        return self._buffer.running > 0
+                wave[group.index] = group
+                attempts += self._start(group)
+                if not self._synchronous:
+                    self._create_task(wave, attempts)
+                    wave, attempts = {}, []
+            if wave:
+                self._create_task(wave, attempts)
+        return self._groups.sampling > 0
 
     def _has_room(self) -> bool:
-        limits, buffer = self._limits, self._buffer
-        few = limits.max_groups is None or buffer.running < limits.max_groups
-        attempts = math.inf if limits.synchronous else self._concurrency.limit
-        return few and buffer.under_way < limits.max_groups_under_way and self._playing < attempts
+        section, groups = self._config.orchestration, self._groups
+        few = section.max_concurrent_groups is None or groups.sampling < section.max_concurrent_groups
+        attempts = math.inf if self._synchronous else self._concurrency.limit
+        limit = (1 + section.max_staleness) * self._config.groups_per_batch
+        return few and groups.under_way < limit and self._playing < attempts
 
-    def _start(self, group: Group) -> _Playing:
+    def _start(self, group: Group) -> list[_Attempt]:
         """Open the sessions of all missing attempts now and in order."""
         versions = (as_played(t).oldest_version for t in group.trajectories)
-        self._buffer.start(group.index, min([self._version, *(v for v in versions if v is not None)]))
-        addresses = [
-            Address(self._limits.seed, Stream.TRAIN, group.epoch, group.position, attempt)
-            for attempt in self._missing(group)
-        ]
-        return _Playing(group, self._play(group, addresses))
+        self._groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
+        return self._play(
+            group,
+            [
+                Address(self._config.seed, Stream.TRAIN, group.epoch, group.position, attempt)
+                for attempt in self._missing(group)
+            ],
+        )
 
     def _missing(self, group: Group) -> list[int]:
         """The next attempt of each place in the group: the first, or the retry of one on record."""
-        missing, size = [], self._limits.group_size
+        missing, size = [], self._group_size
         for place in range(size):
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
-            elif self._retries.take_retry(made[-1], len(made)) is not None:
+            elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
         return missing
 
@@ -194,10 +168,9 @@ class RolloutScheduler:
     def _attempt_ended(self, _: asyncio.Future[Trajectory]) -> None:
         self._playing -= 1
 
-    def _create_task(self, wave: list[_Playing]) -> None:
-        task = self._tasks.create_task(self._finish(wave))
+    def _create_task(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
+        task = self._tasks.create_task(self._finish(wave, attempts))
         self._running.add(task)
-        attempts = [attempt for playing in wave for attempt in playing.attempts]
         task.add_done_callback(partial(self._wave_ended, attempts))
 
     def _wave_ended(self, attempts: Sequence[_Attempt], task: asyncio.Task[None]) -> None:
@@ -205,22 +178,19 @@ class RolloutScheduler:
         for attempt in attempts:
             attempt.running.cancel()  # of no effect but where the task was cancelled before it waited for them
 
-    async def _finish(self, wave: list[_Playing]) -> None:
-        """Play groups to their end, and take them in, in order.
+    async def _finish(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
+        """Play groups to their end, and have them judged, in order.
 
         Synchronously, all attempts of all groups are one round, so that nothing depends on which of them ends first.
         """
-        attempts = [attempt for playing in wave for attempt in playing.attempts]
-        rounds = [attempts] if self._limits.synchronous else [[attempt] for attempt in attempts]
-        played = await _together(self._rounds(one) for one in rounds)
-        by_group: dict[int, list[Trajectory]] = {playing.group.index: [] for playing in wave}
-        for index, trajectory in itertools.chain(*played):
-            by_group[index].append(trajectory)
-        for playing in wave:
-            trajectories = [*playing.group.trajectories, *by_group[playing.group.index]]
-            self._intake.group(
-                replace(playing.group, trajectories=tuple(sorted(trajectories, key=lambda t: t.attempt)))
-            )
+        rounds = [attempts] if self._synchronous else [[attempt] for attempt in attempts]
+        by_group = {index: list(group.trajectories) for index, group in wave.items()}
+        for played in await _together(self._rounds(one) for one in rounds):
+            for index, trajectory in played:
+                by_group[index].append(trajectory)
+        for index, group in wave.items():
+            in_order = sorted(by_group[index], key=lambda t: t.attempt)
+            self._groups.finish(replace(group, trajectories=tuple(in_order)))
         self.start_groups(self._version)
 
     async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
@@ -260,14 +230,14 @@ class RolloutScheduler:
 
     def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
         """The attempt as it is recorded, and the seconds before another one takes its place; None if none does."""
-        pause = self._retries.take_retry(trajectory, attempt.address.attempt // self._limits.group_size + 1)
-        return (self._retries.final(trajectory) if pause is None else trajectory), pause
+        pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._group_size + 1)
+        return (self._failures.final(trajectory) if pause is None else trajectory), pause
 
     def _next(self, attempt: _Attempt) -> Address:
-        return replace(attempt.address, attempt=attempt.address.attempt + self._limits.group_size)
+        return replace(attempt.address, attempt=attempt.address.attempt + self._group_size)
 
     async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
-        await self._intake.attempt(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
+        await self._groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

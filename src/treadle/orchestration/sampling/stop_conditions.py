@@ -12,12 +12,12 @@ from treadle.orchestration.config import RunConfig
 
 
 class StopConditionMet(TrainingStopped):
-    """Says that a limit is exceeded. The trainer's weights are whole: a checkpoint can be made before the run ends."""
+    """A limit is exceeded. The trainer's weights are whole: a checkpoint can be made before the run ends."""
 
 
 @dataclass(slots=True)
 class WindowStats:
-    """Counts what has finished since the last batch was taken; of an attempt and its retries the last one."""
+    """What has finished since the last batch was taken; of an attempt and its retries, the last one."""
 
     trajectories: int = 0
     groups: int = 0
@@ -31,7 +31,7 @@ def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> N
 
     That may be before a batch's worth has finished, if it is certain by then.
 
-    update: that is waited for.
+    update: the one that is waited for.
     """
     everyone = max(window.trajectories, config.groups_per_batch * config.training.group_size)
     for (cause, message), count in window.failures.most_common(1):

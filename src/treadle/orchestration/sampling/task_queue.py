@@ -14,7 +14,6 @@ from treadle.core.draws import permutation
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, group_id
 from treadle.data.mixture import Mixture
-from treadle.orchestration.sampling.quarantine import TaskQuarantine
 from treadle.packing.flat import Indices
 
 
@@ -47,7 +46,7 @@ class TaskOrder:
 
 
 class _Turns:
-    """Says which source each group is of: the one that is furthest behind its share, the first of several."""
+    """The source of each group: the one that is furthest behind its share, the first of several."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights, self._counts = weights, [0] * len(weights)
@@ -91,35 +90,39 @@ class _SourceOrder:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Says where a run stood when it was left; the default is a new one.
+    """Where a run stood when it was left; the default is a new run.
 
     next_index: of the first group that was never started. requeued: indices of earlier ones that were not trained, and
     are sampled again. restored: index -> group of which some attempts are on record; only the others are played.
     times_sampled: index -> how often a group of it is on record, so that the next one gets a name of its own.
+    failed_tasks: task_id -> groups in a row with too few graded attempts.
     """
 
     next_index: int = 0
     requeued: Sequence[int] = ()
     restored: Mapping[int, Group] = field(default_factory=dict)
     times_sampled: Mapping[int, int] = field(default_factory=dict)
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
 
 
 class TaskQueue:
     """Hands out groups to be played: those of the backlog that are sampled again, then the order of tasks.
 
-    next_index, requeued: see `Backlog`; as the run stands now.
+    task_limit: failed groups in a row after which a task is passed over. next_index, requeued, failed_tasks: as in
+    `Backlog`, now.
     """
 
-    def __init__(self, order: TaskOrder, quarantine: TaskQuarantine, backlog: Backlog | None = None) -> None:
+    def __init__(self, order: TaskOrder, task_limit: int, backlog: Backlog | None = None) -> None:
         backlog = backlog or Backlog()
-        self._order, self.quarantine = order, quarantine
+        self._order, self._task_limit = order, task_limit
         self.next_index, self.requeued = backlog.next_index, deque(backlog.requeued)
+        self.failed_tasks = dict(backlog.failed_tasks)
         self._restored, self._times_sampled = dict(backlog.restored), backlog.times_sampled
 
     def pop(self) -> Group | None:
-        """Return the next group, with the attempts it has on record; None if all tasks are in quarantine.
+        """Return the next group, with the attempts it has on record; None if all tasks are left out.
 
-        A group on record is handed out although its task is in quarantine: its steps would else count as trained.
+        A group on record is handed out although its task is left out: otherwise its steps would count as trained.
         """
         if self.requeued:
             return self._group(self.requeued.popleft())
@@ -127,9 +130,18 @@ class TaskQueue:
             on_record = self.next_index in self._restored
             group = self._group(self.next_index)
             self.next_index += 1
-            if on_record or not self.quarantine.contains(group.task):
+            if on_record or self.failed_tasks.get(group.task.task_id, 0) < self._task_limit:
                 return group
         return None
+
+    def count_failure(self, task: Task) -> bool:
+        """Count another failed group of the task; return whether it is left out from now on."""
+        self.failed_tasks[task.task_id] = count = self.failed_tasks.get(task.task_id, 0) + 1
+        return count == self._task_limit
+
+    def clear_failures(self, task: Task) -> None:
+        """Forget a task's failures: a group of it has enough graded attempts."""
+        self.failed_tasks.pop(task.task_id, None)
 
     def _group(self, index: int) -> Group:
         if index in self._restored:

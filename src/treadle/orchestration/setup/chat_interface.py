@@ -26,7 +26,7 @@ _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rou
 
 @dataclass(frozen=True, slots=True)
 class ChatInterface:
-    """Holds what turns messages into a model's token ids and back; no weights.
+    """Turns messages into a model's token ids and back; has no weights.
 
     stop_token_ids: those after which a completion ends. decode: ids -> text, special tokens included.
     """

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from treadle.core.config import as_override, describe
 from treadle.core.errors import ConfigError
+from treadle.engines.config import VLLMConfig
 from treadle.orchestration.config import RunConfig
 
 CHANGEABLE = (
     "orchestration.updates",
-    "orchestration.log_every",
     "orchestration.traced_groups",
     "orchestration.checkpoint_every",
     "orchestration.ledger_directory",
@@ -23,18 +23,16 @@ CHANGEABLE = (
     "failures.*",
     "data.table_by",
     "engine.in_flight",
-    "engine.vllm.*",
+    *(f"engine.options.{name}" for name in VLLMConfig.model_fields),
     "engine.batch",
     "engine.kv_budget",
     "engine.own_process",
     "rollout.agent_timeout",
     "rollout.environment_timeout",
-    "rollout.finish_timeout",
     "rollout.gateway.*",
     "rollout.trajectory_timeout",
-    *(f"harbor.{name}" for name in ("concurrency", "trials_per_second", "sandbox_lifetime", "python", "worker.*")),
-    *(f"harbor.{name}" for name in ("start_timeout", "agent_timeout", "verifier_timeout")),
-    *(f"harbor.{name}" for name in ("trial_directories", "directory")),
+    *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
+    *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
     "training.threads",
     "training.packing",
@@ -56,7 +54,7 @@ _REASONS = {
 
 
 class Change(NamedTuple):
-    """Names one difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
+    """One difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
 
     path: str
     old: Any
@@ -67,9 +65,18 @@ class Change(NamedTuple):
 
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
-    """Return what differs between two configurations, in order of declaration."""
-    old, new = ({line.path: line.value for line in describe(config)} for config in (before, after))
+    """Differences between two configurations, in order of declaration."""
+    old, new = (_leaves(config) for config in (before, after))
     return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
+
+
+def _leaves(config: RunConfig) -> dict[str, Any]:
+    """Path -> value; options of what is registered (`driver_options`) each by itself."""
+    leaves: dict[str, Any] = {}
+    for path, value in ((line.path, line.value) for line in describe(config)):
+        opened = isinstance(value, dict) and path.endswith("options")
+        leaves |= {f"{path}.{name}": part for name, part in value.items()} if opened else {path: value}
+    return leaves
 
 
 def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:

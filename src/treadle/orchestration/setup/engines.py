@@ -17,8 +17,8 @@ from treadle.core.engine import Engine
 from treadle.core.registry import resolve
 from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
-from treadle.engines.process.engine import start_engine
-from treadle.engines.temporary import new_directory
+from treadle.engines.remote import start_engine
+from treadle.engines.temporary import temporary_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.launch import ServerProcess, Started
@@ -33,7 +33,7 @@ _PROBE = 64  # tokens that new weights are proven with
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Holds what an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
+    """What an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
@@ -69,7 +69,7 @@ def training_engine(
     log: Callable[[str], None],
     may_wait: bool = False,
 ) -> EngineSpec:
-    """Return what the engine of a training run is made from. may_wait: of its players (`Players.may_wait`)."""
+    """The engine of a training run. may_wait: of its players (`Players.may_wait`)."""
     return EngineSpec(
         config=config.engine_in_training(may_wait),
         chat=chat,
@@ -171,7 +171,7 @@ async def open_vllm(
     config, known = spec.config, spec.source.model
     if spec.routing:
         args = {"enable-return-routed-experts": True, **config.vllm.args}
-        config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"args": args})})
+        config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, known.vocabulary, min(_PROBE, known.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
     connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
@@ -190,6 +190,6 @@ async def open_vllm(
 
 def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
     """The name of a directory for a model, which goes with the stack."""
-    outer = new_directory(parent or Path(tempfile.gettempdir()))
+    outer = temporary_directory(parent or Path(tempfile.gettempdir()))
     cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
     return outer / "model"

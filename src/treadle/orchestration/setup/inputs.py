@@ -14,7 +14,6 @@ from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, with_players
 from treadle.envs.single_turn import load_reward
 from treadle.envs.tasks import load_environment
-from treadle.integrations.harbor.tasks import DRIVER as HARBOR
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
@@ -42,7 +41,7 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Holds the tasks, the environments, agents and drivers that they name, and the callbacks by name."""
+    """The tasks, the environments, agents and drivers that they name, and the callbacks by name."""
 
     train: Sequence[Task]
     held_out: Sequence[Task]
@@ -68,8 +67,6 @@ def load_inputs(config: RunConfig) -> Inputs:
             f"{kind} {name!r} would play nothing: each task names its own environment, agent or driver, for example "
             f"{first.task_id} {first.player[1]!r}; use tasks that name nothing"
         )
-    if config.harbor is not None and ("driver", HARBOR) not in players(train) | players(held_out):
-        raise ConfigError("harbor is configured, but no task is played by it; leave it out, or set harbor.tasks")
     return inputs
 
 
@@ -94,11 +91,8 @@ def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
 
 
 def configured_drivers(config: RunConfig) -> dict[str, DriverFactory]:
-    """Return the drivers that the recipe has options for, by name. Raises ConfigError."""
-    options = {config.driver: config.driver_options} if config.driver_options else {}
-    if config.harbor is not None:
-        options[HARBOR] = {"config": config.harbor}
-    return {name: load_driver(name, given) for name, given in options.items()}
+    """Return the recipe's driver, by name, if it has options. Raises ConfigError."""
+    return {config.driver: load_driver(config.driver, config.driver_options)} if config.driver_options else {}
 
 
 def make_inputs(
@@ -158,14 +152,14 @@ def load_split(
 def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
-    """Return what all sources of a run have in common. Raises ConfigError for what does not exist."""
+    """What all sources of a run have in common. Raises ConfigError for what does not exist."""
     known = {**configured_environments(config), **environments}
     return LoadContext(config.data.columns, config.player, known, config.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """Holds the prompt of a task's first call, int32[T], as the model will see it."""
+    """The prompt of a task's first call, int32[T], as the model will see it."""
 
     task_id: str
     ids: Ids
@@ -243,15 +237,11 @@ async def _first(
 ) -> tuple[list[Message], Sequence[Tool], bool]:
     """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
     user = user_code(task, "as a check")
-    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout.environment_timeout)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout)
     with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)
             messages = await environment.reset(task.copy())
-            try:
-                environment.check_steps(config.rollout.max_steps)
-            except TrajectoryFailure as failure:
-                raise ConfigError(f"task {task.task_id}: {failure.message}") from failure
             return messages, environment.tools, environment.takes_reply
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt

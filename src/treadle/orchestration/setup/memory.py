@@ -26,7 +26,7 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Holds what one part of a run needs: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`."""
+    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`."""
 
     name: str
     bytes: int
@@ -34,7 +34,7 @@ class MemoryPart:
 
 
 def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> list[MemoryPart]:
-    """Return what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
+    """Estimate what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
 
     model, reference: shapes suffice. Weights and optimizer, of all ranks together, are exact, the engine's cache is
     what it may grow to, and activations are an estimate for decoders with gated MLPs (those of Llama and Qwen: 2% below
@@ -58,14 +58,14 @@ def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTra
 
 
 def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
-    """Return about how many bytes a checkpoint takes on disk: weights, two moments, the reference if there is one."""
+    """About how many bytes a checkpoint takes on disk: weights, two moments, the reference if there is one."""
     beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
     modules = (model, model, model, *beside)
     return sum(t.numel() * _FLOAT32 for module in modules for _, t in published(module))
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or its control group's limit."""
+    """Bytes of memory that this process may use: the machine's, or its control group's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # not there, or "max"
@@ -98,7 +98,7 @@ def _engine_parts(config: RunConfig, model: PreTrainedModel, weights: int) -> li
 
 
 def _activations(config: RunConfig, model: PreTrainedModel) -> list[MemoryPart]:
-    """Return what the backward pass needs of the forward pass, on all ranks."""
+    """What the backward pass keeps of the forward pass, on all ranks."""
     text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
     tokens, each = training.max_tokens_per_microbatch, f"{ranks} ranks x " if ranks > 1 else ""
     logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
@@ -115,7 +115,7 @@ def _activations(config: RunConfig, model: PreTrainedModel) -> list[MemoryPart]:
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """Holds L, h, i (of all experts of a token), q and k."""
+    """L, h, i (of all experts of a token), q and k."""
 
     layers: int
     hidden: int
@@ -125,7 +125,7 @@ class _Widths:
 
 
 def _widths(text: PretrainedConfig) -> _Widths | None:
-    """Return a decoder's widths; None for one whose configuration does not tell them."""
+    """A decoder's widths; None if its configuration does not have them."""
 
     def number(*names: str) -> int | None:
         found: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)

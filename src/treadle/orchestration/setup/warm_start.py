@@ -38,7 +38,7 @@ from treadle.training.sft import warm_start
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """Holds the result of a warm start. seconds: of wall clock, to learn it, or to read it if it was cached."""
+    """Result of a warm start. seconds: wall clock, to learn it, or to read it from the cache."""
 
     loss: float
     steps: int
@@ -124,7 +124,7 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
 
 
 def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
-    """Return a hash of everything the result depends on, down to what changes rounding."""
+    """Hash of everything the result depends on, down to what changes rounding."""
     facts = {
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),

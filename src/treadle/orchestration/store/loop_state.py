@@ -14,8 +14,7 @@ class LoopState:
 
     cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
     evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
-    graded attempts. retries: first attempts, and retries of failed ones, so far. began: when the run did, in ISO
-    format: the date that templates write.
+    graded attempts. began: when the run did, in ISO format: the date that templates write.
     """
 
     update: int = 0
@@ -26,10 +25,9 @@ class LoopState:
     evaluations: tuple[dict[str, Any], ...] = ()
     outstanding: tuple[int, ...] = ()
     failed_tasks: Mapping[str, int] = field(default_factory=dict)
-    retries: tuple[int, int] = (0, 0)
     began: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> LoopState:
         state = json.loads(text)
-        return cls(**{**state, **{name: tuple(state[name]) for name in ("evaluations", "outstanding", "retries")}})
+        return cls(**{**state, **{name: tuple(state[name]) for name in ("evaluations", "outstanding")}})

@@ -38,11 +38,7 @@ def anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic: ...
 @overload
 def anthropic_client(client: OpenAI) -> Anthropic: ...
 def anthropic_client(client: AsyncOpenAI | OpenAI) -> AsyncAnthropic | Anthropic:
-    """Return Anthropic's client for the same session, asynchronous if that one is.
-
-    Close it, or use it as `async with anthropic_client(client) as mine`. Raises ModuleNotFoundError where the package
-    `anthropic` is not installed.
-    """
+    """Make Anthropic's client for the same session, asynchronous if `client` is. Close it after use."""
     import anthropic
     import openai
 
@@ -62,5 +58,5 @@ def anthropic_base_url(client: AsyncOpenAI | OpenAI) -> str:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the TLS context, made once and not for every attempt: reading the certificates takes some 20 ms."""
+    """Make the TLS context once for all attempts: reading the certificates takes some 20 ms."""
     return ssl.create_default_context()

@@ -36,18 +36,16 @@ if TYPE_CHECKING:
 class Command:
     """Plays an attempt by running a program once.
 
-    words: the program and its arguments, run without a shell.
-    environment: variables of its own.
-    directory: where it runs (default: where the run does).
-    inherit: names of more variables that it gets from the run, beside `INHERITED`; patterns such as "AWS_*".
-    user_namespace: run it in a Linux user namespace of its own, where other programs of the run cannot read its key
-        and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
+    words: the program and its arguments, run without a shell. environment: more variables. directory: where it runs
+    (default: where the run does).
+    inherit: names of variables that it gets from the run, beside `INHERITED`; patterns such as "AWS_*".
+    user_namespace: run it in a Linux user namespace of its own, in which other programs of the run cannot read its key
+    and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
 
-    When the program ends, when its time is over, when the run stops and when the run is killed, all processes that it
-    started are killed; on systems other than Linux, those of its process group (`supervisor`). Of what
-    it prints, the end is kept. A program that does not exist, exits with a status other than 0 or prints no reward
-    fails its attempt. Raises ConfigError for words that are one text, and where user namespaces are wanted and not
-    allowed.
+    When the program ends, its time is over, or the run stops or is killed, all processes that it started are killed;
+    on systems other than Linux, those of its process group (`supervisor`). Only the end of its output is kept. The
+    attempt fails if the program does not exist, exits with a status other than 0 or prints no reward. Raises
+    ConfigError for words that are one text, and for user namespaces that are not allowed.
     """
 
     words: Sequence[str]
@@ -64,10 +62,11 @@ class Command:
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Recovered:
         """Run the program and return its reward. Raises TrajectoryFailure (agent)."""
-        with tempfile.TemporaryFile() as given:  # a file: a program that does not read it keeps nobody waiting
-            given.write(_task_line(task))
-            given.seek(0)
-            result = await self._run(self._variables(client), given)
+        row = {name: getattr(task, name) for name in ("task_id", "prompt", "ground_truth", "extras")}
+        with tempfile.TemporaryFile() as stdin:  # a file, so that nothing waits for a program that does not read it
+            stdin.write(json.dumps(row, default=dict).encode() + b"\n")
+            stdin.seek(0)
+            result = await self._run(self._variables(client), stdin)
         if "error" in result:
             raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
         if result["status"] != 0:
@@ -77,10 +76,9 @@ class Command:
             )
         return _reward(result["stdout"])
 
-    async def _run(self, variables: Mapping[str, str], given: IO[bytes]) -> dict[str, Any]:
-        """Have a supervisor run the program; return its result when nothing of the program is left."""
+    async def _run(self, variables: Mapping[str, str], stdin: IO[bytes]) -> dict[str, Any]:
         program = await SupervisedProgram.start(
-            self.words, variables, given.fileno(), self.directory, self.user_namespace
+            self.words, variables, stdin.fileno(), self.directory, self.user_namespace
         )
         try:
             result = await program.result()
@@ -105,18 +103,8 @@ class Command:
         return variables
 
 
-def _task_line(task: Task) -> bytes:
-    row = {
-        "task_id": task.task_id,
-        "prompt": list(task.prompt),
-        "ground_truth": task.ground_truth,
-        "extras": dict(task.extras),
-    }
-    return json.dumps(row).encode() + b"\n"
-
-
-def _reward(said: str) -> float | Recovered:
-    line = said.rstrip().rpartition("\n")[2]
+def _reward(stdout: str) -> float | Recovered:
+    line = stdout.rstrip().rpartition("\n")[2]
     try:
         row = json.loads(line)
     except ValueError:

@@ -19,15 +19,15 @@ INHERITED = (
     *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-"""The run's environment variables that a program gets: what it needs to start and to read its files, and no secrets."""
+"""Environment variables of the run that a program gets: what it needs to start and read files, and no secrets."""
 
 _SUPERVISOR = (sys.executable, "-I", "-S", str(Path(supervisor.__file__)))
 
 
 class SupervisedProgram:
-    """Runs a program under a supervisor: all processes that it starts end with it, with `stop`, and with this process.
+    """A program under a supervisor: all processes that it starts end with it, with `stop`, and with this process.
 
-    Make it with `start`, and call `stop` in the end, whatever happens.
+    Make it with `start`, and always call `stop` in the end.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -66,15 +66,12 @@ class SupervisedProgram:
         return cls(process)
 
     async def result(self) -> dict[str, Any] | None:
-        """Wait until nothing of the program runs any more; return status, stdout and stderr as `supervisor.run` does.
-
-        None if the supervisor was killed.
-        """
+        """Wait until no process of the program is left; return `supervisor.run`'s result, None if that was killed."""
         output = await asyncio.shield(self._output)
         return json.loads(output) if output else None
 
     async def stop(self) -> None:
-        """End the program, and wait until nothing of it runs any more, also if this is cancelled meanwhile."""
+        """End the program, and wait until no process of it is left, even if cancelled."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         ending = asyncio.gather(self._output, self._process.wait())
@@ -86,13 +83,13 @@ class SupervisedProgram:
 
 
 def inherited_variables(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the run's environment variables that a program gets. more: names beside `INHERITED`, or patterns."""
+    """Return the environment variables that a program gets. more: names or patterns beside `INHERITED`."""
     patterns = (*INHERITED, *more)
     return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
 
 
 def no_user_namespace() -> str:
-    """Return why a program cannot have a user namespace of its own; nothing if it can."""
+    """Return why a program cannot have a user namespace of its own; "" if it can."""
     order = _order(["true"], {}, 0, None, True, supervisor.GRACE)
     done = subprocess.run(_SUPERVISOR, input=order, capture_output=True, check=False)
     return str(json.loads(done.stdout).get("error", ""))

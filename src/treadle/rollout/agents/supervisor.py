@@ -1,14 +1,13 @@
-"""`python supervisor.py`: runs a program for `command`, and sees to it that nothing of it stays behind.
+"""`python supervisor.py`: runs a program and kills all processes that it started.
 
 Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace,
-grace: seconds).
-The caller keeps the other end open; when that closes, because the attempt is over or the run was killed, the
-program is asked to end, and killed. Standard output, once nothing of the program runs any more: the result as JSON.
+grace: seconds). When the caller closes it, or is killed, the program is asked to end, then killed. Standard output: the
+result as JSON, once no process of the program is left.
 
-On Linux it is a subreaper: what the program started, in whatever process group or session, becomes a child of this
-process when its own parent ends, and can be found and killed. Elsewhere only the program's own group is.
+On Linux it is a subreaper: what the program started, in any process group or session, becomes a child of this process
+when its own parent ends, and can be found and killed. Elsewhere only the program's own group is killed.
 
-Standard library only: it starts in little more than the time that Python itself takes.
+Standard library only, to start fast.
 """
 
 import ctypes
@@ -40,10 +39,7 @@ def main() -> None:
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Return status, stdout and stderr once nothing of the program is left; or error, if it cannot be started.
-
-    status: as of `subprocess`, below 0 for a signal. stdout, stderr: their last TAIL bytes.
-    """
+    """Return status (as of `subprocess`), stdout and stderr (their last TAIL bytes); or error, if it cannot start."""
     ended, wakeup = os.pipe()  # readable when a child has ended
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -85,10 +81,10 @@ def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, byte
         for source in (0, ended, *tails):
             selector.register(source, selectors.EVENT_READ)
         while program.returncode is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            timeout = None if deadline is None else deadline - time.monotonic()
+            if timeout is not None and timeout <= 0:
                 return
-            for key, _ in selector.select(left):
+            for key, _ in selector.select(timeout):
                 if key.fd == ended:
                     os.read(ended, 4096)
                     _reap(program)
@@ -103,10 +99,7 @@ def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, byte
 
 
 def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
-    """Take what is there, so that the program can go on, and keep the end of it.
-
-    Returns it: None if there is nothing yet, b"" if there will not be any more.
-    """
+    """Read available output and keep its end. Returns it: None if there is nothing yet, b"" at its end."""
     try:
         data = os.read(output, TAIL)
     except BlockingIOError:
@@ -116,22 +109,21 @@ def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
 
 
 def _kill(program: "subprocess.Popen[bytes]") -> None:
-    """Kill the program's group, then all children until there are none: what a killed one leaves becomes one itself.
+    """Kill the program's group, then all children until there are none: a killed one's children become ours.
 
-    New ones may be born between a look and the next, so that nothing but "no children" is the end; save for those that
-    run as another user (sudo), who cannot be killed.
+    Those that run as another user (sudo) cannot be killed.
     """
     with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS, all of it are zombies
         os.killpg(program.pid, signal.SIGKILL)
     while _reap(program):
         children = _children()
-        if children and not any([_kill_child(child) for child in children]):
+        if children and not any([_kill_child(child) for child in children]):  # all of them
             return
         time.sleep(0.001)
 
 
 def _kill_child(child: int) -> bool:
-    """Kill it; returns whether that is allowed. A child that nobody has reaped keeps its number."""
+    """Kill a child, unless that is not allowed. A child keeps its number until it is reaped."""
     try:
         os.kill(child, signal.SIGKILL)
     except PermissionError:
@@ -140,18 +132,18 @@ def _kill_child(child: int) -> bool:
 
 
 def _reap(program: "subprocess.Popen[bytes]") -> bool:
-    """Fetch the children that have ended, adopted ones among them. Returns whether others are left."""
+    """Reap children that have ended, also adopted ones. Returns whether others are left."""
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == program.pid:
-                program.returncode = os.waitstatus_to_exitcode(found[1])
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == program.pid:
+                program.returncode = os.waitstatus_to_exitcode(ended[1])
     except ChildProcessError:
         return False
     return True
 
 
 def _children() -> list[int]:
-    """The process ids of all children; none where there is no such file (and no subreaper)."""
+    """Return the process ids of all children; none on systems without the file (and without subreapers)."""
     try:
         return [int(pid) for pid in _CHILDREN.read_text().split()]
     except FileNotFoundError:
@@ -159,14 +151,14 @@ def _children() -> list[int]:
 
 
 def _end_with_parent() -> None:
-    """In the program: die if somebody kills the supervisor, which then cannot."""
+    """Called in the program: have the kernel kill it if the supervisor is killed."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _enter_user_namespace() -> None:
-    """Leave the namespace of the run: from then on, no process of a sibling namespace may look into this one.
+    """Enter a user namespace, into which processes of sibling namespaces cannot look. Raises OSError if not allowed.
 
-    In it there is one user, with the number of the present one. Raises OSError where the system does not allow it.
+    It has one user, with the number of the present one.
     """
     user, group = os.geteuid(), os.getegid()
     _system_call("unshare", _CLONE_NEWUSER)
@@ -175,7 +167,7 @@ def _enter_user_namespace() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl; on systems without it, only the program's group can be found."""
+    """Call prctl, on Linux."""
     if sys.platform == "linux":
         with suppress(OSError):
             _system_call("prctl", option, value)

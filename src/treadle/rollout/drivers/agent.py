@@ -2,8 +2,8 @@
 
     AgentSession <- Gateway <- HTTP <- client <- agent(task, client) -> reward
 
-An agent is written as for any model behind an API; here it stands at the gateway of the run, and its calls are recorded
-like those of an environment's loop.
+An agent is written as for any model behind an API; here it calls the gateway of the run, which records its calls like
+those of an environment's loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class AgentDriver(GatewayDriver):
         self._agents = agents
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
-        """Run the task's agent and return its reward."""
         agent, timeout = self._agents[task.agent], self.config.agent_timeout
         open_client = async_client if is_async(agent) else sync_client
         async with open_client(address.base_url, address.secret, timeout) as client:

@@ -18,12 +18,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
 
 from treadle.core import registry
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError
+from treadle.core.registry import NoOptions
 from treadle.core.types import Task
+from treadle.envs.tasks import NO_OPTIONS
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser
 from treadle.rollout.config import RolloutConfig
@@ -37,7 +40,7 @@ S = TypeVar("S", bound=Session)
 
 @dataclass(frozen=True, slots=True)
 class DriverSetup:
-    """Holds what a driver may know of its run.
+    """What a driver may know of its run.
 
     parse: reads the replies of agent programs. gateway: where they reach the model; served once a driver opens it.
     directory: the run's, below which a driver may write; None in an evaluation.
@@ -53,26 +56,25 @@ class DriverSetup:
 class AttemptDriver(Protocol[S]):
     """Plays attempts, many of them side by side, each on a session of its own.
 
-    There is one of it in a run. It is made with a `DriverSetup` and entered as an async context before the first
-    attempt, and left after the last one: what it holds for all attempts (a gateway, worker processes) lives as long.
-    Subclass it and write `play`; everything else has a default.
+    A run has one instance. It is made with a `DriverSetup`, and entered as an async context around all attempts: what
+    they share (a gateway, worker processes) lives as long. Subclass it and write `play`; everything else has a default.
 
     may_wait: whether an attempt may wait for others to end before it calls the model. By default the engine then does
     not wait for all of them in a synchronous run either (`engine.lock_step`).
+    options_type: of a recipe's `driver_options`; a driver that has one is made with `(setup, options)`.
     """
 
     may_wait: ClassVar[bool] = False
+    options_type: ClassVar[type[Config]] = NoOptions
 
     def __init__(self, setup: DriverSetup) -> None: ...
 
     async def __aenter__(self) -> Self:
-        """Open what all attempts share."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close what all attempts share."""
         return None
 
     def open_session(self, spec: SessionSpec) -> S:
@@ -81,14 +83,11 @@ class AttemptDriver(Protocol[S]):
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait until one more attempt may begin, and hold its place. Its limits on time count from then on."""
+        """Wait until one more attempt may begin, and hold its place. Time limits count from then on."""
         yield
 
     async def describe(self, task: Task) -> str:
-        """Return what plays tasks such as this one, for a dry run; "" says nothing.
-
-        Raises ConfigError for what cannot play them.
-        """
+        """Describe what plays tasks such as this one, for a dry run. Raises ConfigError if nothing can play them."""
         return ""
 
     async def check(self, session: S, task: Task) -> None:
@@ -113,39 +112,32 @@ class AttemptDriver(Protocol[S]):
 DriverFactory = Callable[[DriverSetup], AttemptDriver[Any]]
 
 
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+def load_driver(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFactory:
+    """Return what makes drivers of class `name` (registered, or `module:Class`) with the options.
 
-
-def load_driver(name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> DriverFactory:
-    """Return the driver class `name` (registered under `treadle.drivers`, or `module:Class`), made with the options.
-
-    Raises ConfigError for an unknown name, for what is no such class, and for options that it does not take.
+    Raises ConfigError for an unknown name, for what is no driver class, and for options that it does not take.
     """
     return check_driver(registry.resolve("drivers", name), name, options)
 
 
-def check_driver(found: object, name: str, options: Mapping[str, Any] = _NO_OPTIONS) -> DriverFactory:
+def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFactory:
     """Return the class, if it is a driver's, made with the options. Raises ConfigError as `load_driver` does."""
     where = f"drivers: {name!r}"
-    if not inspect.isclass(found):
-        raise ConfigError(f"{where} is of type {type(found).__name__}, it must be a subclass of AttemptDriver")
-    if not is_driver(found):
-        raise ConfigError(f"{where} is no subclass of AttemptDriver")
-    if found.play is AttemptDriver.play:
+    if not is_driver(candidate):
+        is_class = inspect.isclass(candidate)
+        what = "is no subclass" if is_class else f"is of type {type(candidate).__name__}, it must be a subclass"
+        raise ConfigError(f"{where} {what} of AttemptDriver")
+    if candidate.play is AttemptDriver.play:
         raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")
-    signature = inspect.signature(found)
+    built = registry.build_options(candidate.options_type, options, "driver_options", name)
+    arguments: dict[str, Any] = {"options": built} if candidate.options_type.model_fields else {}
     try:
-        signature.bind(None, **options)
+        inspect.signature(candidate).bind(None, **arguments)
     except TypeError as error:
-        if options:
-            takes = ", ".join([*signature.parameters][1:]) or "none"
-            raise ConfigError(
-                f"driver_options of {name!r}: {error}; its options are {takes}, given: {', '.join(options)}"
-            ) from error
-        raise ConfigError(f"{where} is made with one argument, a DriverSetup, but: {error}") from error
-    return cast(DriverFactory, partial(found, **options) if options else found)
+        raise ConfigError(f"{where} is made with a DriverSetup and, if any, its options_type, but: {error}") from error
+    return cast(DriverFactory, partial(candidate, **arguments) if arguments else candidate)
 
 
-def is_driver(found: object) -> TypeGuard[type[AttemptDriver[Any]]]:
-    """Return whether it is a class that inherits from `AttemptDriver`."""
-    return inspect.isclass(found) and AttemptDriver in inspect.getmro(found)
+def is_driver(candidate: object) -> TypeGuard[type[AttemptDriver[Any]]]:
+    """Whether it is a class that inherits from `AttemptDriver`."""
+    return inspect.isclass(candidate) and AttemptDriver in inspect.getmro(candidate)

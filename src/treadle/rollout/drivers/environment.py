@@ -5,14 +5,13 @@ make -> reset -> (chat -> step)* -> finish -> close
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from treadle.core.errors import Cause, ContextExceeded, DataError, StepsExceeded, TrajectoryFailure
+from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.core.metrics import Measures
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Status, Task
-from treadle.envs.base import Reply
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
@@ -20,7 +19,6 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError
 from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Session
-from treadle.rollout.session import Reply as SessionReply
 
 
 class EnvironmentDriver(AttemptDriver[Session]):
@@ -37,7 +35,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         """Play an attempt and close its environment. A `close` that fails is a warning and takes no reward away."""
         factory = self._environments[task.environment]
-        environment = IsolatedEnvironment(task.environment, factory, user, self._config.environment_timeout)
+        environment = IsolatedEnvironment(task.environment, factory, user, self._config)
         ended_by: AttemptError | None
         try:
             ended_by = await self._play(environment, task, session)
@@ -55,10 +53,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         """Play an attempt from its first prompt to its last reward; return the limit that ended it, if one did."""
         await environment.make()
         conversation = await environment.reset(task)
-        environment.check_steps(self._config.max_steps)
-        if environment.takes_reply:
-            session.parse = self._parse
-        limit: StepsExceeded | ContextExceeded | None = StepsExceeded(self._config.max_steps)
+        session.parse = self._parse if environment.takes_reply else session.parse
+        limit: StepsExceeded | ContextExceeded | None = None
         state = ""
         for number in range(self._config.max_steps):
             options = CallOptions(
@@ -71,44 +67,31 @@ class EnvironmentDriver(AttemptDriver[Session]):
                     raise
                 limit = error
                 break
-            if state:
-                session.set_state(reply.number, state)
-            answer = await environment.step(_parsed(reply) if environment.takes_reply else reply.text)
-            _give(session.reward_last, Reward.of(answer.reward), "step")
+            session.set_state(reply.number, state)
+            answer = await environment.step(reply)
+            session.reward_last(Reward.of(answer.reward))
             if answer.done:
-                limit = None
                 break
             conversation, state = self._extended(conversation, reply.message, answer.observations, number), answer.state
+        else:
+            limit = StepsExceeded(self._config.max_steps)
         session.close()  # the engine waits for it, and `finish` may take its time
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
-        reward = await environment.finish(ended, self._config.finish_timeout)
-        _give(session.add_to_last_reward, reward, "finish")
+        session.add_to_last_reward(await environment.finish(ended))
         return limit
 
     def _continues(self, conversation: Sequence[Message], number: int) -> bool:
-        """Return whether call `number` continues the last message: of a single message, or a reply the task begins."""
+        """Whether call `number` continues the last message: of a single message, or a reply that the task begins."""
         in_turn = number == 0 or self._config.conversation == "single_message"
         return in_turn and conversation[-1]["role"] == "assistant"
 
     def _extended(
-        self, conversation: list[Message], said: Message, observations: Sequence[Message], number: int
+        self, conversation: list[Message], reply: Message, observations: Sequence[Message], number: int
     ) -> list[Message]:
         if self._continues(conversation, number):
             *conversation, begun = conversation
-            said = {**said, "content": begun["content"] + said["content"]}
+            reply = {**reply, "content": begun["content"] + reply["content"]}
         if self._config.conversation == "single_message":
-            text = "".join(message["content"] for message in (said, *observations))
-            said, observations = Message(role="assistant", content=text), ()
-        return [*conversation, said, *observations]
-
-
-def _parsed(reply: SessionReply) -> Reply:
-    message = reply.message
-    return Reply(reply.text, message.get("reasoning_content", ""), tuple(message.get("tool_calls", ())))
-
-
-def _give(give: Callable[[Reward], None], reward: Reward, method: str) -> None:
-    try:
-        give(reward)
-    except DataError as error:
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method}: {error}") from error
+            text = "".join(message["content"] for message in (reply, *observations))
+            reply, observations = Message(role="assistant", content=text), ()
+        return [*conversation, reply, *observations]

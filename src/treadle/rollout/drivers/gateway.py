@@ -29,20 +29,19 @@ from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
-_REMEDY = "an agent that does without the answer returns treadle.Recovered(reward)"
 
 BAD_REQUESTS = Metric("bad_requests", "trajectory", "sum", "requests", "malformed requests of agents, which get a 400")
 
 CallError = StepsExceeded | ContextExceeded | EngineError
-"""What a call of an agent's is refused or fails with."""
+"""What a call of an agent is refused or fails with."""
 
 
 class AgentSession(Session):
-    """Records an attempt whose calls come from an agent program: at most `max_calls`, without those that the engine
-    failed.
+    """Records an attempt whose calls come from an agent program: at most `max_calls`, those that the engine failed not
+    counted.
 
-    last_error: what the last call to end was refused or failed with; None if it was answered, and none was one too
-    many. errors: all of these, as they come.
+    last_error: error of the last call to end, if it had one; an answer does not clear a StepsExceeded. errors: all of
+    these, as they come.
     """
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
@@ -54,12 +53,10 @@ class AgentSession(Session):
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
-        """Sample a reply as `Session.chat` does. Raises StepsExceeded, too, for one call too many."""
         with self._watched():
             return await super().chat(messages, tools, options)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
-        """Sample a completion as `Session.complete` does. Raises StepsExceeded, too, for one call too many."""
         with self._watched():
             return await super().complete(prompt, options)
 
@@ -87,10 +84,10 @@ class AgentSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """Holds what an attempt was given at its end: its reward, and metrics of level `trajectory`.
+    """What an attempt was given at its end: its reward, and metrics of level `trajectory`.
 
-    warning: something that went wrong without touching the reward. ended_by: where the driver knows it; default: the
-    limit that the session's last call met, if it did. recovered: whether its code got over each call that failed.
+    warning: something that went wrong without touching the reward. ended_by: if the driver knows it; default: the limit
+    that the session's last call met, if it did. recovered: whether its code got over each call that failed.
     """
 
     reward: Reward
@@ -110,55 +107,51 @@ class GatewayDriver(AttemptDriver[AgentSession]):
         self.config, self._setup = setup.config, setup
 
     async def __aenter__(self) -> Self:
-        """Have the gateway served. Raises ConfigError for an address that cannot be had."""
+        """Serve the gateway. Raises ConfigError if its address is not available."""
         self.gateway = await self._setup.gateway.open()
         return self
 
     def open_session(self, spec: SessionSpec) -> AgentSession:
-        """Open a session that takes `max_steps` calls."""
         return AgentSession(spec, self._setup.parse, max_calls=self.config.max_steps)
 
     @abstractmethod
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         """Play the attempt and return its reward. Raises TrajectoryFailure.
 
-        address: where the session is reached until this has returned; the session takes no calls afterwards.
+        address: where the session is reached until this has returned; it takes no calls afterwards.
         """
         ...
 
     async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
         """Run the attempt and return how that ended, and how many of its requests were malformed.
 
-        Where a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
+        If a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
         reward: what graded the attempt may have graded that. If its code raises after its last call was refused for a
-        limit, or in want of an answer that failed, that call's error decides how the attempt ended; where it was a
-        limit, what the code raised becomes a warning.
+        limit, or for want of an answer that failed, that call's error decides how the attempt ended; if it was a limit,
+        what the code raised becomes a warning.
         """
-        outcome = await self._outcome(session, task, user)
-        if not (refused := session.bad_requests):
-            return outcome
-        what = f"{len(refused)} of its requests were malformed, the first: {refused[0]}"
-        return replace(
-            outcome,
-            metrics=outcome.metrics + measured("trajectory", {BAD_REQUESTS: [len(refused)]}),
-            warning="; ".join(filter(None, (outcome.warning, what))),
-        )
-
-    async def _outcome(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
         try:
             graded = await self._attached(task, session, user)
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
             ended_by = _lost(session, user.cause) or session.last_error
             if error.cause is not user.cause or ended_by is None:
-                return outcome_of(session.steps, error, user.cause)
-            outcome = outcome_of(session.steps, ended_by, user.cause)
-            return outcome if outcome.failure else replace(outcome, warning=error.message)
+                outcome = outcome_of(session.steps, error, user.cause)
+            else:
+                outcome = outcome_of(session.steps, ended_by, user.cause)
+                outcome = outcome if outcome.failure else replace(outcome, warning=error.message)
         except DataError as error:
             failure = TrajectoryFailure(user.cause, f"the {user.cause}'s reward: {error}")
-            return outcome_of(session.steps, failure, user.cause)
-        outcome = outcome_of(session.steps, _ended_by(graded, session, user.cause), user.cause)
-        return outcome if outcome.failure else replace(outcome, metrics=graded.metrics, warning=graded.warning)
+            outcome = outcome_of(session.steps, failure, user.cause)
+        else:
+            outcome = outcome_of(session.steps, _ended_by(graded, session, user.cause), user.cause)
+            if not outcome.failure:
+                outcome = replace(outcome, metrics=graded.metrics, warning=graded.warning)
+        if not (refused := session.bad_requests):
+            return outcome
+        what = f"{len(refused)} of its requests were malformed, the first: {refused[0]}"
+        metrics = outcome.metrics + measured("trajectory", {BAD_REQUESTS: [len(refused)]})
+        return replace(outcome, metrics=metrics, warning="; ".join(filter(None, (outcome.warning, what))))
 
     async def _attached(self, task: Task, session: AgentSession, user: UserCode) -> Graded:
         try:
@@ -169,7 +162,7 @@ class GatewayDriver(AttemptDriver[AgentSession]):
 
 
 def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptError | None:
-    """What ended a graded attempt: a call that failed for good, or the limit that its last call met."""
+    """Return what ended a graded attempt: a call that failed for good, or the limit that its last call met."""
     if isinstance(graded.ended_by, TrajectoryFailure):
         return graded.ended_by
     if session.unanswered and not graded.recovered:
@@ -179,7 +172,7 @@ def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptErr
 
 
 def _lost(session: AgentSession, cause: Cause) -> AttemptError | None:
-    """The failure of a call that was not answered. Of one that was refused, what its code then raised says more."""
+    """Return the failure of a call that was not answered. Of a refused one, what its code then raised says more."""
     errors = [failed.error for failed in session.unanswered]
     refusals = DataError if session.last_error is None else ()
     return next((_failure(error, cause) for error in errors if not isinstance(error, refusals)), None)
@@ -190,7 +183,7 @@ def _failure(error: BaseException, cause: Cause) -> AttemptError:
         case EngineError():
             return error
         case DataError():
-            text = f"a call was refused, and no retry of it answered: {error}; {_REMEDY}"
-            return TrajectoryFailure(cause, text)
+            remedy = "an agent that does without the answer returns treadle.Recovered(reward)"
+            return TrajectoryFailure(cause, f"a call was refused, and no retry of it answered: {error}; {remedy}")
         case _:
             return TrajectoryFailure(Cause.INFRASTRUCTURE, f"a call failed, and no retry of it was answered: {error}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -19,100 +18,81 @@ from treadle.core.untrusted_json import read_json
 from treadle.rollout.gateway.chat_completions import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
-from treadle.rollout.gateway.http_response import CompletionResponse, api_error_of
+from treadle.rollout.gateway.http_response import CompletionResponse, api_error_of, retry_after
 from treadle.rollout.gateway.messages import MESSAGES, read_prompt
 from treadle.rollout.gateway.request import ApiError, Dialect, Json
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Origin
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-DIALECTS = {
-    "/chat/completions": CHAT,
-    "/completions": COMPLETIONS,
-    "/responses": RESPONSES,
-    "/messages": MESSAGES,
-}
+DIALECTS = {"/chat/completions": CHAT, "/completions": COMPLETIONS, "/responses": RESPONSES, "/messages": MESSAGES}
 _COUNTING = "/messages/count_tokens"
 
 
 def make_app(gateway: Gateway) -> Starlette:
-    """Return the ASGI application, every route both with the session's secret in its path and with it as API key."""
-    posts = {path: _asking(gateway, dialect) for path, dialect in DIALECTS.items()}
-    posts[_COUNTING] = _counting(gateway)
+    """Build the ASGI application. Each route exists with the session's secret in its path and with it as API key."""
     routes = []
     for prefix in ("/sessions/{secret}/v1", "/v1"):
-        routes += [Route(prefix + path, handler, methods=["POST"]) for path, handler in posts.items()]
-        routes.append(Route(f"{prefix}/models", _listing(gateway), methods=["GET"]))
+        for path, dialect in DIALECTS.items():
+            routes.append(Route(prefix + path, partial(_complete, gateway, dialect), methods=["POST"]))
+        routes.append(Route(prefix + _COUNTING, partial(_count_tokens, gateway), methods=["POST"]))
+        routes.append(Route(f"{prefix}/models", partial(_list_models, gateway), methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _no_route})
     app.router.redirect_slashes = False
     return app
 
 
-def _asking(gateway: Gateway, dialect: Dialect) -> Handler:
-    async def ask(request: Request) -> Response:
-        with ExitStack() as held:
-            attached, raw = await _received(gateway, request, held)
-            exchanges, origin = attached.exchanges, _origin(request, dialect, raw)
-            try:
-                completion = dialect.read(_json(raw))
-                exchange = exchanges.find(origin)
-                if exchange is None:
-                    exchange = exchanges.start(origin, partial(attached.answer, completion, dialect.new_id()))
-                    release = held.pop_all().close
-                    exchange.task.add_done_callback(lambda _: release())
-            except ApiError as error:
-                exchanges.refuse(error, origin)
-                raise
-        return CompletionResponse(dialect, exchanges, exchange, origin, completion.stream)
-
-    return ask
+async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Response:
+    with ExitStack() as in_flight:
+        attached, raw = await _receive(gateway, request, in_flight)
+        exchanges, origin = attached.exchanges, _origin(request, dialect, raw)
+        try:
+            completion = dialect.read(_json(raw))
+            exchange = exchanges.find(origin)
+            if exchange is None:
+                exchange = exchanges.start(origin, partial(attached.answer, completion, dialect.new_id()))
+                release = in_flight.pop_all().close
+                exchange.task.add_done_callback(lambda _: release())
+        except ApiError as error:
+            exchanges.refuse(error, origin)
+            raise
+    return CompletionResponse(dialect, exchanges, exchange, origin, completion.stream)
 
 
-def _counting(gateway: Gateway) -> Handler:
-    async def count_tokens(request: Request) -> Response:
-        with ExitStack() as held:
-            attached, raw = await _received(gateway, request, held)
-            messages, tools, prefilled = read_prompt(_json(raw))
-            try:
-                return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
-            except (DataError, ContextExceeded) as error:
-                raise api_error_of(error) from error
-
-    return count_tokens
+async def _count_tokens(gateway: Gateway, request: Request) -> Response:
+    with ExitStack() as in_flight:
+        attached, raw = await _receive(gateway, request, in_flight)
+        messages, tools, prefilled = read_prompt(_json(raw))
+        try:
+            return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
+        except (DataError, ContextExceeded) as error:
+            raise api_error_of(error) from error
 
 
-def _listing(gateway: Gateway) -> Handler:
-    async def models(request: Request) -> Response:
-        _session(gateway, request)
-        openai = {"object": "model", "created": 0, "owned_by": "treadle"}
-        anthropic = {"type": "model", "display_name": gateway.model, "created_at": "1970-01-01T00:00:00Z"}
-        model = {"id": gateway.model, **openai, **anthropic}
-        return JSONResponse({"object": "list", "data": [model], "has_more": False})
-
-    return models
+async def _list_models(gateway: Gateway, request: Request) -> Response:
+    _session(gateway, request)
+    openai = {"object": "model", "created": 0, "owned_by": "treadle"}
+    anthropic = {"type": "model", "display_name": gateway.model, "created_at": "1970-01-01T00:00:00Z"}
+    model = {"id": gateway.model, **openai, **anthropic}
+    return JSONResponse({"object": "list", "data": [model], "has_more": False})
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
-    """Return the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
-    in_path = request.path_params.get("secret")
-    if in_path is not None:
-        attached = gateway.find(in_path)
-        if attached is None:
-            raise ApiError(404, "unknown or expired session")
-        return attached
+    """Find the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
+    if (in_path := request.path_params.get("secret")) is not None:
+        if attached := gateway.find(in_path):
+            return attached
+        raise ApiError(404, "unknown or expired session")
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     secret = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    attached = gateway.find(secret)
-    if attached is None:
-        raise ApiError(401, "the API key belongs to no session, or to one that has ended", code="invalid_api_key")
-    return attached
+    if attached := gateway.find(secret):
+        return attached
+    raise ApiError(401, "the API key belongs to no session, or to one that has ended", code="invalid_api_key")
 
 
-async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tuple[Attached, bytes]:
-    """Return the session of a request, and its body, whose bytes count as in flight until `held` is closed.
+async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> tuple[Attached, bytes]:
+    """Find a request's session and read its body, whose bytes count as in flight until the stack is closed.
 
-    Raises ApiError: before reading anything if there is no such session; where a limit is exceeded, without reading on.
+    Raises ApiError: before reading if there is no such session; at a limit, without reading on.
     """
     attached = _session(gateway, request)
     chunks: list[bytes] = []
@@ -121,7 +101,7 @@ async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tupl
     def release() -> None:
         attached.bytes_in_flight -= size
 
-    held.callback(release)
+    in_flight.callback(release)
     try:
         async for chunk in request.stream():
             size += len(chunk)
@@ -141,7 +121,6 @@ async def _received(gateway: Gateway, request: Request, held: ExitStack) -> tupl
 
 
 def _json(raw: bytes) -> Json:
-    """The body as an object. Raises ApiError."""
     try:
         value = read_json(raw.decode())
     except ValueError as error:
@@ -152,11 +131,9 @@ def _json(raw: bytes) -> Json:
 
 
 def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
-    digest = hashlib.sha256(dialect.prefix.encode())
-    digest.update(raw)
     count = request.headers.get("x-stainless-retry-count", "0")
     return Origin(
-        body=digest.digest(),
+        body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
         key=request.headers.get("idempotency-key") or None,
         retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
     )
@@ -164,8 +141,7 @@ def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    return JSONResponse(_dialect_of(request).error(error), error.status, headers)
+    return JSONResponse(_dialect_of(request).error(error), error.status, retry_after(error.status))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -175,8 +151,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _dialect_of(request: Request) -> Dialect:
-    """The dialect in which an error is put."""
     if "anthropic-version" in request.headers:
         return MESSAGES
     routes = {**DIALECTS, _COUNTING: MESSAGES}
-    return next((d for path, d in routes.items() if request.url.path.endswith(path)), CHAT)
+    return next((dialect for path, dialect in routes.items() if request.url.path.endswith(path)), CHAT)

@@ -3,102 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import AfterValidator
 
 from treadle.rendering.token_bytes import offsets
-from treadle.rollout.gateway.chat_completions import StreamOptions, error, error_event, event, usage
+from treadle.rollout.gateway.chat_completions import error, error_event, event, usage
 from treadle.rollout.gateway.fields import (
-    NOT_EMPTY,
-    Flag,
-    Several,
+    Choices,
+    Length,
+    SamplingRequest,
     StopStrings,
-    Text,
-    bad_request,
-    between,
-    checked,
-    count,
+    StreamOptions,
+    Unsupported,
+    problem,
     read,
     shown,
-    text_or,
-    unsupported,
 )
-from treadle.rollout.gateway.request import MAX_CHOICES, Answer, CompletionRequest, Dialect, Json, finish_reason
-from treadle.rollout.gateway.sampling_overrides import Integer, Length, SamplingRequest
+from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, finish_reason
 from treadle.rollout.session import CallOptions, Reply
 
-_MOST_PROMPTS = 128
+_MAX_PROMPTS = 128
 
 
-def _unknown_id(ids: tuple[int, ...]) -> str:
-    wrong = next((ident for ident in ids if not 0 <= ident < 2**31), None)
-    return "" if wrong is None else f"token ids are integers in [0, 2**31), got {shown(wrong)}"
-
-
-TokenIds = Annotated[Several[Integer], checked(_unknown_id)]
-OnePrompt = Annotated[Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], text_or("<ids>")]
-
-
-def _prompt_kind(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return "<text>"
-    return "<ids>" if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else "<prompts>"
-
-
-Prompts = Annotated[
-    Annotated[Text, Tag("<text>")]
-    | Annotated[TokenIds, NOT_EMPTY, Tag("<ids>")]
-    | Annotated[Several[OnePrompt], count(1, _MOST_PROMPTS, "prompts"), Tag("<prompts>")],
-    Discriminator(_prompt_kind),
-]
-"""A text, a list of ids, or a list of either."""
-
-Logprobs = Annotated[
-    Annotated[Flag, Tag("<flag>")] | Annotated[Integer, between(0, 1), Tag("<count>")],
-    Discriminator(lambda value: "<flag>" if isinstance(value, bool) else "<count>"),
-]
-"""A flag, as in chat, from some clients. 1 asks for the most probable token, too, which is not known: the sampled one
-stands for it."""
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Read a text, a list of token ids, or a list of either, as a list of prompts."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
+    prompts = [value] if is_one else value
+    if not isinstance(prompts, list) or not 1 <= len(prompts) <= _MAX_PROMPTS:
+        raise problem(f"must be a text, a list of token ids, or 1 to {_MAX_PROMPTS} of either, got {shown(value)}")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or not all(type(ident) is int and 0 <= ident < 2**31 for ident in prompt):
+            raise problem(f"must be a text or token ids, integers in [0, 2**31), got {shown(prompt)}")
+    return prompts
 
 
 class RawRequest(SamplingRequest):
-    """Holds the body of a request for raw completions."""
+    """Body of a request for raw completions.
 
-    prompt: Prompts
+    logprobs: 0 asks for those of the sampled tokens. 1 asks for the most probable token's too, which is unknown: the
+    sampled one stands for it. Some clients send a flag, as in chat.
+    """
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
     max_tokens: Length | None = None
     stop: StopStrings = ()
-    n: Annotated[Integer, between(1, MAX_CHOICES)] = 1
-    best_of: Annotated[Integer, between(1, MAX_CHOICES)] | None = None
-    logprobs: Logprobs | None = None
+    n: Choices = 1
+    best_of: Choices | None = None
+    logprobs: Literal[0, 1, False, True] | None = None
     stream_options: StreamOptions = StreamOptions()
-    suffix: Annotated[Any, unsupported("")] = None
-    echo: Annotated[Any, unsupported(False)] = None
+    suffix: Unsupported = None
+    echo: Unsupported = None
 
 
 def read_completion(body: Json) -> CompletionRequest:
-    """Return the body as a CompletionRequest. Raises ApiError."""
+    """Validate a body and convert it. Raises ApiError."""
     request = read(RawRequest, body)
     if request.best_of not in (None, request.n):
-        raise bad_request("best_of", f"must equal n here, got {request.best_of}")
+        raise ApiError(400, f"best_of: must equal n here, got {request.best_of}", "best_of")
     return CompletionRequest(
         model=request.model,
-        prompts=_prompts(request.prompt),
+        prompts=tuple(request.prompt),
         options=CallOptions(sampling_overrides=request.overrides(request.max_tokens, request.stop)),
         choices=request.n,
         stream=request.stream,
         usage_in_stream=request.stream_options.include_usage,
-        logprobs=request.logprobs is not None and request.logprobs is not False,  # 0 asks for them, too
+        logprobs=request.logprobs is not None and request.logprobs is not False,
         token_ids=request.return_token_ids,
     )
 
 
-def _prompts(given: str | tuple[Any, ...]) -> tuple[str | tuple[int, ...], ...]:
-    return (given,) if isinstance(given, str) or isinstance(given[0], int) else given
-
-
 def write(answer: Answer) -> Json:
-    """Return the response body."""
+    """Build the response body."""
     return {**_head(answer), "choices": list(_choices(answer)), "usage": usage(answer)}
 
 
@@ -112,18 +90,13 @@ def events(answer: Answer) -> Iterator[str]:
 
 
 def _head(answer: Answer) -> Json:
-    return {
-        "id": answer.ident,
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.request.model,
-    }
+    return {"id": answer.ident, "object": "text_completion", "created": answer.created, "model": answer.request.model}
 
 
 def _choices(answer: Answer) -> Iterator[Json]:
-    for i, reply in enumerate(answer.replies):
+    for index, reply in enumerate(answer.replies):
         choice: Json = {
-            "index": i,
+            "index": index,
             "text": reply.message["content"],
             "finish_reason": finish_reason(reply),
             "logprobs": _logprobs(answer, reply) if answer.request.logprobs else None,

@@ -1,175 +1,151 @@
-"""What the fields of a request may hold: types that check a value and name what is wrong with it.
-
-A dialect writes its requests as models of them.
-"""
+"""Types of the fields of requests, and the fields that requests of all dialects share."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
-    Discriminator,
-    GetCoreSchemaHandler,
+    FailFast,
+    Field,
     Strict,
-    Tag,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from treadle.rollout.gateway.request import ApiError, Json
+from treadle.rollout.gateway.request import MAX_CHOICES, ApiError, Json
 
 M = TypeVar("M", bound="RequestModel")
 T = TypeVar("T")
 
-_KINDS = {
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "tuple_type": "an array",
-}
+_COLDEST = 0.01  # dividing by less overflows; 0 itself is greedy
+_NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+_NO_VALUE = ("missing", "union_tag_invalid", "union_tag_not_found", "request")  # errors that need not show the value
 
 
 class RequestModel(BaseModel):
-    """Validates an object of a request. Unknown fields are ignored, and null is as if the field were missing.
-
-    null_counts: fields for which it is not.
-    """
+    """Base of objects in requests. Unknown fields are ignored; null counts as missing."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
-    null_counts: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict) or None not in data.values():
             return data
-        return {key: value for key, value in data.items() if value is not None or key in cls.null_counts}
+        return {key: value for key, value in data.items() if value is not None}
 
 
 def read(model: type[M], body: Json) -> M:
-    """Return the request as this model. Raises ApiError, naming the first field that is wrong and its value."""
+    """Validate a request. Raises ApiError (400), which names the first wrong field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        param = _path(problem["loc"])
-        raise bad_request(param, _text(problem["type"], problem["msg"], problem["input"])) from error
+        text = problem["msg"] if problem["type"] in _NO_VALUE else f"{problem['msg']}, got {shown(problem['input'])}"
+        discriminator = problem.get("ctx", {}).get("discriminator", "").strip("'")  # of a union's tag, which is wrong
+        param = _path(body, problem["loc"] + ((discriminator,) if discriminator else ()))
+        raise ApiError(400, f"{param}: {text}", param) from error
 
 
-def bad_request(param: str, problem: str) -> ApiError:
-    """Return an error of status 400 that names the field."""
-    return ApiError(400, f"{param}: {problem}", param)
+def _path(value: Any, location: tuple[int | str, ...]) -> str:
+    """Write `messages[0].content`. Keys that the body lacks name members of unions, but for the last one."""
+    path = ""
+    for at, key in enumerate(location):
+        if isinstance(value, list) and isinstance(key, int):
+            path, value = f"{path}[{key}]", value[key]
+        elif isinstance(value, dict) and (key in value or at == len(location) - 1):
+            path, value = f"{path}.{key}", value.get(str(key))
+    return path.removeprefix(".")
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`, without the tags of unions, `<parts>`."""
-    keys = [key for key in location if not (isinstance(key, str) and key.startswith("<"))]
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-
-
-def _text(kind: str, message: str, value: Any) -> str:
-    if kind in _KINDS:
-        return f"must be {_KINDS[kind]}, got {shown(value)}"
-    return "is missing" if kind == "missing" else message
-
-
-# Types of fields
-
-
-Text = Annotated[str, Strict()]
-Flag = Annotated[bool, Strict()]
-Object = dict[str, Any]
-
-
-def checked(problem: Callable[[Any], str]) -> AfterValidator:
-    """Check a value once more, after its type. problem: what is wrong with the value; "" if nothing."""
-
-    def check(value: T) -> T:
-        if text := problem(value):
-            raise PydanticCustomError("request", "{problem}", {"problem": text})
-        return value
-
-    return AfterValidator(check)
-
-
-def between(low: float, high: float, *, above: bool = False) -> AfterValidator:
-    """Check a number in [low, high]; above: in (low, high]."""
-
-    def problem(value: float) -> str:
-        if not low <= value <= high:
-            return f"must lie in [{low:g}, {high:g}], got {shown(value)}"
-        return f"must be above {low:g}" if above and value == low else ""
-
-    return checked(problem)
-
-
-def one_of(*known: str) -> AfterValidator:
-    """Check a string among these."""
-    return checked(lambda value: "" if value in known else f"must be one of {', '.join(known)}, got {shown(value)}")
-
-
-def only(problem: str, *known: Any) -> AfterValidator:
-    """Check one of a few values, in words: `only("only text is supported here", "text")`."""
-    return checked(lambda value: "" if value in known else f"{problem}, got {value!r:.40}")
-
-
-def matching(pattern: re.Pattern[str], what: str) -> AfterValidator:
-    """Check text that a pattern describes whole."""
-    return checked(lambda value: "" if pattern.fullmatch(value) else f"must be {what}, got {value!r:.40}")
-
-
-def unsupported(*neutral: Any) -> AfterValidator:
-    """Check a field that asks for what no engine here does, save for its neutral value."""
-    known = (None, *neutral)
-    return checked(lambda value: "" if value in known else f"is not supported here, got {shown(value)}; leave it out")
-
-
-def count(low: int, high: int, what: str) -> AfterValidator:
-    """Check an array of `low` to `high` elements."""
-    return checked(
-        lambda value: "" if low <= len(value) <= high else f"must hold {low} to {high} {what}, got {len(value)}"
-    )
-
-
-NOT_EMPTY = checked(lambda value: "" if value else "must not be empty")
-
-
-class FirstWrong:
-    """Stops the validation of an array at its first wrong element."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return {**handler(source), "fail_fast": True}  # of a tuple, as used here
-
-
-def text_or(tag: str) -> Discriminator:
-    """Return the discriminator of text, tagged `<text>`, from everything else, which gets the other tag."""
-    return Discriminator(lambda value: "<text>" if isinstance(value, str) else tag)
-
-
-Several = Annotated[tuple[T, ...], FirstWrong()]
-SomeOf = Annotated[tuple[T, ...], FirstWrong(), NOT_EMPTY]
-StopStrings = Annotated[
-    Annotated[Text, NOT_EMPTY, Tag("<text>")]
-    | Annotated[Several[Annotated[Text, NOT_EMPTY]], count(0, 64, "strings"), Tag("<texts>")],
-    text_or("<texts>"),
-]
+def problem(text: str) -> PydanticCustomError:
+    """Make an error to raise in a validator, with this text as it is."""
+    return PydanticCustomError("request", "{text}", {"text": text})
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """Return a value as text for an error message; it is cut first, so that a huge one costs nothing."""
-    if isinstance(value, str | list):
+    """Write a value for an error message, cut to `limit` characters (before it is formatted: it may be huge)."""
+    if isinstance(value, str | list | tuple):
         text = repr(value[:limit])
     elif isinstance(value, dict):
         text = "an object"
     else:
         text = f"{value!r:.{limit}}" if not isinstance(value, int) or abs(value) < 2**64 else "a huge integer"
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _unsupported(value: Any) -> Any:
+    if value:
+        raise problem(f"not supported here, got {shown(value)}; leave it out")
+    return value
+
+
+Text = Annotated[str, Strict()]
+Flag = Annotated[bool, Strict()]
+Number = Annotated[float, Strict()]
+Integer = Annotated[int, Strict()]
+Object = dict[str, Any]
+Unsupported = Annotated[Any, AfterValidator(_unsupported)]
+"""A feature that no engine here has; only null, false and empty values are allowed."""
+Length = Annotated[Integer, Field(ge=1, le=2**31)]
+Choices = Annotated[Integer, Field(ge=1, le=MAX_CHOICES)]
+Several = Annotated[tuple[T, ...], FailFast()]
+SomeOf = Annotated[tuple[T, ...], Field(min_length=1), FailFast()]
+StopStrings = Annotated[
+    Several[Annotated[Text, Field(min_length=1)]],
+    Field(max_length=64),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
+class TextFormat(RequestModel):
+    """A format of answers: only text, as no engine here constrains decoding."""
+
+    type: Literal["text"] = "text"
+
+
+class StreamOptions(RequestModel):
+    """Options of a stream."""
+
+    include_usage: Flag = False
+
+
+class SamplingRequest(RequestModel):
+    """Fields that all dialects share: which model to call, and how to sample."""
+
+    model: Text = ""
+    stream: Flag = False
+    return_token_ids: Flag = False
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+
+    def overrides(self, max_tokens: int | None, stop: tuple[str, ...]) -> dict[str, Any]:
+        """Collect the fields of SamplingParams that the client sets, and those that engines here do not know."""
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(0, self.top_k),  # some clients write -1 for all
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "max_tokens": max_tokens,
+            "stop": stop or None,
+        }
+        overrides = {name: value for name, value in fields.items() if value is not None}
+        if 0 < overrides.get("temperature", 0) < _COLDEST:
+            overrides["temperature"] = _COLDEST
+        for name, neutral in _NEUTRAL.items():
+            if (value := getattr(self, name)) not in (None, neutral):
+                overrides[name] = shown(value)
+        return overrides

@@ -19,9 +19,9 @@ from treadle.rollout.session import Reply, Session
 
 @dataclass(frozen=True, slots=True)
 class SessionAddress:
-    """Locates an agent's session: the base URL for OpenAI's clients, or the server's with the secret as API key.
+    """Where a session is reached.
 
-    base_url: `http://127.0.0.1:8000/sessions/SECRET/v1`; Anthropic's client takes it without `/v1` (`anthropic_url`).
+    base_url: `http://127.0.0.1:8000/sessions/SECRET/v1`. Or use the server's URL with the secret as API key.
     """
 
     secret: str = field(repr=False)
@@ -29,12 +29,12 @@ class SessionAddress:
 
     @property
     def anthropic_url(self) -> str:
-        """Return the base URL for Anthropic's client, which adds `/v1` itself."""
+        """Base URL for Anthropic's client, which adds `/v1` itself."""
         return self.base_url.removesuffix("/v1")
 
 
 class Attached:
-    """A session that is open to clients: answers their requests, and remembers conversations for follow-ups by id.
+    """A session that is open to clients. Remembers conversations for requests that continue them by id.
 
     bytes_in_flight: of requests that are being received or sampled.
     """
@@ -45,8 +45,14 @@ class Attached:
         self._responses: dict[str, tuple[Message, ...]] = {}
 
     async def answer(self, request: CompletionRequest, ident: str) -> Answer:
-        """Sample every choice of every prompt and record each as a step. Raises what `Session.chat` does."""
-        history = (*self._history(request.previous), *request.messages)
+        """Sample every choice of every prompt, each recorded as a step. Raises as `Session.chat` does."""
+        previous: tuple[Message, ...] = ()
+        if request.previous is not None:
+            if request.previous not in self._responses:
+                text = f"previous_response_id: no response {request.previous!r:.60} here"
+                raise ApiError(404, text, "previous_response_id")
+            previous = self._responses[request.previous]
+        history = (*previous, *request.messages)
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
         whole = replace(request, messages=(*opening, *history))
         samples = request.choices * (1 if request.prompts is None else len(request.prompts))
@@ -69,7 +75,7 @@ class Attached:
         return self.session.chat(request.messages, request.tools, options)
 
     async def _gathered(self, calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
-        """All replies or none: where one fails the others are aborted, and those that were recorded are dropped."""
+        """Return all replies. If a call fails, the others are aborted, and replies already recorded are dropped."""
         if len(calls) == 1:
             return [await calls[0]]
         tasks = [asyncio.ensure_future(call) for call in calls]
@@ -86,23 +92,16 @@ class Attached:
         if not call.cancelled() and call.exception() is None:
             self.session.set_delivered(call.result().number, False)
 
-    def _history(self, previous: str | None) -> tuple[Message, ...]:
-        if previous is None:
-            return ()
-        if previous not in self._responses:
-            raise ApiError(404, f"previous_response_id: no response {previous!r:.60} here", "previous_response_id")
-        return self._responses[previous]
-
 
 class Gateway:
-    """Opens sessions to clients, each under a secret of its own that reaches nothing else.
+    """Opens sessions to clients, each under a secret that reaches nothing else.
 
-    model: the name that `/v1/models` gives; a request may name any. grace: seconds for which an answer that nobody
-    waits for goes on being sampled. max_in_flight: requests of one session that may be sampled at a time.
-    max_body: bytes of one request. max_bytes_in_flight: bytes of the requests of one session that are being received or
-    sampled. log: takes a line about what requests ask for in vain, once.
+    model: name that `/v1/models` lists; requests may name any. grace: seconds for which an answer that nobody waits for
+    goes on being sampled. max_in_flight: requests of one session sampled at a time. max_body: bytes of one request.
+    max_bytes_in_flight: bytes of one session's requests that are being received or sampled. log: gets each warning
+    about what requests ask for in vain once.
 
-    Secrets are looked up by digest: how long a lookup takes says nothing about any of them.
+    Secrets are looked up by digest, so that the time of a lookup reveals nothing about them.
     """
 
     def __init__(
@@ -117,26 +116,26 @@ class Gateway:
     ) -> None:
         self.model, self.max_body, self.max_bytes_in_flight = model, max_body, max_bytes_in_flight
         self.url = ""  # set by `serving`
-        self._grace, self._most = grace, max_in_flight
-        self._log, self._said = log, set[str]()
+        self._grace, self._max_in_flight = grace, max_in_flight
+        self._log, self._logged = log, set[str]()
         self._attached: dict[bytes, Attached] = {}
 
     def attach(self, session: Session, secret: str | None = None) -> SessionAddress:
-        """Open a session to clients under a new secret (or the given one); return its address."""
+        """Open a session to clients, by default under a new secret."""
         secret = secret or secrets.token_urlsafe(32)
-        exchanges = Exchanges(session, self._grace, self._most)
+        exchanges = Exchanges(session, self._grace, self._max_in_flight)
         self._attached[_digest(secret)] = Attached(session, exchanges, self._note)
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:
-        """Close a session to clients: its calls in flight are aborted, its steps stay. Unknown secrets are ignored."""
+        """Close a session to clients. Its calls in flight are aborted; its steps stay. Ignores unknown secrets."""
         attached = self._attached.pop(_digest(secret), None)
         if attached is not None:
             await attached.exchanges.close()
 
     @asynccontextmanager
     async def attached(self, session: Session) -> AsyncIterator[SessionAddress]:
-        """Attach the session and yield its address; detach it on leaving."""
+        """Attach the session while the context lasts."""
         address = self.attach(session)
         try:
             yield address
@@ -144,19 +143,17 @@ class Gateway:
             await self.detach(address.secret)
 
     async def close(self) -> None:
-        """Detach every session."""
-        everybody, self._attached = list(self._attached.values()), {}
-        for attached in everybody:
+        while self._attached:
+            _, attached = self._attached.popitem()
             await attached.exchanges.close()
 
-    def _note(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self._log(line)
-
     def find(self, secret: str) -> Attached | None:
-        """Return the session of this secret, None for an unknown one."""
         return self._attached.get(_digest(secret))
+
+    def _note(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            self._log(line)
 
 
 def _digest(secret: str) -> bytes:

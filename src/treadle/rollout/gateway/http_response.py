@@ -12,15 +12,15 @@ from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsEx
 from treadle.rollout.gateway.request import Answer, ApiError, Dialect
 from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 
-_JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
-KEEP_ALIVE = 10.0  # seconds of silence after which a stream says that it is alive
+_JSON, _EVENTS = "application/json", "text/event-stream; charset=utf-8"
+KEEP_ALIVE = 10.0
+"""Seconds of silence after which a stream sends a comment."""
 
 
 class CompletionResponse(Response):
     """Waits for an exchange's answer and sends it; reports to the exchange once all of it was sent.
 
-    A stream begins when the answer is there, or with a sign of life after `KEEP_ALIVE` seconds. Until then a failure
-    still has its proper status.
+    A stream begins with the answer, or with a comment after `KEEP_ALIVE` seconds; until then a failure has its status.
     """
 
     def __init__(
@@ -31,40 +31,37 @@ class CompletionResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the answer and send it, as ASGI has it."""
         async with self._exchanges.waiting(self._exchange, self._origin) as task:
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
-                began = await self._wait(task, gone, send)
+                has_begun = await self._wait(task, gone, send)
                 if not gone.done():
-                    await self._send(task, gone, send, began)
+                    await self._send(task, gone, send, has_begun)
             finally:
                 gone.cancel()
 
     async def _wait(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send) -> bool:
         """Wait until there is an answer or the client has gone; return whether a stream has begun."""
-        began = False
-        while not task.done() and not gone.done():
-            await asyncio.wait(
-                {task, gone}, timeout=KEEP_ALIVE if self._stream else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            if self._stream and not task.done() and not gone.done():
-                if not began:
-                    await _start(send, 200, _EVENTS)
-                await _body(send, b": keep-alive\n\n")
-                began = True
-        return began
+        has_begun, timeout = False, KEEP_ALIVE if self._stream else None
+        while True:
+            done, _ = await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return has_begun
+            if not has_begun:
+                await _start(send, 200, _EVENTS)
+            await _body(send, b": keep-alive\n\n")
+            has_begun = True
 
-    async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, began: bool) -> None:
+    async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, has_begun: bool) -> None:
         outcome = _outcome(task)
         if isinstance(outcome, ApiError):
-            text = self._dialect.error_event(outcome) if began else json.dumps(self._dialect.error(outcome))
+            text = self._dialect.error_event(outcome) if has_begun else json.dumps(self._dialect.error(outcome))
             status, content = outcome.status, _JSON
         elif self._stream:
             status, content, text = 200, _EVENTS, "".join(self._dialect.events(outcome))
         else:
             status, content, text = 200, _JSON, json.dumps(self._dialect.write(outcome))
-        if not began:
+        if not has_begun:
             await _start(send, status, content, len(text))  # all ASCII: characters are bytes
         await _body(send, text.encode())
         await _body(send, b"", more=False)  # returns once the connection has taken the answer
@@ -73,7 +70,6 @@ class CompletionResponse(Response):
 
 
 def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
-    """Return the answer, or the error that its failure becomes. Raises an exception that is a bug."""
     if task.cancelled():
         return ApiError(404, "the session has ended")
     error = task.exception()
@@ -81,7 +77,7 @@ def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
 
 
 def api_error_of(error: BaseException) -> ApiError:
-    """Return the error that a client gets for a call that failed. Raises the exception itself if it is a bug."""
+    """Convert the error of a call to the one that its client gets. Raises the exception itself if it is a bug."""
     match error:
         case ApiError():
             return error
@@ -96,18 +92,22 @@ def api_error_of(error: BaseException) -> ApiError:
     raise error
 
 
+def retry_after(status: int) -> dict[str, str]:
+    """Return the header for errors that may pass."""
+    return {"retry-after": "1"} if status in (429, 503) else {}
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _start(send: Send, status: int, content: bytes, length: int | None = None) -> None:
-    headers: list[tuple[bytes, bytes]] = [(b"content-type", content), (b"cache-control", b"no-store")]
+async def _start(send: Send, status: int, content: str, length: int | None = None) -> None:
+    headers = {"content-type": content, "cache-control": "no-store", **retry_after(status)}
     if length is not None:
-        headers.append((b"content-length", str(length).encode()))
-    if status in (429, 503):
-        headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+        headers["content-length"] = str(length)
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
 async def _body(send: Send, body: bytes, more: bool = True) -> None:

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
 from treadle.rendering.tool_calls import Tool
 from treadle.rollout.gateway.fields import (
     Flag,
+    Length,
     Object,
     RequestModel,
+    SamplingRequest,
     Several,
     SomeOf,
     StopStrings,
     Text,
-    matching,
-    one_of,
-    only,
+    Unsupported,
+    problem,
     read,
-    text_or,
-    unsupported,
+    shown,
 )
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
-from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
 from treadle.rollout.session import CallOptions, Reply
 
 _ERRORS = {
@@ -37,64 +36,40 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_ROLES = ("user", "assistant", "system")
-_BLOCKS = ("text", "tool_use", "thinking", "redacted_thinking")  # of the assistant
-
-
-# What a request may hold
+_AS_BLOCKS = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
 
 
 class TextBlock(RequestModel):
-    """Holds text, of anybody but the assistant."""
+    """A text."""
 
-    type: Annotated[Any, only("only text is supported here", "text")]
+    type: Literal["text"]
     text: Text = ""
 
 
-Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[Several[TextBlock], Tag("<blocks>")], text_or("<blocks>")
-]
+Content = Annotated[Several[TextBlock], _AS_BLOCKS]
+"""Text, or a list of texts; read as a list."""
 
 
-def joined(content: str | Sequence[TextBlock]) -> str:
-    """Return content as one text, its blocks a line each."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _joined(content: Several[TextBlock]) -> str:
+    return "\n".join(block.text for block in content)
 
 
 class ToolResult(RequestModel):
-    """Holds what a tool answered, in the user's turn."""
+    """A tool's answer, in the user's turn."""
 
-    type: Annotated[Text, one_of("tool_result")]
+    type: Literal["tool_result"]
     tool_use_id: Text
-    content: Content = ""
-
-
-def _kind(value: Any, key: str) -> str:
-    """The tag of an object: what it says under the key."""
-    return f"<{value.get(key) if isinstance(value, dict) else ''}>"
-
-
-def _one_of_the_users(block: Any) -> str:
-    return "<tool_result>" if _kind(block, "type") == "<tool_result>" else "<text>"
-
-
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolResult, Tag("<tool_result>")], Discriminator(_one_of_the_users)
-]
+    content: Content = ()
 
 
 class OtherTurn(RequestModel):
-    """Holds a turn of anybody but the assistant."""
+    """A turn of anybody but the assistant."""
 
-    role: Annotated[Text, one_of(*_ROLES)]
-    content: Annotated[
-        Annotated[Text, Tag("<text>")] | Annotated[Several[UserBlock], Tag("<blocks>")], text_or("<blocks>")
-    ]
+    role: Literal["user", "system"]
+    content: Annotated[Several[Annotated[TextBlock | ToolResult, Field(discriminator="type")]], _AS_BLOCKS]
 
     def messages(self) -> list[Message]:
-        """Return the turn as templates read it: each tool result is a message of its own."""
-        if isinstance(self.content, str):
-            return [Message(role=self.role, content=self.content)]
+        """Convert to messages as templates read them: each tool result is one of its own."""
         messages: list[Message] = []
         texts: list[str] = []
         for block in self.content:
@@ -104,194 +79,135 @@ class OtherTurn(RequestModel):
             if texts:
                 messages.append(Message(role=self.role, content="\n".join(texts)))
                 texts = []
-            messages.append(Message(role="tool", content=joined(block.content), tool_call_id=block.tool_use_id))
+            messages.append(Message(role="tool", content=_joined(block.content), tool_call_id=block.tool_use_id))
         if texts or not messages:
             messages.append(Message(role=self.role, content="\n".join(texts)))
         return messages
 
 
-class AssistantBlock(RequestModel):
-    """Holds a block of the assistant's turn; as itself, one whose contents are not shown."""
+class Thinking(RequestModel):
+    """A thought of the assistant. One of type `redacted_thinking` has no text."""
 
-    type: Annotated[Text, one_of(*_BLOCKS)]
-
-    def add_to(self, message: Message) -> None:
-        """Add the block to the assistant's message; what is not shown adds nothing."""
-
-
-class AssistantText(AssistantBlock):
-    """Holds text of the assistant."""
-
-    type: Annotated[Text, one_of("text")]
-    text: Text = ""
-
-    def add_to(self, message: Message) -> None:
-        message["content"] += self.text
-
-
-class Thinking(AssistantBlock):
-    """Holds a thought of the assistant."""
-
-    type: Annotated[Text, one_of("thinking")]
+    type: Literal["thinking", "redacted_thinking"]
     thinking: Text = ""
 
-    def add_to(self, message: Message) -> None:
-        add_thought(message, self.thinking)
 
+class ToolUse(RequestModel):
+    """A tool call of the assistant."""
 
-class ToolUse(AssistantBlock):
-    """Holds a tool call of the assistant."""
-
-    type: Annotated[Text, one_of("tool_use")]
+    type: Literal["tool_use"]
     id: Text
     name: Text
     input: Object | None = None
 
-    def add_to(self, message: Message) -> None:
-        function = FunctionCall(name=self.name, arguments=json.dumps(self.input or {}, ensure_ascii=False))
-        message.setdefault("tool_calls", []).append(ToolCall(id=self.id, type="function", function=function))
-
-
-_OF_ASSISTANT = ("<text>", "<thinking>", "<tool_use>")
-
-
-def _one_of_the_assistants(block: Any) -> str:
-    kind = _kind(block, "type")
-    return kind if kind in _OF_ASSISTANT else "<other>"
-
 
 class AssistantTurn(RequestModel):
-    """Holds a turn of the assistant."""
+    """A turn of the assistant."""
 
-    role: Annotated[Text, one_of("assistant")]
-    content: Annotated[
-        Annotated[Text, Tag("<text>")]
-        | Annotated[
-            Several[
-                Annotated[
-                    Annotated[AssistantText, Tag("<text>")]
-                    | Annotated[Thinking, Tag("<thinking>")]
-                    | Annotated[ToolUse, Tag("<tool_use>")]
-                    | Annotated[AssistantBlock, Tag("<other>")],
-                    Discriminator(_one_of_the_assistants),
-                ]
-            ],
-            Tag("<blocks>"),
-        ],
-        text_or("<blocks>"),
-    ]
+    role: Literal["assistant"]
+    content: Annotated[Several[Annotated[TextBlock | Thinking | ToolUse, Field(discriminator="type")]], _AS_BLOCKS]
 
     def messages(self) -> list[Message]:
-        """Return the turn as templates read it: one message."""
-        if isinstance(self.content, str):
-            return [Message(role="assistant", content=self.content)]
+        """Convert to one message as templates read it."""
         message = Message(role="assistant", content="")
         for block in self.content:
-            block.add_to(message)
+            if isinstance(block, TextBlock):
+                message["content"] += block.text
+            elif isinstance(block, ToolUse):
+                arguments = json.dumps(block.input or {}, ensure_ascii=False)
+                call = ToolCall(
+                    id=block.id, type="function", function=FunctionCall(name=block.name, arguments=arguments)
+                )
+                message.setdefault("tool_calls", []).append(call)
+            elif block.type == "thinking":
+                add_thought(message, block.thinking)
         return [message]
 
 
-AnyTurn = Annotated[
-    Annotated[AssistantTurn, Tag("<assistant>")] | Annotated[OtherTurn, Tag("<other>")],
-    Discriminator(lambda message: "<assistant>" if _kind(message, "role") == "<assistant>" else "<other>"),
-]
+_OF_SERVERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|memory|advisor)_20\d{6}")
+"""Types of tools that Anthropic's servers run, or that only its models know; they are left out."""
 
 
-class CustomTool(RequestModel):
-    """Describes a tool that the model may call."""
+class ToolDescription(RequestModel):
+    """A tool that the model may call."""
 
-    null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
-    type: Annotated[Any, only("only custom tools are supported here", None, "custom")] = "custom"
-    name: Text
+    type: Text = "custom"
+    name: Text = ""
     description: Text = ""
     input_schema: Object | None = None
 
+    @property
+    def left_out(self) -> bool:
+        return bool(_OF_SERVERS.fullmatch(self.type))
+
+    @model_validator(mode="after")
+    def _is_custom(self) -> Self:
+        if not self.left_out and (self.type != "custom" or not self.name):
+            raise problem(f"must be a custom tool with a name, got type {shown(self.type)}, name {shown(self.name)}")
+        return self
+
     def tool(self) -> Tool:
-        """Return the tool as OpenAI's API writes it, which is what templates read."""
+        """Convert to OpenAI's form, which templates read."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema or {}}
         return {"type": "function", "function": function}
 
 
-_SERVERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|memory|advisor)_20\d{6}")
-"""Types of tools that Anthropic's servers run, or that only its models can be told of."""
-
-
-class ServerTool(RequestModel):
-    """Names a tool that is left out."""
-
-    type: Annotated[Text, matching(_SERVERS, "the type of a tool of Anthropic's servers")]
-
-
-AnyTool = Annotated[
-    Annotated[CustomTool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")],
-    Discriminator(
-        lambda tool: "<server>" if isinstance(tool, dict) and _SERVERS.fullmatch(str(tool.get("type"))) else "<custom>"
-    ),
-]
-
-
 class Choice(RequestModel):
-    """Says which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
+    """Which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
 
-    type: Annotated[Text, one_of("auto", "any", "tool", "none")] = "auto"
+    type: Literal["auto", "any", "tool", "none"] = "auto"
     disable_parallel_tool_use: Flag = False
 
 
 class ThinkingChoice(RequestModel):
-    """Says whether the answer shows thoughts: unless it is `disabled`."""
+    """Whether the answer shows thoughts: unless `disabled`."""
 
     type: Text = "disabled"
 
 
 class CountRequest(RequestModel):
-    """Holds the body of a request that counts the tokens of a prompt."""
+    """Body of a request to count the tokens of a prompt."""
 
-    system: Content = ""
-    messages: SomeOf[AnyTurn]
-    tools: Several[AnyTool] = ()
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Return the types of tools that are left out."""
-        return tuple(tool.type for tool in self.tools if isinstance(tool, ServerTool))
+    system: Content = ()
+    messages: SomeOf[Annotated[OtherTurn | AssistantTurn, Field(discriminator="role")]]
+    tools: Several[ToolDescription] = ()
 
     def prompt(self) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
         """Return messages, tools, and whether the reply continues the last message (a prefill)."""
-        system = joined(self.system)
+        system = _joined(self.system)
         messages = [Message(role="system", content=system)] if system else []
-        for message in self.messages:
-            messages += message.messages()
-        tools = tuple(tool.tool() for tool in self.tools if isinstance(tool, CustomTool))
+        for turn in self.messages:
+            messages += turn.messages()
+        tools = tuple(tool.tool() for tool in self.tools if not tool.left_out)
         return tuple(messages), tools, messages[-1]["role"] == "assistant"
 
 
 class OutputConfig(RequestModel):
-    """Says how answers are made: efforts are ignored, formats refused."""
+    """How answers are made: efforts are ignored, formats refused."""
 
-    format: Annotated[Any, unsupported()] = None
+    format: Unsupported = None
 
 
 class MessagesRequest(SamplingRequest, CountRequest):
-    """Holds the body of a request for a message."""
-
-    output_config: OutputConfig = OutputConfig()
-    output_format: Annotated[Any, unsupported()] = None
+    """Body of a request for a message."""
 
     max_tokens: Length
     stop_sequences: StopStrings = ()
     tool_choice: Choice = Choice()
     thinking: ThinkingChoice = ThinkingChoice()
+    output_config: OutputConfig = OutputConfig()
+    output_format: Unsupported = None
 
 
 def read_messages(body: Json) -> CompletionRequest:
-    """Return the body as a CompletionRequest. Raises ApiError."""
+    """Validate a body and convert it. Raises ApiError."""
     request = read(MessagesRequest, body)
     messages, tools, prefilled = request.prompt()
     return CompletionRequest(
         model=request.model,
         messages=messages,
         tools=tools,
-        left_out=request.left_out,
+        left_out=tuple(tool.type for tool in request.tools if tool.left_out),
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_tokens, request.stop_sequences),
             tool_calls=request.tool_choice.type != "none",
@@ -310,26 +226,18 @@ def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool
 
 
 def write(answer: Answer) -> Json:
-    """Return the response body."""
+    """Build the response body."""
     [reply] = answer.replies
-    body = {
-        **_head(answer),
-        "content": _content(answer),
-        **_stop(reply),
-        "usage": {**_usage(answer), "output_tokens": answer.completion_tokens},
-    }
+    ids = {}
     if answer.request.token_ids:
-        body["prompt_token_ids"] = reply.step.prompt_ids.tolist()
-        body["token_ids"] = reply.step.completion_ids.tolist()
-    return body
+        ids = {"prompt_token_ids": reply.step.prompt_ids.tolist(), "token_ids": reply.step.completion_ids.tolist()}
+    return {**_head(answer, answer.completion_tokens), "content": _content(answer), **_stop(reply), **ids}
 
 
-def _head(answer: Answer) -> Json:
-    return {"id": answer.ident, "type": "message", "role": "assistant", "model": answer.request.model}
-
-
-def _usage(answer: Answer) -> Json:
-    return {"input_tokens": answer.prompt_tokens, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+def _head(answer: Answer, output_tokens: int) -> Json:
+    usage = {"input_tokens": answer.prompt_tokens, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    head = {"id": answer.ident, "type": "message", "role": "assistant", "model": answer.request.model}
+    return {**head, "usage": {**usage, "output_tokens": output_tokens}}
 
 
 def _stop(reply: Reply) -> Json:
@@ -341,22 +249,22 @@ def _stop(reply: Reply) -> Json:
 
 
 def _content(answer: Answer) -> list[Json]:
-    """Return the blocks: a thought if it is to be shown, the text, the calls."""
+    """Build the blocks: the thought if it is to be shown, the text, the calls."""
     message = answer.replies[0].message
-    found: list[Json] = []
+    blocks: list[Json] = []
     if answer.request.thoughts and "reasoning_content" in message:
-        found.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     calls = message.get("tool_calls", [])
     if message["content"] or not calls:
-        found.append({"type": "text", "text": message["content"]})
+        blocks.append({"type": "text", "text": message["content"]})
     for call in calls:
         arguments = _input(call["function"]["arguments"])
-        found.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-    return found
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+    return blocks
 
 
 def _input(arguments: str) -> Json:
-    """Arguments as the object that this API has; what is none, from a foreign parser, stands under a key of its own."""
+    """Read arguments as an object. A foreign parser may give something else, which gets a key of its own."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -367,8 +275,7 @@ def _input(arguments: str) -> Json:
 def events(answer: Answer) -> Iterator[str]:
     """Yield the response as server-sent events."""
     [reply] = answer.replies
-    nothing: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-    started = {**_head(answer), **nothing, "usage": {**_usage(answer), "output_tokens": 0}}
+    started = {**_head(answer, 0), "content": [], "stop_reason": None, "stop_sequence": None}
     yield _event("message_start", message=started)
     for index, block in enumerate(_content(answer)):
         empty, deltas = _parts(block)
@@ -381,7 +288,7 @@ def events(answer: Answer) -> Iterator[str]:
 
 
 def _parts(block: Json) -> tuple[Json, list[Json]]:
-    """A block as it starts, and the deltas that fill it."""
+    """Return a block as it starts, and the deltas that fill it."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
@@ -396,13 +303,13 @@ def _event(kind: str, **data: Any) -> str:
 
 
 def error(problem: ApiError) -> Json:
-    """Return Anthropic's error body."""
+    """Build Anthropic's error body."""
     kind = _ERRORS.get(problem.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
 def error_event(problem: ApiError) -> str:
-    """Return an error as an event of a stream."""
+    """Write an error as an event of a stream."""
     return f"event: error\ndata: {json.dumps(error(problem))}\n\n"
 
 

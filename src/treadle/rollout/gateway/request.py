@@ -14,11 +14,12 @@ from treadle.rendering.tool_calls import Tool
 from treadle.rollout.session import CallOptions, Reply
 
 Json = dict[str, Any]
-MAX_CHOICES = 128  # of one request
+MAX_CHOICES = 128
+"""Largest `n` of a request."""
 
 
 class ApiError(TreadleError, ValueError):
-    """Says that a request gets an error for an answer: HTTP status, message, and the field that is to blame."""
+    """Raised for a request that is answered by an error. param: the field to blame."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)
@@ -30,19 +31,19 @@ class ApiError(TreadleError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Holds one request, whatever dialect it came in.
+    """One request, whatever dialect it came in.
 
-    instructions: a system message before everything, not repeated by requests that follow this one. prompts: of raw
-    completions, text or ids each; where there are any, messages and tools do not count. choices: samples of each
-    prompt. previous: id of an earlier response that the messages follow. thoughts: whether the answer shows them.
-    left_out: types of tools that the model is not told of.
+    instructions: a system message before all others, not repeated by requests that continue this one. prompts: of raw
+    completions, each text or ids; messages and tools then do not count. choices: samples of each prompt. previous: id
+    of an earlier response that the messages follow. thoughts: whether the answer shows them. left_out: types of tools
+    that the model is not told of.
     """
 
     model: str
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     instructions: str = ""
-    prompts: tuple[str | tuple[int, ...], ...] | None = None
+    prompts: tuple[str | Sequence[int], ...] | None = None
     options: CallOptions = field(default_factory=CallOptions)
     choices: int = 1
     stream: bool = False
@@ -56,7 +57,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Holds the record from which a request and its retries are answered. created: seconds since 1970."""
+    """The record from which a request and its retries are answered. created: seconds since 1970."""
 
     ident: str
     created: int
@@ -66,12 +67,11 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of prompt tokens, each distinct prompt counted once."""
+        """Number of prompt tokens, each distinct prompt counted once."""
         return sum(len(reply.step.prompt_ids) for reply in self.replies[:: self.request.choices])
 
     @property
     def completion_tokens(self) -> int:
-        """Return the number of sampled tokens of all choices."""
         return sum(len(reply.step.completion_ids) for reply in self.replies)
 
     def bytes_of(self, reply: Reply) -> list[bytes]:
@@ -81,12 +81,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Translates one API: its JSON to a request, an answer to its JSON or events, errors to their form in it.
+    """Translates one API. prefix: of the ids of its answers. error_event: an error within a stream that has begun."""
 
-    error: (ApiError) -> body. error_event: the same within a stream that has begun.
-    """
-
-    prefix: str  # of the ids of its answers
+    prefix: str
     read: Callable[[Json], CompletionRequest]
     write: Callable[[Answer], Json]
     events: Callable[[Answer], Iterator[str]]
@@ -94,7 +91,7 @@ class Dialect:
     error_event: Callable[[ApiError], str]
 
     def new_id(self) -> str:
-        """Return a new id for an answer, which reveals nothing about its session."""
+        """Make an id for an answer, which reveals nothing about its session."""
         return self.prefix + secrets.token_hex(12)
 
 
@@ -106,5 +103,5 @@ def finish_reason(reply: Reply) -> str:
 
 
 def add_thought(message: Message, thought: str) -> None:
-    """Add a thought to a message of the assistant, behind those that it has."""
+    """Append a thought to those of an assistant message."""
     message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))

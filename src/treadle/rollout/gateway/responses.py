@@ -4,135 +4,118 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall, arguments_text
-from treadle.rollout.gateway.chat_completions import Content, TextFormat, ToolChoice, error, joined, token_logprobs
+from treadle.rollout.gateway.chat_completions import Content, ToolChoice, error, joined, token_logprobs
 from treadle.rollout.gateway.fields import (
     Flag,
+    Length,
     Object,
     RequestModel,
+    SamplingRequest,
     Several,
     SomeOf,
     StopStrings,
     Text,
-    one_of,
-    only,
+    TextFormat,
+    Unsupported,
+    problem,
     read,
-    text_or,
-    unsupported,
+    shown,
 )
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
-from treadle.rollout.gateway.sampling_overrides import Length, SamplingRequest
 from treadle.rollout.session import CallOptions
 
-_ROLES = ("user", "assistant", "system", "developer")
-_RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # the order of items within one assistant message
-_KINDS = (*_RANKS, "function_call_output")
-
-
-# What a request may hold
+_RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # order of items within one assistant message
 
 
 class MessageItem(RequestModel):
-    """Holds a message; an item of an unknown type is read as one, too, and refused for its type."""
+    """A message."""
 
-    type: Annotated[Text, one_of(*_KINDS)] = "message"
-    role: Annotated[Text, one_of(*_ROLES)]
-    content: Content = ""
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content = ()
 
 
 class Thought(RequestModel):
-    """Holds a part of what the assistant thought."""
+    """A part of a thought."""
 
     text: Text = ""
 
 
 class ReasoningItem(RequestModel):
-    """Holds what the assistant thought, or where a client has no more, its summary."""
+    """A thought of the assistant, or if a client has no more, its summary."""
 
-    type: Annotated[Text, one_of("reasoning")]
+    type: Literal["reasoning"]
     content: Several[Thought] = ()
     summary: Several[Thought] = ()
 
 
 class CallItem(RequestModel):
-    """Holds a tool call of the assistant."""
+    """A tool call of the assistant."""
 
-    null_counts: ClassVar[frozenset[str]] = frozenset({"arguments"})
-    type: Annotated[Text, one_of("function_call")]
+    type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Any = "{}"
 
 
 class OutputItem(RequestModel):
-    """Holds what a tool answered."""
+    """A tool's answer."""
 
-    type: Annotated[Text, one_of("function_call_output")]
+    type: Literal["function_call_output"]
     call_id: Text
-    output: Content = ""
+    output: Content = ()
 
 
 Item = MessageItem | ReasoningItem | CallItem | OutputItem
-_TAGS = {"reasoning": "<reasoning>", "function_call": "<call>", "function_call_output": "<output>"}
 
 
-def _kind(item: Any) -> str:
-    return _TAGS.get(str(item.get("type")) if isinstance(item, dict) else "", "<message>")
-
-
-AnyItem = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[CallItem, Tag("<call>")]
-    | Annotated[OutputItem, Tag("<output>")],
-    Discriminator(_kind),
-]
+def _items(value: Any) -> Any:
+    """Read a text as the user's message, and items without a type as messages."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [{**item, "type": item.get("type") or "message"} if isinstance(item, dict) else item for item in value]
 
 
 _LEFT_OUT = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
     *("computer_use_preview", "tool_search", "namespace", "custom", "local_shell"),
 )
-"""Types of tools that OpenAI's servers run, or that only its models can be told of."""
+"""Types of tools that OpenAI's servers run, or that only its models know; they are left out."""
 
 
-class OtherTool(RequestModel):
-    """Names a tool that is left out."""
+class ToolDescription(RequestModel):
+    """A tool that the model may call: this API writes a function's fields beside its type."""
 
-    type: Annotated[Text, one_of(*_LEFT_OUT)]
-
-
-class FlatTool(RequestModel):
-    """Describes a tool that the model may call: this API writes a function's fields beside its type."""
-
-    null_counts: ClassVar[frozenset[str]] = frozenset({"type"})
-    type: Annotated[Any, only("only function tools are supported here", "function")] = "function"
-    name: Text
+    type: Text = "function"
+    name: Text = ""
     parameters: Object | None = None
 
-
-AnyTool = Annotated[
-    Annotated[FlatTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
-    Discriminator(lambda tool: "<other>" if isinstance(tool, dict) and tool.get("type") in _LEFT_OUT else "<function>"),
-]
+    @model_validator(mode="after")
+    def _is_function(self) -> Self:
+        if self.type not in _LEFT_OUT and (self.type != "function" or not self.name):
+            raise problem(f"must be a function with a name, got type {shown(self.type)}, name {shown(self.name)}")
+        return self
 
 
 class TextOptions(RequestModel):
-    """Says in which format text is wanted."""
+    """How text is written."""
 
     format: TextFormat = TextFormat()
 
 
 class ResponsesRequest(SamplingRequest):
-    """Holds the body of a request for a response."""
+    """Body of a request for a response."""
 
-    input: Annotated[Annotated[Text, Tag("<text>")] | Annotated[SomeOf[AnyItem], Tag("<items>")], text_or("<items>")]
+    input: Annotated[SomeOf[Annotated[Item, Field(discriminator="type")]], BeforeValidator(_items)]
     instructions: Text = ""
-    tools: Several[AnyTool] = ()
+    tools: Several[ToolDescription] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: Flag = True
     max_output_tokens: Length | None = None
@@ -141,25 +124,24 @@ class ResponsesRequest(SamplingRequest):
     previous_response_id: Text = ""
     text: TextOptions = TextOptions()
     chat_template_kwargs: Object | None = None
-    background: Annotated[Any, unsupported(False)] = None
-    conversation: Annotated[Any, unsupported()] = None
-    prompt: Annotated[Any, unsupported()] = None
+    background: Unsupported = None
+    conversation: Unsupported = None
+    prompt: Unsupported = None
 
 
 def read_response(body: Json) -> CompletionRequest:
-    """Return the body as a CompletionRequest. Raises ApiError."""
+    """Validate a body and convert it. Raises ApiError."""
     request = read(ResponsesRequest, body)
-    given = request.input
     return CompletionRequest(
         model=request.model,
         instructions=request.instructions,
-        messages=(Message(role="user", content=given),) if isinstance(given, str) else read_items(given),
+        messages=read_items(request.input),
         tools=tuple(
             {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
             for tool in body.get("tools") or ()
             if tool.get("type") not in _LEFT_OUT
         ),
-        left_out=tuple(tool.type for tool in request.tools if isinstance(tool, OtherTool)),
+        left_out=tuple(tool.type for tool in request.tools if tool.type in _LEFT_OUT),
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_output_tokens, request.stop),
             tool_calls=request.tool_choice != "none",
@@ -174,27 +156,27 @@ def read_response(body: Json) -> CompletionRequest:
 
 
 def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
-    """Return the items as messages. Reasoning, text and calls that follow each other are one assistant message."""
-    found: list[Message] = []
+    """Convert items to messages. Reasoning, text and calls that follow each other are one assistant message."""
+    messages: list[Message] = []
     rank: int | None = None  # of the last item, while an assistant message is being put together
     for item in items:
         if isinstance(item, OutputItem):
-            found.append(Message(role="tool", content=joined(item.output), tool_call_id=item.call_id))
+            messages.append(Message(role="tool", content=joined(item.output), tool_call_id=item.call_id))
             rank = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            found.append(Message(role=role, content=joined(item.content)))
+            messages.append(Message(role=role, content=joined(item.content)))
             rank = None
         else:
             if rank is None or _RANKS[item.type] < rank or rank == _RANKS[item.type] == _RANKS["message"]:
-                found.append(Message(role="assistant", content=""))
+                messages.append(Message(role="assistant", content=""))
             rank = _RANKS[item.type]
-            _add(found[-1], item)
-    return tuple(found)
+            _add(messages[-1], item)
+    return tuple(messages)
 
 
 def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None:
-    """Put an assistant's item into its message."""
+    """Add an assistant's item to its message."""
     if isinstance(item, MessageItem):
         message["content"] = joined(item.content, joint="")
     elif isinstance(item, ReasoningItem):
@@ -206,14 +188,14 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
 
 
 def write(answer: Answer) -> Json:
-    """Return the response body."""
+    """Build the response body."""
     [reply] = answer.replies
     cut = reply.step.stop_reason is not StopReason.STOP
     body = {
         **_head(answer),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(answer),
+        "output": _output(answer),
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -257,33 +239,23 @@ def _head(answer: Answer) -> Json:
     }
 
 
-def _items(answer: Answer) -> list[Json]:
-    """Output items: the thought, the text, the calls."""
+def _output(answer: Answer) -> list[Json]:
+    """Build the output items: the thought, the text, the calls."""
     message, tail = answer.replies[0].message, answer.ident.removeprefix(RESPONSES.prefix)
-    found: list[Json] = []
+    items: list[Json] = []
     if thought := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thought}]
-        found.append({"type": "reasoning", "id": f"rs_{tail}", "summary": [], "content": content})
+        items.append({"type": "reasoning", "id": f"rs_{tail}", "summary": [], "content": content})
     calls = message.get("tool_calls", [])
+    done = {"status": "completed"}
     if message["content"] or not calls:
-        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": _logprobs(answer)}
-        item = {"type": "message", "id": f"msg_{tail}", "role": "assistant", "status": "completed", "content": [part]}
-        found.append(item)
+        logprobs = token_logprobs(answer, answer.replies[0]) if answer.request.logprobs else []
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
+        items.append({"type": "message", "id": f"msg_{tail}", "role": "assistant", **done, "content": [part]})
     for i, call in enumerate(calls):
-        found.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{tail}_{i}",
-                "call_id": call["id"],
-                **call["function"],
-                "status": "completed",
-            }
-        )
-    return found
-
-
-def _logprobs(answer: Answer) -> list[Json]:
-    return token_logprobs(answer, answer.replies[0]) if answer.request.logprobs else []
+        item = {"type": "function_call", "id": f"fc_{tail}_{i}", "call_id": call["id"], **call["function"], **done}
+        items.append(item)
+    return items
 
 
 def events(answer: Answer) -> Iterator[str]:
@@ -299,7 +271,7 @@ def _event(kind: str, data: Json) -> str:
 def _events(answer: Answer) -> Iterator[tuple[str, Json]]:
     yield "response.created", {"response": _head(answer)}
     yield "response.in_progress", {"response": _head(answer)}
-    for index, item in enumerate(_items(answer)):
+    for index, item in enumerate(_output(answer)):
         at = {"output_index": index}
         opened: Any = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         status = {} if item["type"] == "reasoning" else {"status": "in_progress"}
@@ -327,9 +299,9 @@ def _deltas(item: Json, at: Json) -> Iterator[tuple[str, Json]]:
 
 
 def error_event(problem: ApiError) -> str:
-    """Return an error as an event of a stream."""
-    told = {"code": problem.code, "message": problem.message, "param": problem.param}
-    return _event("error", {"sequence_number": 0, **told, **error(problem)})
+    """Write an error as an event of a stream."""
+    fields = {"code": problem.code, "message": problem.message, "param": problem.param}
+    return _event("error", {"sequence_number": 0, **fields, **error(problem)})
 
 
 RESPONSES = Dialect("resp_", read_response, write, events, error, error_event)

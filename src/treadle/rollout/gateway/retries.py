@@ -26,7 +26,7 @@ from treadle.rollout.session import Session, Unanswered
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Identifies a request and its retries.
+    """What identifies a request and its retries.
 
     body: digest of route and body; b"" for a request that was refused unread. retry: the SDK's retry count.
     """
@@ -38,10 +38,10 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """Tracks one request with all its retries.
+    """One request with all its retries.
 
-    waiting: how many connections want the answer now. retry: the highest retry count so far. repeats: the failed
-    request that this one is a retry of.
+    waiting: connections that want the answer now. retry: highest retry count so far. repeats: the failed request that
+    this one is a retry of.
     """
 
     origin: Origin
@@ -54,22 +54,22 @@ class Exchange:
 
     @property
     def abandoned(self) -> bool:
-        """Return whether nobody waits for the answer and nobody got it."""
+        """Whether nobody waits for the answer and nobody got it."""
         return not self.waiting and not self.delivered
 
 
 class Exchanges:
-    """Keeps the exchanges of one session, and decides which requests are retries of them.
+    """The exchanges of one session.
 
     grace: seconds for which sampling goes on when nobody waits any more, so that a retry can join.
-    most: how many may be sampled at a time.
+    max_running: how many may be sampled at a time.
 
     Invariant: a step is dropped (as cancelled) exactly while its answer has been given up and never fully delivered.
     A request that failed on this side is answered only by one that came later, and whose answer was delivered.
     """
 
-    def __init__(self, session: Session, grace: float, most: int) -> None:
-        self._session, self._grace, self._most = session, grace, most
+    def __init__(self, session: Session, grace: float, max_running: int) -> None:
+        self._session, self._grace, self._max_running = session, grace, max_running
         self._by_body: dict[bytes, list[Exchange]] = {}
         self._by_key: dict[str, Exchange] = {}
         self._void: Counter[bytes] = Counter()  # requests by body that got no answer, and whose retry is a new sample
@@ -81,10 +81,10 @@ class Exchanges:
         Among identical requests a retry joins one that nobody waits for or got an answer to, else the newest. Raises
         ApiError for a key that came with another body.
         """
-        if origin.key is not None and (found := self._by_key.get(origin.key)):
-            if found.origin.body != origin.body:
+        if origin.key is not None and (exchange := self._by_key.get(origin.key)):
+            if exchange.origin.body != origin.body:
                 raise ApiError(400, "Idempotency-Key: was sent before with another request", "Idempotency-Key")
-            return found
+            return exchange
         same = self._by_body.get(origin.body, [])
         if origin.key is not None:
             same = [e for e in same if e.origin.key is None]  # another key says that it is another request
@@ -96,11 +96,13 @@ class Exchanges:
         return next((e for e in reversed(same) if e.retry < origin.retry), None)
 
     def start(self, origin: Origin, sample: Callable[[], Coroutine[Any, Any, Answer]]) -> Exchange:
-        """Start and return a new exchange. Raises ApiError (429) where too many are being sampled already."""
+        """Start a new exchange. Raises ApiError (429) if too many are being sampled already."""
         repeats = self._take_unanswered(origin)
-        if len(self._running) >= self._most:
+        if len(self._running) >= self._max_running:
             self._void[origin.body] += 1
-            raise ApiError(429, f"this session has {self._most} requests in flight already; wait for one of them")
+            raise ApiError(
+                429, f"this session has {self._max_running} requests in flight already; wait for one of them"
+            )
         exchange = Exchange(origin, asyncio.create_task(sample()), origin.retry, repeats)
         self._by_body.setdefault(origin.body, []).append(exchange)
         if origin.key is not None:
@@ -121,8 +123,10 @@ class Exchanges:
             yield exchange.task
         finally:
             exchange.waiting -= 1
-            if exchange.abandoned:
-                self._give_up(exchange)
+            if exchange.abandoned and exchange.task.done():
+                self._set_delivered(exchange, False)
+            elif exchange.abandoned:
+                exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
 
     def deliver(self, exchange: Exchange) -> None:
         """Record that all of the answer was sent."""
@@ -130,7 +134,7 @@ class Exchanges:
         self._set_delivered(exchange, True)
 
     def refuse(self, error: ApiError, origin: Origin = Origin(b"")) -> None:
-        """Note that a request was refused: as malformed, or for now (429, 503)."""
+        """Record that a request was refused: as malformed, or for now (429, 503)."""
         if error.status not in (429, 503):
             self._session.bad_requests.append(error.message)
             return
@@ -139,27 +143,26 @@ class Exchanges:
 
     async def close(self) -> None:
         """Abort what is being sampled, and drop the steps of answers that were not delivered."""
-        running = [e.task for e in self._running]
+        running = [exchange.task for exchange in self._running]
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running)
-        for exchanges in self._by_body.values():
-            for exchange in exchanges:
-                if exchange.abort is not None:
-                    exchange.abort.cancel()
-                if not exchange.delivered:
-                    self._set_delivered(exchange, False)
-                    self._put_back(exchange)
+        for exchange in [exchange for exchanges in self._by_body.values() for exchange in exchanges]:
+            if exchange.abort is not None:
+                exchange.abort.cancel()
+            if not exchange.delivered:
+                self._set_delivered(exchange, False)
+                self._put_back(exchange)
 
     def _take_unanswered(self, origin: Origin) -> Unanswered | None:
         """Take out the failed request that this one is a retry of, if there is one."""
         failed = self._session.unanswered
         same = [f for f in failed if f.body == origin.body and not (f.key and origin.key and f.key != origin.key)]
-        found = next(iter(same or [f for f in failed if not f.body]), None)
-        if found is not None:
-            failed.remove(found)
-        return found
+        retried = next(iter(same or [f for f in failed if not f.body]), None)
+        if retried is not None:
+            failed.remove(retried)
+        return retried
 
     def _put_back(self, exchange: Exchange) -> None:
         if exchange.repeats is not None:
@@ -181,17 +184,9 @@ class Exchanges:
                 self.refuse(error, exchange.origin)
             case None | StepsExceeded() | ContextExceeded():
                 pass  # cancelled; or limits, which are the model's own doing
-            case _ if exchange.abandoned:
-                pass  # its client has given up by itself
-            case _:
+            case _ if not exchange.abandoned:  # otherwise its client has given up by itself
                 exchange.repeats = Unanswered(exchange.origin.body, exchange.origin.key, error)
         self._put_back(exchange)
-
-    def _give_up(self, exchange: Exchange) -> None:
-        if exchange.task.done():
-            self._set_delivered(exchange, False)
-        else:
-            exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
 
     def _abort(self, exchange: Exchange) -> None:
         self._forget(exchange)  # first, so that no retry joins it

@@ -32,8 +32,8 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve the gateway while the context lasts; yield the URL that agents are given, `http://127.0.0.1:54321`.
 
-    config: by default a free port of the loopback interface. listening: the socket, where it was opened earlier.
-    On leaving it is closed and every session detached. Raises ConfigError for an address that cannot be had.
+    config: by default a free port of the loopback interface. listening: a socket that is already open.
+    Raises ConfigError if the address is not available.
     """
     with listening or listen(config) as listening:
         gateway.url = config.advertised_url or url_of(listening)

@@ -6,7 +6,6 @@ import asyncio
 import resource
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 from treadle.rollout.gateway.address import GatewayConfig
@@ -16,36 +15,31 @@ _FILES = 65536
 
 
 class SharedGateway:
-    """Serves a gateway from when the first driver opens it until the run ends; not at all if none does."""
+    """Serves a gateway from when the first driver opens it until the run ends."""
 
     def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
         self._config, self._gateway = config, Gateway(log=log)
         self._serving, self._opening = AsyncExitStack(), asyncio.Lock()
-        self._is_served = False
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close the gateway and every session's way in."""
+    async def __aexit__(self, *error: object) -> None:
         await self._serving.aclose()
 
     async def open(self) -> Gateway:
-        """Return the gateway, served. Raises ConfigError for an address that cannot be had."""
+        """Serve the gateway and return it. Raises ConfigError if its address is not available."""
         from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
         async with self._opening:
-            if not self._is_served:
+            if not self._gateway.url:
                 _allow_files()
                 await self._serving.enter_async_context(serving(self._gateway, self._config))
-                self._is_served = True
         return self._gateway
 
 
 def _allow_files() -> None:
-    """Let this process open more files: an attempt holds a few sockets and files, and hundreds are played at a time."""
+    """Let this process open more files: hundreds of attempts hold a few sockets and files each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _TO_END = 60.0  # seconds that cancelled tasks have to end: environments are being closed
 _TO_END_INTERRUPTED = 5.0  # after a second Ctrl-C
-_NAMED = 3  # of the calls that are left behind
 
 _left_behind: list[asyncio.Task[Any]] = []  # referenced forever: asyncio complains of pending tasks that are collected
 
@@ -82,11 +81,6 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
     await asyncio.wait({loop.create_task(loop.shutdown_asyncgens())}, timeout=seconds)
     if tasks := asyncio.all_tasks() - {this}:
         _left_behind.extend(tasks)
-        log(f"cancelled, but does not end, and is left behind: {_names([task.get_name() for task in tasks])}")
+        log(f"cancelled, but does not end, and is left behind: {', '.join(sorted(t.get_name() for t in tasks)):.500}")
     if threads := abandoned_threads():
-        log(f"has not returned, and its thread is left behind: {_names([thread.name for thread in threads])}")
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(sorted(names)[:_NAMED]) + more
+        log(f"has not returned, and its thread is left behind: {', '.join(sorted(t.name for t in threads)):.500}")

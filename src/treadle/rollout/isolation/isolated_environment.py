@@ -16,8 +16,10 @@ from treadle.core.types import Message, Status, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
 from treadle.envs.single_turn import SingleTurn
 from treadle.envs.tasks import made_class
+from treadle.rollout.config import RolloutConfig
 from treadle.rollout.env_metrics import EnvMetrics
 from treadle.rollout.isolation.user_code import UserCode, is_async
+from treadle.rollout.session import Reply as SessionReply
 
 T = TypeVar("T")
 
@@ -30,50 +32,49 @@ class IsolatedEnvironment:
     `async` methods run on the event loop, others on the attempt's thread. An environment given by its class is made
     there, too, if its `step` is not `async`.
 
-    timeout: limit on each call but `finish`, seconds. longest_wait: the environment's own, once made. tools,
-    takes_reply (whether `step` takes a parsed `Reply`), required_steps: known once it is reset.
+    longest_wait: the environment's own, once made. tools, takes_reply (whether `step` takes a parsed `Reply`),
+    required_steps: known once it is reset.
     """
 
-    def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, timeout: float) -> None:
-        self._name, self._factory, self._user, self._timeout = name, factory, user, timeout
+    def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, config: RolloutConfig) -> None:
+        self._name, self._factory, self._user, self._config = name, factory, user, config
         self._environment: Environment | None = None
         self._metrics: EnvMetrics | None = None
         self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
         self.tools: tuple[Mapping[str, Any], ...] = ()
-        self._has_finish = False
 
     async def make(self) -> None:
         """Make the environment. The failure's cause (`__cause__`) is what the constructor raised."""
-        in_thread = _is_synchronous(self._factory)
-        await self._user.call(self._make, what="create", timeout=self._timeout, in_thread=in_thread)
+        made = made_class(self._factory)
+        step = getattr(made, "step", None)
+        in_thread = inspect.isclass(made) and step is not None and not is_async(step)
+        await self._user.call(self._make, what="create", timeout=self._config.environment_timeout, in_thread=in_thread)
 
     async def reset(self, task: Task) -> list[Message]:
-        """Start the attempt and return the messages that the agent starts from."""
-        return await self._call("reset", task, check=self._checked_reset)
-
-    def check_steps(self, max_steps: int) -> None:
-        """Raise TrajectoryFailure if the attempt, once reset, requires more calls than `max_steps`."""
-        if self.required_steps > max_steps:
-            raise TrajectoryFailure(
-                Cause.ENVIRONMENT,
-                f"environment {self._name!r} needs {self.required_steps} calls of the model to come to its end, and "
-                f"rollout.max_steps is {max_steps}; set rollout.max_steps={self.required_steps}, or let it take fewer "
-                "turns",
+        """Start the attempt and return its first messages. Fails if it needs more than `rollout.max_steps` calls."""
+        messages = await self._call("reset", task, check=self._checked_reset)
+        if self.required_steps > self._config.max_steps:
+            raise _failure(
+                f"environment {self._name!r} needs {self.required_steps} calls of the model, and rollout.max_steps is "
+                f"{self._config.max_steps}; set rollout.max_steps={self.required_steps}, or let it take fewer turns"
             )
+        return messages
 
-    async def step(self, reply: str | Reply) -> EnvStep:
+    async def step(self, reply: SessionReply) -> EnvStep:
         """Return the environment's answer to a reply, and count its metrics."""
         what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
-        return await self._call("step", reply, check=partial(self._checked_step, what=what), what=what)
+        argument: str | Reply = reply.text
+        if self.takes_reply:
+            thought, calls = reply.message.get("reasoning_content", ""), tuple(reply.message.get("tool_calls", ()))
+            argument = Reply(reply.text, thought, calls)
+        return await self._call("step", argument, check=partial(self._checked_step, what=what), what=what)
 
-    async def finish(self, ended: Status, timeout: float) -> Reward:
-        """Finish the attempt, count its metrics, and return what is added to the last reward.
-
-        timeout: limit on the call, seconds.
-        """
-        if not self._has_finish:
+    async def finish(self, ended: Status) -> Reward:
+        """Finish the attempt, count its metrics, and return what is added to the last reward."""
+        finish = getattr(self._environment, "finish", None)
+        if finish is None or getattr(finish, "__func__", None) is Environment.finish:
             return Reward()
-        return await self._call("finish", ended, check=self._checked_finish, timeout=timeout)
+        return await self._call("finish", ended, check=self._checked_finish)
 
     async def close(self) -> str:
         """Close the environment. Return what went wrong, as a warning; the attempt is over and keeps its reward.
@@ -91,19 +92,13 @@ class IsolatedEnvironment:
         return ""
 
     def metrics(self) -> Measures:
-        """Return the metrics measured so far."""
         return Measures() if self._metrics is None else self._metrics.measured()
 
-    async def _call(
-        self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "", timeout: float | None = None
-    ) -> T:
-        def call() -> Any:
-            return getattr(self._environment, method)(*arguments)
-
+    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:
         return await self._user.call(
-            call,
+            lambda: getattr(self._environment, method)(*arguments),
             what=what or method,
-            timeout=self._timeout if timeout is None else timeout,
+            timeout=self._config.environment_timeout,
             check=check,
             in_thread=not self._is_async(method),
         )
@@ -125,9 +120,8 @@ class IsolatedEnvironment:
         environment: Any = self._environment
         self.tools = tuple(getattr(environment, "tool_schemas", ()))
         self.required_steps = int(getattr(environment, "required_steps", 0))
-        self.takes_reply = _takes_reply(environment.step)
-        finish = getattr(environment, "finish", None)
-        self._has_finish = finish is not None and getattr(finish, "__func__", None) is not Environment.finish
+        annotations = [p.annotation for p in inspect.signature(environment.step).parameters.values()]
+        self.takes_reply = any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
         return list(messages)
 
     def _checked_step(self, value: object, what: str) -> EnvStep:
@@ -175,15 +169,3 @@ def _checked_reward(value: object, where: str) -> Reward:
 
 def _failure(message: str) -> TrajectoryFailure:
     return TrajectoryFailure(Cause.ENVIRONMENT, message)
-
-
-def _takes_reply(step: Any) -> bool:
-    annotations = [parameter.annotation for parameter in inspect.signature(step).parameters.values()]
-    return any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
-
-
-def _is_synchronous(factory: EnvironmentFactory) -> bool:
-    """Return whether the factory is a class with a plain `step`, as far as is known before it is called."""
-    made = made_class(factory)
-    step = getattr(made, "step", None)
-    return inspect.isclass(made) and step is not None and not is_async(step)

@@ -30,21 +30,17 @@ class CallThread(Executor):
         self.thread.start()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue the call and return its future."""
         future: Future[T] = Future()
         self._calls.put(partial(_run, future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread after the calls already queued. Does not wait for it."""
         self._calls.put(None)
 
     def abandon(self) -> None:
-        """Count the thread as stuck until it ends."""
         _abandoned.add(self)
 
     def frames(self) -> Iterator[FrameType]:
-        """Yield the frames of the call in progress, innermost first."""
         return thread_frames(self.thread.ident)
 
     @property
@@ -69,14 +65,13 @@ class DaemonThreads(ThreadPoolExecutor):
     """
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start the call and return its future."""
         thread = CallThread("treadle-to-thread")
         future = thread.submit(function, *args, **kwargs)
         thread.shutdown()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Return at once; no thread is waited for."""
+        return None
 
 
 def _run(future: Future[Any], call: Callable[[], Any]) -> None:

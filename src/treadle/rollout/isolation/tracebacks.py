@@ -15,7 +15,7 @@ from typing import Any
 
 import treadle.core
 
-_LINES = 60  # longest traceback
+_FRAMES = 20  # the innermost ones are shown
 _ROOT = Path(treadle.core.__file__).parents[1]
 _USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
 _GLUE = f"{_ROOT}/envs/single_turn.py"  # between the run and a reward function
@@ -24,7 +24,7 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platst
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error and its causes, user frames only; "" if there are none. Long ones are cut.
+    """Return the traceback of an error and its causes: the innermost user frames, or "" if there are none.
 
     Columns are dropped: CPython 3.11 cannot mark them in two threads at a time.
     """
@@ -33,15 +33,11 @@ def user_traceback(error: BaseException) -> str:
     for each in chain:
         if each is not None:
             users = [frame for frame in each.stack if _is_users(frame.filename)]
-            each.stack = StackSummary.from_list([FrameSummary(f.filename, f.lineno, f.name) for f in users])
+            each.stack = StackSummary.from_list([FrameSummary(f.filename, f.lineno, f.name) for f in users[-_FRAMES:]])
             chain += (each.__cause__, each.__context__, *(each.exceptions or ()))
     if not any(each.stack for each in chain if each is not None):
         return ""
-    lines = "".join(shown.format()).rstrip("\n").split("\n")
-    if len(lines) > _LINES:
-        cut = len(lines) - _LINES
-        lines = [*lines[: _LINES // 4], f"  ... {cut} lines left out ...", *lines[-(_LINES - _LINES // 4) :]]
-    return "\n".join(lines).encode(errors="backslashreplace").decode()
+    return "".join(shown.format()).rstrip("\n").encode(errors="backslashreplace").decode()
 
 
 def user_place(frames: Iterable[FrameType]) -> str:

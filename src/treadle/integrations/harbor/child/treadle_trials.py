@@ -37,7 +37,6 @@ import litellm
 from harbor.agents.factory import AgentFactory
 from harbor.environments.factory import EnvironmentFactory
 from harbor.llms.lite_llm import LiteLLM
-from harbor.models.task.task import Task
 from harbor.models.trial.config import TrialConfig
 from harbor.trial.trial import Trial
 from pydantic import BaseModel
@@ -88,13 +87,7 @@ def trial_config(order: Json) -> TrialConfig:
     task = {"path": order["task"]} if isinstance(order["task"], str) else order["task"]
     agent = {**_named(order["agent"], AGENTS, "name"), **config.pop("agent", {})}
     environment = {**_named(order["environment"], ENVIRONMENTS, "type"), **config.pop("environment", {})}
-    verifier = config.pop("verifier", {})
-    agent["override_timeout_sec"] = order["agent_timeout"] or agent.get("override_timeout_sec")
-    verifier["override_timeout_sec"] = order["verifier_timeout"] or verifier.get("override_timeout_sec")
-    if order["start_timeout"]:
-        agent["override_setup_timeout_sec"] = order["start_timeout"]
-        config["environment_build_timeout_multiplier"] = order["start_timeout"] / _build_timeout(task)
-    parts = {"task": task, "agent": agent, "environment": environment, "verifier": verifier}
+    parts = {"task": task, "agent": agent, "environment": environment}
     whole = {**config, **parts, "trial_name": order["name"], "trials_dir": order["directory"]}
     _refuse_unknown(whole, TrialConfig, "")
     checked = TrialConfig.model_validate(whole)
@@ -104,12 +97,6 @@ def trial_config(order: Json) -> TrialConfig:
 
 def _named(name: str, ours: dict[str, Json], key: str) -> Json:
     return dict(ours.get(name) or ({"import_path": name} if ":" in name else {key: name}))
-
-
-def _build_timeout(task: Json) -> float:
-    if "path" not in task or "git_url" in task:
-        return 600.0  # Harbor's default: such a task is not here yet
-    return float(Task(Path(task["path"])).config.environment.build_timeout_sec)
 
 
 def _refuse_unknown(given: Json, model: type[BaseModel], where: str) -> None:
@@ -154,8 +141,7 @@ def _connect(config: TrialConfig, order: Json) -> None:
         "ANTHROPIC_API_KEY": gateway["secret"],
         **agent.env,
     }
-    if order["lifetime"]:
-        config.environment.kwargs = {**_lifetime(config, order["lifetime"]), **config.environment.kwargs}
+    config.environment.kwargs = {**_lifetime(config, order["lifetime"]), **config.environment.kwargs}
 
 
 def _lifetime(config: TrialConfig, seconds: float) -> Json:

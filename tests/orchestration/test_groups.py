@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.orchestration.groups import batches_of
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.outcomes import as_trained, without_stale
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
-from treadle.orchestration.sampling.replay_buffer import ReplayBuffer, StalePolicy
+from treadle.orchestration.config import StalePolicy
+from treadle.orchestration.sampling.groups import Groups
 
 
 def sampled_by(index: int, *versions: int) -> Group:
@@ -29,35 +31,40 @@ def live(group: Group) -> list[int]:
     return [len(as_trained(t).steps) for t in group.trajectories]
 
 
+def started(staleness: int, policy: StalePolicy, size: int, *versions: int) -> Groups:
+    """Groups that are being sampled, each started at one of the versions; `size` make a batch."""
+    section = f"orchestration.max_staleness={staleness}", f"orchestration.stale_policy={policy}"
+    groups = batches_of(size, *section)
+    for index, version in enumerate(versions):
+        groups.start(make_group(index), version)
+    return groups
+
+
 def test_the_oldest_come_first_and_a_batch_is_in_order_of_submission() -> None:
-    buffer = ReplayBuffer(3, "mask_steps")
-    for index, version in ((0, 1), (1, 0), (2, 0), (3, 1)):
-        buffer.start(index, version)
-    assert (buffer.running, buffer.under_way, buffer.take(2, 1)) == (4, 4, None)
+    groups = started(3, "mask_steps", 2, 1, 0, 0, 1)
+    assert (groups.sampling, groups.under_way, groups.take(1)) == (4, 4, None)
     for index in (0, 2, 1):
-        buffer.finish(sampled_by(index, 1))
-    assert indices(buffer.take(2, 1)) == [1, 2]
-    assert (buffer.outstanding, buffer.under_way) == ((0, 3), 4)  # until what was taken is published
-    buffer.trained()
-    assert buffer.under_way == 2
+        groups.finish(sampled_by(index, 1))
+    assert indices(groups.take(1)) == [1, 2]
+    assert (groups.outstanding, groups.under_way) == ((0, 3), 4)  # until what was taken is published
+    groups.trained()
+    assert groups.under_way == 2
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected", "left", "dropped"),
+    ("policy", "expected", "left", "remaining"),
     [
-        ("mask_steps", [0, 1], [[2], [1]], []),
-        ("drop_group", None, [], [1]),
+        ("mask_steps", [0, 1], [[2], [1]], 2),
+        ("drop_group", None, [], 1),
     ],
 )
-def test_what_is_stale(policy: StalePolicy, expected: Any, left: Any, dropped: Any) -> None:
-    buffer = ReplayBuffer(1, policy)
-    for index in range(2):
-        buffer.start(index, 0)
-    buffer.finish(sampled_by(0, 2, 3))
-    buffer.finish(sampled_by(1, 1, 2))
-    discarded = indices(buffer.drop_stale(3))
-    batch = buffer.take(2, 3)
-    assert (indices(batch), [live(group) for group in batch or ()], discarded) == (expected, left, dropped)
+def test_what_is_stale(policy: StalePolicy, expected: Any, left: Any, remaining: int) -> None:
+    groups = started(1, policy, 2, 0, 0)
+    groups.finish(sampled_by(0, 2, 3))
+    groups.finish(sampled_by(1, 1, 2))
+    groups.drop_stale(3)
+    batch = groups.take(3)
+    assert (indices(batch), [live(group) for group in batch or ()], groups.under_way) == (expected, left, remaining)
 
 
 FAILED = Trajectory("g000000.1", "t", 1, (make_step(),), None, Status.FAILED, Failure(Cause.TIMEOUT, "slow"))
@@ -69,43 +76,42 @@ def test_a_group_of_which_nothing_is_left_makes_room(others: tuple[Trajectory, .
     """Whatever attempts it has beside that train nothing anyway: their steps are of any version."""
     fresh = [replace(t, steps=(replace(t.steps[0], policy_versions=np.full(2, 3, np.int32)),)) for t in others]
     group = sampled_by(0, 0, 1)
-    buffer = ReplayBuffer(1, "mask_steps")
-    buffer.start(0, 0)
-    buffer.finish(replace(group, trajectories=(*group.trajectories, *fresh)))
-    assert indices(buffer.drop_stale(3)) == [0]
-    assert (buffer.take(1, 3), buffer.under_way) == (None, 0)
+    groups = started(1, "mask_steps", 1, 0)
+    groups.finish(replace(group, trajectories=(*group.trajectories, *fresh)))
+    groups.drop_stale(3)
+    assert (groups.take(3), groups.under_way) == (None, 0)
 
 
 def test_one_waits_for_a_group_whose_last_chance_this_is() -> None:
-    buffer = ReplayBuffer(1, "wait")
-    buffer.start(0, 0)
-    buffer.start(1, 1)
-    buffer.finish(sampled_by(1, 1))
-    assert buffer.take(1, 1) is None  # after this one, version 0 would be two versions old
-    buffer.finish(sampled_by(0, 0))
-    assert indices(buffer.take(1, 1)) == [0]
-    buffer.trained()
-    buffer.start(2, 2)
-    buffer.start(3, 1)
-    assert indices(buffer.take(1, 2)) == [1]  # 3 could be in no better batch
+    groups = started(1, "wait", 1, 0, 1)
+    groups.finish(sampled_by(1, 1))
+    assert groups.take(1) is None  # after this one, version 0 would be two versions old
+    groups.finish(sampled_by(0, 0))
+    assert indices(groups.take(1)) == [0]
+    groups.trained()
+    groups.start(make_group(2), 2)
+    groups.start(make_group(3), 1)
+    assert indices(groups.take(2)) == [1]  # 3 could be in no better batch
 
 
 def test_one_waits_for_groups_that_could_not_all_be_trained_in_time_otherwise() -> None:
     """Two of version 0 are left for two updates: a third one must not be trained before."""
-    buffer = ReplayBuffer(2, "wait")
-    for index in range(3):
-        buffer.start(index, 0)
-    buffer.finish(sampled_by(0, 0))
-    assert indices(buffer.take(1, 0)) == [0]
-    buffer.trained()
-    buffer.start(3, 1)
-    buffer.finish(sampled_by(3, 1))
-    assert buffer.take(1, 1) is None
-    buffer.finish(sampled_by(2, 0))
-    assert indices(buffer.take(1, 1)) == [2]
-    buffer.trained()
-    buffer.finish(sampled_by(1, 0))
-    assert [indices(buffer.take(1, version)) for version in (2, 3)] == [[1], [3]]
+    groups = started(2, "wait", 1, 0, 0, 0)
+    groups.finish(sampled_by(0, 0))
+    assert indices(groups.take(0)) == [0]
+    groups.trained()
+    groups.start(make_group(3), 1)
+    groups.finish(sampled_by(3, 1))
+    assert groups.take(1) is None
+    groups.finish(sampled_by(2, 0))
+    assert indices(groups.take(1)) == [2]
+    groups.trained()
+    groups.finish(sampled_by(1, 0))
+    batches = []
+    for version in (2, 3):
+        batches.append(indices(groups.take(version)))
+        groups.trained()
+    assert batches == [[1], [3]]
 
 
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4), st.integers(0, 6))

@@ -1,1 +1,0 @@
-"""`ProcessEngine`: the embedded engine in a process of its own, over a socket."""

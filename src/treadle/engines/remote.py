@@ -1,0 +1,437 @@
+"""`RemoteEngine`: a `TorchEngine` in a process of its own, so that inference, learner and environments never wait for
+one another's thread.
+
+    open / close / generate -> waiting -> wave --(Worker.call)--> EngineService -> TorchEngine
+    update_weights -> staged weights -----------------^
+
+It samples what the same engine in this process would sample, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from treadle.core.engine import Completion
+from treadle.core.errors import EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
+from treadle.core.status import ComponentStatus
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.child import ChildProcess
+from treadle.engines.config import tolerance_of
+from treadle.engines.limits import Limits
+from treadle.engines.lock_step import everybody_waits
+from treadle.engines.staging import Staged
+from treadle.engines.supervised import SILENCE, Supervised, Worker
+from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.exported import load_engine
+from treadle.engines.torch.options import TorchEngineOptions
+
+_PROBE = 64  # tokens that an engine which replaces another one is proven with
+
+MakeEngine = Callable[[], TorchEngine]
+
+
+class Call(NamedTuple):
+    """One call of `generate`."""
+
+    number: int  # among those of its engine
+    prompt_ids: Ids
+    sampling: SamplingParams
+    session: str
+    cache_salt: str | None
+
+
+class EngineService:
+    """What answers the calls of a `RemoteEngine`, where its engine is. A session is opened there by its first call."""
+
+    def __init__(self) -> None:
+        self._engine: TorchEngine
+        self._sessions: set[str] = set()
+        self._wave: dict[int, asyncio.Task[None]] = {}
+
+    async def load(self, make: MakeEngine) -> Limits:
+        """Load the engine."""
+        self._engine = make()
+        return self._engine.limits
+
+    async def ping(self) -> ComponentStatus:
+        """Return what the engine does now."""
+        return self._engine.status()[0]
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+    ) -> Completion:
+        """Sample one completion. Raises EngineError."""
+        self._open(session)
+        return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+
+    async def wave(self, calls: Sequence[Call], closed: Sequence[str]) -> list[tuple[int, Completion | EngineError]]:
+        """Close sessions, then sample for all other open ones. Return answers with their calls' numbers.
+
+        calls: in the order in which their sessions were opened. Answers come in the order in which they were completed;
+        calls that were cancelled have none.
+        """
+        await self.close_sessions(closed)
+        for call in calls:
+            self._open(call.session)
+        answers: list[tuple[int, Completion | EngineError]] = []
+
+        async def sample(call: Call) -> None:
+            try:
+                answer: Completion | EngineError = await self._engine.generate(
+                    call.prompt_ids, call.sampling, session=call.session, cache_salt=call.cache_salt
+                )
+            except EngineError as error:
+                answer = error
+            answers.append((call.number, answer))
+
+        self._wave = {call.number: asyncio.ensure_future(sample(call)) for call in calls}
+        done, _ = await asyncio.wait(self._wave.values())
+        for each in done:
+            if not each.cancelled():
+                each.result()
+        return answers
+
+    async def cancel(self, number: int) -> None:
+        """Cancel a call of the wave."""
+        if number in self._wave:
+            self._wave[number].cancel()
+
+    async def close_sessions(self, sessions: Sequence[str]) -> None:
+        """Forget sessions and their caches."""
+        for session in sessions:
+            self._sessions.discard(session)
+            self._engine.close_session(session)
+
+    async def publish(self, staged: Staged, version: int, probe: Ids) -> Floats:
+        """Serve staged weights; return the log-probabilities of the probe under them."""
+        await self._engine.update_weights(await staged.fetch(), version)
+        return await self._engine.score(probe)
+
+    async def score(self, ids: Ids, temperature: float) -> Floats:
+        """Return the log-probability of ids[1:]. Raises EngineError."""
+        return await self._engine.score(ids, temperature=temperature)
+
+    async def sleep(self) -> None:
+        """Give back memory until weights are published. Raises EngineError while calls run."""
+        await self._engine.sleep()
+
+    def _open(self, session: str) -> None:
+        if session not in self._sessions:
+            self._sessions.add(session)
+            self._engine.open_session(session)
+
+
+@dataclass(slots=True)
+class _Published:
+    """Weights that were published last. scores: of the probe under them, once a process has them."""
+
+    staged: Staged
+    version: int
+    scores: Floats | None = None
+
+
+class RemoteEngine:
+    """An engine in another process, seen from the run's (a `pool.Member`). Call `open` before anything else.
+
+    make: makes the engine, in that process. start: starts a worker that answers for an `EngineService`. tolerance: by
+    how much log-probabilities of the same weights may differ, on average. on_close: called once it is closed.
+
+    In lock-step, waves are formed here by TorchEngine's rule, in as many turns of the event loop, and each is one call
+    of the worker; in the other process they would depend on when messages arrive.
+
+    When the process ends, its calls fail with EngineEnded, and another one takes its place with the weights that were
+    published last, which must score the probe alike. Until then further calls wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: MakeEngine,
+        start: Callable[[], Worker],
+        *,
+        lock_step: bool,
+        tolerance: float,
+        notify: Callable[[str], None] = lambda line: None,
+        on_close: Callable[[], None] = lambda: None,
+        silence: float = SILENCE,
+    ) -> None:
+        self._make, self._lock_step, self._tolerance, self._on_close = make, lock_step, tolerance, on_close
+        self.limits: Limits
+        self._probe: Ids
+        self._published: _Published | None = None
+        self._turn = asyncio.Lock()  # held while weights are published, and while a wave is sampled
+        self._sessions: dict[str, None] = {}  # in the order of opening
+        self._closed: list[str] = []  # since the last wave
+        self._running = 0  # calls
+        self._waiting: dict[asyncio.Future[Completion], Call] = {}  # for the next wave
+        self._driver: asyncio.Task[None] | None = None
+        self._numbers = count()
+        self._place = Supervised(name, start, self._prepare, notify, silence)
+
+    async def open(self) -> None:
+        """Wait until the engine is loaded. Raises EngineError, and what loading raises."""
+        try:
+            await self._place.ready()
+        except PlacementError as error:
+            raise EngineError(str(error)) from error
+
+    @property
+    def is_down(self) -> bool:
+        return not self._place.is_up
+
+    @property
+    def over(self) -> str | None:
+        return self._place.error or None
+
+    @property
+    def route(self) -> Any:
+        """The worker, which other processes may call; None in lock-step, whose waves are formed here."""
+        return None if self._lock_step else self._place.worker
+
+    def open_session(self, session: str) -> None:
+        if session in self._sessions:
+            raise EngineError(f"session {session!r} is open already")
+        self._sessions[session] = None
+
+    def close_session(self, session: str) -> None:
+        """End a session. Its calls that wait fail, others finish; a wave may be waiting for this."""
+        if session not in self._sessions:
+            return
+        del self._sessions[session]
+        self._fail_waiting(EngineError(f"session {session!r} was closed while its call waited"), session)
+        if self._lock_step:
+            self._closed.append(session)
+            self._start()
+        elif worker := self._place.worker:
+            worker.post("close_sessions", [session])
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion. Raises as `TorchEngine` does."""
+        if self.over:
+            raise EngineEnded(self.over)
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} is not open")
+        self.limits.check_call(prompt_ids, sampling, session)
+        arguments = prompt_ids, sampling, session, cache_salt
+        self._running += 1
+        try:
+            if self._lock_step:
+                return await self._in_a_wave(Call(next(self._numbers), *arguments))
+            completion: Completion = await self._call("generate", *arguments)
+            return completion
+        finally:
+            self._running -= 1
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        scores: Floats = await self._call("score", ids, temperature)
+        return scores
+
+    async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
+        """Serve what `stage` returns: calls in flight continue with it, waves that start later have it.
+
+        Raises EngineError, and changes nothing, where weights are missing or of another shape.
+        """
+        async with self._turn:
+            before, self._published = self._published, _Published(await stage(), version)
+            try:
+                with suppress(EngineEnded):  # the next process begins with these weights
+                    await self._publish(self._call, self._published)
+                await self._ready()
+            except BaseException:
+                self._published.staged.discard()
+                self._published = before
+                raise
+            if before is not None:
+                before.staged.discard()
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """Serve what was published last. Raises EngineError if it does not score the probe as before."""
+        assert self._published is not None
+        await self._publish(self._call, self._published)
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what it does now. How full its cache is, and what others call it for, it said some seconds ago."""
+        said: ComponentStatus | None = self._place.said
+        running, waiting = self._running - len(self._waiting), len(self._waiting)
+        if said is not None and not self._lock_step:
+            running, waiting = max(running, said.running or 0), said.waiting or 0
+        return [
+            ComponentStatus(
+                "engine",
+                "process",
+                process=self._place.process,
+                running=running,
+                waiting=waiting,
+                sessions=len(self._sessions),
+                cache=said.cache if said else None,
+                version=self._published.version if self._published else None,
+                error=self._place.error,
+            )
+        ]
+
+    async def close(self) -> None:
+        await self._place.close()
+        self._fail_waiting(EngineEnded(self._place.error))
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
+        async with self._turn:
+            if self._published is not None:
+                self._published.staged.discard()
+        self._on_close()
+
+    # --- the process -----------------------------------------------------------------------------------------------
+
+    async def _prepare(self, worker: Worker) -> None:
+        self.limits = await worker.call("load", self._make)
+        rng = np.random.default_rng(0)
+        self._probe = rng.integers(0, self.limits.vocabulary, min(_PROBE, self.limits.context)).astype(np.int32)
+        if self._published is not None:
+            await self._publish(worker.call, self._published)
+
+    async def _publish(self, call: Callable[..., Awaitable[Any]], published: _Published) -> None:
+        scores: Floats = await call("publish", published.staged, published.version, self._probe)
+        if published.scores is None:
+            published.scores = scores
+        gap = float(np.abs(scores - published.scores).mean())
+        if not gap <= self._tolerance:
+            raise EngineError(
+                f"log-probabilities differ by {gap:.2e} on average from those of the engine before it slept or was "
+                f"started again, with the same weights (at most {self._tolerance:g})"
+            )
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        await self._ready()
+        try:
+            return await self._place.call(method, *arguments)
+        except WorkerLost as error:
+            raise EngineEnded(self._place.error or str(error)) from error
+        except PlacementError as error:
+            raise EngineError(str(error)) from error
+
+    async def _ready(self) -> None:
+        try:
+            await self._place.ready()
+        except TreadleError as error:
+            raise EngineEnded(str(error)) from error
+
+    # --- lock-step -----------------------------------------------------------------------------------------------
+
+    async def _in_a_wave(self, call: Call) -> Completion:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = call
+        self._start()
+        try:
+            return await answer
+        finally:
+            self._waiting.pop(answer, None)
+
+    def _start(self) -> None:
+        """Sample a wave if every open session waits; to be called after any change."""
+        if self._driver is None and self._wave_is_complete():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        try:
+            while await self._wave_to_sample():
+                async with self._turn:
+                    await self._sample_wave()
+        finally:
+            self._driver = None
+
+    async def _wave_to_sample(self) -> bool:
+        await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+        return self._wave_is_complete()
+
+    def _wave_is_complete(self) -> bool:
+        return everybody_waits([call.session for call in self._waiting.values()], self._sessions.keys())
+
+    async def _sample_wave(self) -> None:
+        try:
+            await self._ready()
+        except EngineEnded as error:
+            self._fail_waiting(error)
+        if not self._wave_is_complete():  # any more, after a publication or a process's start
+            return
+        waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
+        for answer in waiting:
+            answer.add_done_callback(partial(self._cancel, waiting[answer].number))
+        order = {session: number for number, session in enumerate(self._sessions)}
+        calls = sorted(waiting.values(), key=lambda call: order[call.session])
+        answers = {call.number: answer for answer, call in waiting.items()}
+        failure = EngineError("the engine was interrupted")
+        try:
+            for number, completion in await self._call("wave", calls, closed):
+                _settle(answers[number], completion)
+        except EngineError as error:
+            failure = error
+        finally:
+            for answer in waiting:
+                _settle(answer, failure)
+
+    def _cancel(self, number: int, answer: asyncio.Future[Completion]) -> None:
+        if answer.cancelled() and (worker := self._place.worker):
+            worker.post("cancel", number)
+
+    def _fail_waiting(self, error: EngineError, session: str | None = None) -> None:
+        for answer, call in list(self._waiting.items()):
+            if session in (None, call.session) and not answer.done():
+                del self._waiting[answer]
+                answer.set_exception(error)
+
+
+def _settle(answer: asyncio.Future[Completion], completion: Completion | EngineError) -> None:
+    if answer.done():  # cancelled, or answered
+        return
+    if isinstance(completion, EngineError):
+        answer.set_exception(completion)
+    else:
+        answer.set_result(completion)
+
+
+async def start_engine(
+    model: Path,
+    options: TorchEngineOptions,
+    *,
+    log: Path,
+    notify: Callable[[str], None] = lambda line: None,
+    on_close: Callable[[], None] = lambda: None,
+    silence: float = SILENCE,
+) -> RemoteEngine:
+    """Return an engine in a process of this machine that has loaded `model`, a directory needed until `on_close`.
+
+    It computes with as many threads as this process does now, and deterministically if this process does. log: where
+    the process writes. notify: gets a line when it is started again. Raises EngineError, with the end of the log.
+    """
+    name = "the engine"
+    make = partial(load_engine, model, options, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    engine = RemoteEngine(
+        name,
+        make,
+        partial(ChildProcess, name, EngineService, log),
+        lock_step=options.lock_step,
+        tolerance=tolerance_of(options.dtype),
+        notify=notify,
+        on_close=on_close,
+        silence=silence,
+    )
+    try:
+        await engine.open()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

@@ -1,0 +1,181 @@
+"""Keeping a process that answers calls alive: when it ends, or falls silent, another one takes its place.
+
+Supervised: make -> Worker -> prepare -> (ended, or silent) -> make ...
+
+A worker is a process of this machine (`engines.child`) or a Ray actor (`placement.actors`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from treadle.core.errors import PlacementError, TreadleError, WorkerLost
+from treadle.core.status import ProcessId
+
+_PERIOD = 5.0  # seconds between pings
+SILENCE = 60.0  # seconds without an answer to a ping after which a worker is replaced
+
+_PARTS = 4  # in which the answer to a ping is waited for
+_STARTING = 600.0  # seconds for a worker to start and be prepared
+_FRUITLESS = 3  # workers in a row that end before they have answered a call, after which no other is started
+
+
+class Worker(Protocol):
+    """A process that answers calls, at a place where it may be replaced."""
+
+    @property
+    def process(self) -> ProcessId | None:
+        """The process; None before `open` has returned."""
+        ...
+
+    async def open(self) -> None:
+        """Wait until it runs. Raises WorkerLost."""
+        ...
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the answer; cancelling this cancels the call. Raises Treadle's errors as raised there, WorkerLost."""
+        ...
+
+    async def close(self) -> None:
+        """End it at once. Idempotent."""
+        ...
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Call a method whose answer nobody waits for."""
+        ...
+
+    def tail(self) -> str:
+        """Return the end of its output, or where that is, to end an error with."""
+        ...
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class Supervised(Generic[W]):
+    """Keeps a worker at a place: when it ends, or does not answer for a minute, another one is started.
+
+    make: starts a worker, which `open` then prepares. notify: gets a line when one is replaced. A worker that cannot be
+    opened is the last one, and so is the third in a row that ends before it has answered a call.
+
+    said: the last answer to a ping. error: why there will be no other worker; "" while there may be one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], W],
+        open: Callable[[W], Awaitable[None]],
+        notify: Callable[[str], None],
+        silence: float = SILENCE,
+    ) -> None:
+        self._name, self._make, self._open, self._notify, self._silence = name, make, open, notify, silence
+        self.error = ""
+        self.said: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._worker: asyncio.Future[W] = self._loop.create_future()
+        self._ending: asyncio.Future[str] = self._loop.create_future()
+        self._answered = 0
+        self._latest: W | None = None
+        self._keeping = self._loop.create_task(self._keep())
+
+    @property
+    def is_up(self) -> bool:
+        return self._worker.done() and not self.error
+
+    @property
+    def worker(self) -> W | None:
+        """The worker that is there now."""
+        return self._worker.result() if self.is_up else None
+
+    @property
+    def process(self) -> ProcessId | None:
+        return self._worker.result().process if self.is_up else None
+
+    async def ready(self) -> W:
+        """Return the worker, once there is one. Raises what opening it raised, and PlacementError."""
+        return await asyncio.shield(self._worker)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the worker, once there is one. Raises as `Worker.call` and `ready` do."""
+        worker = await self.ready()
+        try:
+            answer = await worker.call(method, *arguments)
+        except WorkerLost as error:
+            self._lose(worker, str(error))
+            raise
+        self._answered += 1
+        return answer
+
+    async def close(self) -> None:
+        """End the worker. Idempotent."""
+        self.error = self.error or f"{self._name} was closed"
+        self._keeping.cancel()
+        await asyncio.wait([self._keeping])
+        if self._latest is not None:
+            await self._latest.close()
+        if not self._worker.done():
+            self._worker.set_exception(PlacementError(self.error))
+        self._worker.exception()  # retrieve it so that asyncio does not log it
+
+    def _lose(self, worker: W, reason: str) -> None:
+        if self.is_up and self._worker.result() is worker:
+            self._worker = self._loop.create_future()
+            self._ending.set_result(reason)
+
+    async def _keep(self) -> None:
+        """Start workers, one after the other's end."""
+        fruitless = 0
+        while True:
+            self._latest = worker = self._make()
+            refusal: TreadleError | None = None
+            try:
+                await self._opened(worker)
+                self._ending, self._answered = self._loop.create_future(), 0
+                self._worker.set_result(worker)
+                await self._watch(worker)
+                fruitless = 0 if self._answered else fruitless + 1
+                ending = self._ending.result()
+            except WorkerLost as error:  # its node may be lost, which Ray has not noticed yet
+                fruitless, ending = fruitless + 1, str(error)
+            except TreadleError as error:
+                refusal = error
+            await worker.close()
+            if refusal is None and fruitless == _FRUITLESS:
+                refusal = PlacementError(f"{ending}\nIt was started {_FRUITLESS} times in vain")
+            if refusal is not None:
+                return self._give_up(refusal)
+            self._notify(f"{ending.splitlines()[0]}; starting it again")
+
+    async def _opened(self, worker: W) -> None:
+        try:
+            async with asyncio.timeout(_STARTING):
+                await worker.open()
+                await self._open(worker)
+        except TimeoutError as error:
+            raise PlacementError(f"{self._name} did not start within {_STARTING:g} s{worker.tail()}") from error
+
+    async def _watch(self, worker: W) -> None:
+        """Return when the worker has ended or falls silent."""
+        while not self._ending.done():
+            ping = asyncio.ensure_future(worker.call("ping"))
+            for _ in range(_PARTS):  # one of them may pass while this event loop is blocked, and the answer waits
+                if not ping.done():
+                    await asyncio.wait([ping, self._ending], timeout=self._silence / _PARTS)
+            if not ping.done():
+                ping.cancel()
+                self._lose(worker, f"{self._name} did not answer for {self._silence:g} s{worker.tail()}")
+            elif isinstance(error := ping.exception(), WorkerLost):
+                self._lose(worker, str(error))
+            else:
+                self.said = ping.result()
+                await asyncio.wait([self._ending], timeout=_PERIOD)
+
+    def _give_up(self, error: TreadleError) -> None:
+        self.error = str(error)
+        if self._worker.done():
+            self._worker = self._loop.create_future()
+        self._worker.set_exception(error)
+        self._worker.exception()  # retrieve it so that asyncio does not log it

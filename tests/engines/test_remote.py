@@ -1,0 +1,155 @@
+"""Engines of other processes, with workers of this one: the same waves, and what becomes of calls when one ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from tests.engines.test_torch_engine import play_all, random_scripts, texts
+from tests.models import tiny
+from tests.until import until
+from treadle.core.errors import EngineEnded, EngineError, WorkerLost
+from treadle.core.types import SamplingParams
+from treadle.engines.remote import EngineService, RemoteEngine
+from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
+from treadle.models.weights import unique_weights
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+
+
+class Here:
+    """A worker in this process."""
+
+    process = None
+
+    def __init__(self) -> None:
+        self.service = EngineService()
+        self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def open(self) -> None:
+        pass
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        answer = asyncio.ensure_future(getattr(self.service, method)(*arguments))
+        try:
+            await asyncio.wait([answer, self.dead], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        if self.dead.done():
+            raise WorkerLost("engine 0 ended: killed")
+        return answer.result()
+
+    def tail(self) -> str:
+        return ""
+
+    def post(self, method: str, *arguments: Any) -> None:
+        self.posted = asyncio.ensure_future(getattr(self.service, method)(*arguments))
+
+    def kill(self) -> None:
+        if not self.dead.done():
+            self.dead.set_result(None)
+
+    async def close(self) -> None:
+        self.kill()
+
+
+class Weights:
+    """Those of a seed (`Staged`)."""
+
+    def __init__(self, seed: int) -> None:
+        self._weights = unique_weights(tiny(seed=seed))
+
+    def discard(self) -> None:
+        pass
+
+    async def fetch(self) -> Mapping[str, Tensor]:
+        return self._weights
+
+
+def local_engine() -> TorchEngine:
+    return TorchEngine(tiny(), TorchEngineOptions(stop_token_ids=[], lock_step=True))
+
+
+@asynccontextmanager
+async def opened(said: list[str]) -> AsyncIterator[RemoteEngine]:
+    engine = RemoteEngine("engine 0", local_engine, Here, lock_step=True, tolerance=1e-6, notify=said.append)
+    await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def publish(engine: RemoteEngine, seed: int, version: int) -> None:
+    async def stage() -> Weights:
+        return Weights(seed)
+
+    await engine.update_weights(stage, version)
+
+
+async def test_waves_are_those_of_the_engine_in_this_process() -> None:
+    here = local_engine()
+    async with opened([]) as there:
+        for seed in range(3):
+            expected, played = [await play_all(engine, random_scripts(seed)) for engine in (here, there)]
+            assert texts(played) == texts(expected)
+            for left, right in zip(expected, played, strict=True):
+                assert [s.logprobs.tobytes() for s in left] == [s.logprobs.tobytes() for s in right]
+    await here.close()
+
+
+async def test_the_next_process_has_the_weights_that_were_published_last() -> None:
+    said: list[str] = []
+    async with opened(said) as engine:
+        await publish(engine, 5, 1)
+        scores = await engine.score(PROMPT)
+        engine.open_session("a")
+        running = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))
+        await until(lambda: engine._driver is not None and not engine._waiting)
+        worker = engine._place.worker
+        assert isinstance(worker, Here)
+        worker.kill()
+        with pytest.raises(EngineEnded, match="engine 0 ended: killed"):
+            await running
+        assert (await engine.score(PROMPT)).tobytes() == scores.tobytes()
+        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
+        assert set(completion.versions_per_token()) == {1}
+        assert said == ["engine 0 ended: killed; starting it again"]
+
+
+async def test_an_engine_that_always_ends_is_given_up() -> None:
+    said: list[str] = []
+    async with opened(said) as engine:
+        for _ in range(3):
+            await engine._place.ready()
+            assert isinstance(engine._place.worker, Here)
+            engine._place.worker.kill()
+            with pytest.raises(EngineEnded):
+                await engine.score(PROMPT)
+        with pytest.raises(EngineEnded, match="started 3 times in vain"):
+            await engine.score(PROMPT)
+        assert engine.over and engine.is_down and len(said) == 2
+
+
+async def test_what_is_cancelled_or_closed_frees_the_others() -> None:
+    async with opened([]) as engine:
+        for session in "ab":
+            engine.open_session(session)
+        alone = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))
+        waiting = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
+        await until(lambda: engine._driver is not None and not engine._waiting)
+        alone.cancel()
+        waiting.cancel()
+        await until(lambda: engine._driver is None)  # long before 200 tokens
+        waiting = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
+        await asyncio.sleep(0)
+        engine.close_session("b")
+        with pytest.raises(EngineError, match="session 'b' was closed while its call waited"):
+            await waiting
+        assert (await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")).token_ids.size
