@@ -86,6 +86,12 @@ async def opened(said: list[str]) -> AsyncIterator[RemoteEngine]:
         await engine.close()
 
 
+def kill(engine: RemoteEngine) -> None:
+    worker = engine._place.worker
+    assert isinstance(worker, Here)
+    worker.kill()
+
+
 async def publish(engine: RemoteEngine, seed: int, version: int) -> None:
     async def stage() -> Weights:
         return Weights(seed)
@@ -112,9 +118,7 @@ async def test_the_next_process_has_the_weights_that_were_published_last() -> No
         engine.open_session("a")
         running = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(max_tokens=200), session="a"))
         await until(lambda: engine._driver is not None and not engine._waiting)
-        worker = engine._place.worker
-        assert isinstance(worker, Here)
-        worker.kill()
+        kill(engine)
         with pytest.raises(EngineEnded, match="engine 0 ended: killed"):
             await running
         assert (await engine.score(PROMPT)).tobytes() == scores.tobytes()
@@ -123,13 +127,24 @@ async def test_the_next_process_has_the_weights_that_were_published_last() -> No
         assert said == ["engine 0 ended: killed; starting it again"]
 
 
+async def test_a_process_that_scores_otherwise_does_not_serve() -> None:
+    async with opened([]) as engine:
+        await publish(engine, 5, 1)
+        assert engine._published is not None and engine._published.scores is not None
+        assert engine._published.scores.tolist() == (await engine.score(engine._probe)).tolist()
+        engine._published.scores = engine._published.scores * 0  # as if the one before had other weights
+        kill(engine)
+        for reason in ("engine 0 ended: killed", "log-probabilities differ by .* on average"):
+            with pytest.raises(EngineEnded, match=reason):
+                await engine.score(PROMPT)
+
+
 async def test_an_engine_that_always_ends_is_given_up() -> None:
     said: list[str] = []
     async with opened(said) as engine:
         for _ in range(3):
             await engine._place.ready()
-            assert isinstance(engine._place.worker, Here)
-            engine._place.worker.kill()
+            kill(engine)
             with pytest.raises(EngineEnded):
                 await engine.score(PROMPT)
         with pytest.raises(EngineEnded, match="started 3 times in vain"):

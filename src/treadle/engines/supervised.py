@@ -16,7 +16,6 @@ from treadle.core.status import ProcessId
 
 _PERIOD = 5.0  # seconds between pings
 SILENCE = 60.0  # seconds without an answer to a ping after which a worker is replaced
-
 _PARTS = 4  # in which the answer to a ping is waited for
 _STARTING = 600.0  # seconds for a worker to start and be prepared
 _FRUITLESS = 3  # workers in a row that end before they have answered a call, after which no other is started
