@@ -151,7 +151,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "engines/test_continuous.py::test_a_call_gives_what_it_gives_alone"),
     ("engines/torch/cache_rows.py", "sequence.exact &= keep_busy", "pass",
      "engines/test_continuous.py::test_calls_in_flight_go_on_with_new_weights_over_their_cache"),
-    ("engines/torch/cache_rows.py", "known[sequence.session, sequence.salt]", "known[sequence.session, None]",
+    ("engines/torch/cache_rows.py", "sequences[sequence.session, sequence.salt]", "sequences[sequence.session, None]",
      "engines/test_continuous.py::test_salts_share_nothing"),
     ("engines/remote.py", "key=lambda call: order[call.session]", "key=lambda call: call.number",
      "engines/test_engine_process.py::test_waves_have_the_same_bits_in_either_process"),

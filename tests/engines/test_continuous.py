@@ -50,9 +50,14 @@ class End:
 
 
 @asynccontextmanager
-async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
+async def serving(
+    model: PreTrainedModel | None = None, *, sessions: str = "", **options: Any
+) -> AsyncIterator[TorchEngine]:
+    """sessions: one letter for each that is open from the start."""
     model = model or tiny(max_position_embeddings=CONTEXT)
     engine = make_engine(model, **{"stop_token_ids": [0], **options})
+    for name in sessions:
+        engine.open_session(name)
     try:
         yield engine
     finally:
@@ -64,8 +69,7 @@ def ids(*values: int) -> Ids:
 
 
 async def alone(model: PreTrainedModel, prompt: Ids, params: SamplingParams, **options: Any) -> Completion:
-    async with serving(model, **options) as engine:
-        engine.open_session("a")
+    async with serving(model, **options, sessions="a") as engine:
         return await engine.generate(prompt, params, session="a")
 
 
@@ -99,8 +103,8 @@ def arrivals(seed: int, count: int) -> list[Arrival]:
     shared = random.integers(0, VOCABULARY, 9).astype(np.int32)
 
     def prompt() -> Ids:
-        own = random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
-        return np.concatenate([shared[: random.integers(0, 10)], own])
+        rest = random.integers(0, VOCABULARY, random.integers(1, 7)).astype(np.int32)
+        return np.concatenate([shared[: random.integers(0, 10)], rest])
 
     def params() -> SamplingParams:
         return SamplingParams(
@@ -182,14 +186,13 @@ def test_reused_prefixes_change_nothing(seed: int) -> None:
     random = np.random.default_rng(seed)
     model = tiny()
     cuts = [int(random.integers(1, 30)) for _ in range(6)]
-    told = [random.integers(0, VOCABULARY, random.integers(1, 6)).astype(np.int32) for _ in range(6)]
+    observations = [random.integers(0, VOCABULARY, random.integers(1, 6)).astype(np.int32) for _ in range(6)]
 
     async def run(reuse: bool) -> tuple[list[Completion], int]:
         answers: list[Completion] = []
-        async with serving(model) as engine:
-            engine.open_session("a")
+        async with serving(model, sessions="a") as engine:
             history = PROMPT
-            for turn, (cut, observation) in enumerate(zip(cuts, told, strict=True)):
+            for turn, (cut, observation) in enumerate(zip(cuts, observations, strict=True)):
                 salt = None if reuse else str(turn)
                 branches = await asyncio.gather(
                     *[
@@ -216,8 +219,7 @@ def test_reused_prefixes_change_nothing(seed: int) -> None:
 async def test_calls_join_and_leave_between_tokens() -> None:
     """A short call that comes while a long one runs is answered before it."""
     end = End()
-    async with serving(stop_token_ids=[], decode=end) as engine:
-        engine.open_session("a")
+    async with serving(stop_token_ids=[], decode=end, sessions="a") as engine:
         engine.open_session("idle")  # nobody waits for it
         long = asyncio.create_task(engine.generate(PROMPT, lasting(stop=End.STRING), session="a"))
         await until(lambda: engine.counters.sampled >= 3)
@@ -230,8 +232,7 @@ async def test_calls_join_and_leave_between_tokens() -> None:
 
 @pytest.mark.parametrize("lock_step", [False, True])
 async def test_a_cancelled_call_frees_its_row_at_the_next_token(lock_step: bool) -> None:
-    async with serving(stop_token_ids=[], lock_step=lock_step) as engine:
-        engine.open_session("a")
+    async with serving(stop_token_ids=[], lock_step=lock_step, sessions="a") as engine:
         call = asyncio.create_task(engine.generate(PROMPT, lasting(), session="a"))
         await until(lambda: engine.counters.sampled >= 3)
         call.cancel()
@@ -244,16 +245,14 @@ async def test_a_cancelled_call_frees_its_row_at_the_next_token(lock_step: bool)
 
 
 async def test_parallel_calls_of_one_session_share_their_prompt() -> None:
-    async with serving(lock_step=True) as engine:
-        engine.open_session("a")
+    async with serving(lock_step=True, sessions="a") as engine:
         calls = [engine.generate(PROMPT, SamplingParams(max_tokens=4, seed=n), session="a") for n in range(4)]
         assert len(await asyncio.gather(*calls)) == 4
         assert (engine.counters.prefilled, engine.counters.shared) == (len(PROMPT), 3 * len(PROMPT))
 
 
 async def test_salts_share_nothing() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         for salt in ("x", "y", None):
             await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a", cache_salt=salt)
         assert engine.counters.reused == 0
@@ -266,9 +265,7 @@ async def test_salts_share_nothing() -> None:
 
 async def test_a_session_that_closes_before_its_call_joins_leaves_nothing_in_the_cache() -> None:
     end = End()
-    async with serving(stop_token_ids=[], max_batch=1, decode=end) as engine:
-        for name in "abc":
-            engine.open_session(name)
+    async with serving(stop_token_ids=[], max_batch=1, decode=end, sessions="abc") as engine:
         first = asyncio.create_task(engine.generate(PROMPT, lasting(stop=End.STRING), session="a"))
         await until(lambda: engine.counters.sampled >= 3)
         second = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=2), session="b"))
@@ -303,8 +300,7 @@ class Turn:
 
 @pytest.mark.parametrize("what", ["call", "score"])
 async def test_what_comes_during_a_publication_does_not_wait_for_calls_in_flight(what: str) -> None:
-    async with serving(stop_token_ids=[]) as engine:
-        engine.open_session("a")
+    async with serving(stop_token_ids=[], sessions="a") as engine:
         long = asyncio.create_task(engine.generate(PROMPT, lasting(), session="a"))
         await until(lambda: engine.counters.sampled >= 3)
         turn = Turn(engine)
@@ -378,14 +374,14 @@ def wanted_logprobs(models: Sequence[PreTrainedModel], prompt: Ids, answer: Comp
     """Each token's logprob from the weights of its version, over keys that each older weights left behind."""
     cache = DynamicCache(config=models[0].config)
     versions = answer.versions_per_token()
-    feed, found = prompt.astype(np.int64), []
+    feed, logprobs = prompt.astype(np.int64), []
     with torch.no_grad():
         for token, version in zip(answer.token_ids, versions, strict=True):
             # by position: its name changes in transformers 5
             logits = models[version](torch.from_numpy(feed)[None], None, None, cache, use_cache=True).logits[0, -1]
-            found.append(float(logits.log_softmax(-1)[token]))
+            logprobs.append(float(logits.log_softmax(-1)[token]))
             feed = np.array([token], np.int64)
-    return full(torch.tensor(found))
+    return full(torch.tensor(logprobs))
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: Ids, answer: Completion) -> NDArray[Any]:
@@ -454,8 +450,7 @@ async def test_recomputed_caches_are_those_of_the_new_weights() -> None:
 
 
 async def test_a_refused_publication_changes_nothing_in_flight() -> None:
-    async with serving(stop_token_ids=[]) as engine:
-        engine.open_session("a")
+    async with serving(stop_token_ids=[], sessions="a") as engine:
         params = SamplingParams(max_tokens=60)
         call = asyncio.create_task(engine.generate(PROMPT, params, session="a"))
         await until(lambda: engine.counters.sampled >= 5)
@@ -467,8 +462,7 @@ async def test_a_refused_publication_changes_nothing_in_flight() -> None:
 
 
 async def test_a_call_says_how_long_it_waited_for_its_place() -> None:
-    async with serving(stop_token_ids=[], max_batch=1) as engine:
-        engine.open_session("a")
+    async with serving(stop_token_ids=[], max_batch=1, sessions="a") as engine:
         calls = [engine.generate(PROMPT, SamplingParams(max_tokens=20), session="a") for _ in range(3)]
         first, second, third = [(await call).waited for call in [asyncio.ensure_future(call) for call in calls]]
     assert first is not None and second is not None and third is not None

@@ -35,8 +35,13 @@ END = 0  # the stop token
 
 
 @asynccontextmanager
-async def serving(model: PreTrainedModel | None = None, **options: Any) -> AsyncIterator[TorchEngine]:
+async def serving(
+    model: PreTrainedModel | None = None, *, sessions: str = "", **options: Any
+) -> AsyncIterator[TorchEngine]:
+    """sessions: one letter for each that is open from the start."""
     engine = make_engine(model or tiny(), **{"stop_token_ids": [END], "lock_step": True, **options})
+    for name in sessions:
+        engine.open_session(name)
     try:
         yield engine
     finally:
@@ -192,8 +197,7 @@ async def test_score_is_what_generate_reported() -> None:
 
 
 async def test_scoring_leaves_the_sessions_caches_alone() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         first = await engine.generate(PROMPT, sampling(), session="a")
         await engine.score(ids(9, 8, 7, 6))
         prompt = np.concatenate([PROMPT, first.token_ids, ids(2, 2)])
@@ -219,15 +223,14 @@ def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
 
 
 async def test_a_turn_prefills_only_what_is_new() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
-        prompt, known = PROMPT, 0
+    async with serving(sessions="a") as engine:
+        prompt, cached = PROMPT, 0
         for turn in range(4):
             before = engine.counters.prefilled, engine.counters.reused
             answer = await engine.generate(prompt, sampling(turn), session="a")
-            assert engine.counters.prefilled - before[0] == len(prompt) - known
-            assert engine.counters.reused - before[1] == known
-            known = len(prompt) + len(answer.token_ids) - 1  # the last sampled token was never fed
+            assert engine.counters.prefilled - before[0] == len(prompt) - cached
+            assert engine.counters.reused - before[1] == cached
+            cached = len(prompt) + len(answer.token_ids) - 1  # the last sampled token was never fed
             prompt = np.concatenate([prompt, answer.token_ids, ids(7, 7)])
         assert engine.counters.shared == 0
 
@@ -280,15 +283,8 @@ async def test_the_cache_is_free_while_no_session_is_open() -> None:
         await until(lambda: not engine._batch._cached.cache.layers)  # a worker lets go of it
 
 
-async def test_what_was_sampled_is_counted() -> None:
-    async with serving() as engine:
-        played = await play_all(engine, random_scripts(3))
-        assert engine.counters.sampled == len(logprobs(played))
-
-
 async def test_a_fork_reuses_the_common_prefix_only() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         answer = await engine.generate(PROMPT, sampling(), session="a")
         fork = np.concatenate([PROMPT[:3], ids(8, 8)])
         await engine.generate(fork, sampling(1), session="a")
@@ -299,8 +295,7 @@ async def test_a_fork_reuses_the_common_prefix_only() -> None:
 
 
 async def test_the_same_prompt_again_still_has_a_token_to_compute() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         one = await engine.generate(PROMPT, sampling(), session="a")
         two = await engine.generate(PROMPT, sampling(), session="a")
         assert one.token_ids.tolist() == two.token_ids.tolist()
@@ -391,19 +386,17 @@ def test_the_order_of_arrival_does_not_change_bits() -> None:
 
 def test_the_event_loops_thread_gives_the_same_bits_and_failures_as_an_own_one() -> None:
     model, scripts = tiny(), random_scripts(5)
-    (own, _), (inline, engine) = (recorded(model, scripts, own_thread=flag) for flag in (True, False))
-    assert texts(own) == texts(inline)
-    assert logprobs(own).tobytes() == logprobs(inline).tobytes()
+    (threaded, _), (inline, engine) = (recorded(model, scripts, own_thread=flag) for flag in (True, False))
+    assert texts(threaded) == texts(inline)
+    assert logprobs(threaded).tobytes() == logprobs(inline).tobytes()
     assert engine.counters.sampled == sum(len(step.completion_ids) for steps in inline for step in steps)
 
 
-@pytest.mark.parametrize("own_thread", [True, False])
-async def test_a_failed_wave_fails_its_calls_on_either_thread(own_thread: bool) -> None:
+async def test_a_failed_wave_fails_its_calls_on_the_callers_thread_too() -> None:
     def decode(_tokens: Sequence[int]) -> str:
         raise ZeroDivisionError("no such text")
 
-    async with serving(decode=decode, own_thread=own_thread) as engine:
-        engine.open_session("a")
+    async with serving(decode=decode, own_thread=False, sessions="a") as engine:
         with pytest.raises(EngineError, match="ZeroDivisionError: no such text"):
             await engine.generate(PROMPT, sampling(stop=("x",)), session="a")
 
@@ -413,8 +406,7 @@ async def test_a_failed_wave_fails_its_calls_on_either_thread(own_thread: bool) 
 
 async def test_greedy_is_the_argmax_and_certain() -> None:
     model = tiny()
-    async with serving(model, stop_token_ids=[]) as engine:
-        engine.open_session("a")
+    async with serving(model, stop_token_ids=[], sessions="a") as engine:
         one = await engine.generate(PROMPT, sampling(1, temperature=0.0, max_tokens=8), session="a")
         two = await engine.generate(PROMPT, sampling(2, temperature=0.0, max_tokens=8), session="a")
     whole = np.concatenate([PROMPT, one.token_ids]).astype(np.int64)
@@ -428,32 +420,14 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it() -> None:
     played, _ = recorded(tiny(), [Script(PROMPT, seed=n, max_tokens=30) for n in range(40)], stop_token_ids=[END, 3])
     ended = 0
     for (step,) in played:
-        found = step.completion_ids.tolist()
-        assert not {END, 3} & set(found[:-1])
+        tokens = step.completion_ids.tolist()
+        assert not {END, 3} & set(tokens[:-1])
         if step.stop_reason is StopReason.STOP:
             ended += 1
-            assert found[-1] in (END, 3)
+            assert tokens[-1] in (END, 3)
         else:
-            assert step.stop_reason is StopReason.LENGTH and len(found) == 30 and found[-1] not in (END, 3)
+            assert step.stop_reason is StopReason.LENGTH and len(tokens) == 30 and tokens[-1] not in (END, 3)
     assert ended > 0
-
-
-def test_sessions_that_stop_early_change_nothing_for_the_others() -> None:
-    """Unequal limits and stops: first all rows are computed, later only those still sampling."""
-    model = tiny()
-    scripts = [Script(PROMPT, seed=n, max_tokens=1 + 3 * n, observations=[ids(5), ids(6)]) for n in range(9)]
-    together, _ = recorded(model, scripts)
-    alone = [recorded(model, [script])[0][0] for script in scripts]
-    assert texts(together) == texts(alone)
-    assert len({len(steps[0].completion_ids) for steps in together}) > 4
-    np.testing.assert_allclose(logprobs(together), logprobs(alone), atol=1e-5)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 9])
-def test_max_tokens_ends_a_completion(limit: int) -> None:
-    played, _ = recorded(tiny(), [Script(PROMPT, max_tokens=limit)], stop_token_ids=[])
-    assert [len(step.completion_ids) for (step,) in played] == [limit]
-    assert played[0][0].stop_reason is StopReason.LENGTH
 
 
 def test_a_stop_string_ends_the_completion_at_the_token_that_completes_it() -> None:
@@ -463,19 +437,12 @@ def test_a_stop_string_ends_the_completion_at_the_token_that_completes_it() -> N
     free, _ = recorded(tiny(), [Script(PROMPT, seed=3, max_tokens=20)], stop_token_ids=[], decode=decode)
     whole = free[0][0].completion_ids
     stop = f"{whole[4]}><{whole[5]}"  # spans two tokens
-    (((step,)), _) = (
-        recorded(
-            tiny(),
-            [Script(PROMPT, seed=3, max_tokens=20, stop=("never", stop))],
-            stop_token_ids=[],
-            decode=decode,
-        )[0],
-        None,
-    )
+    script = Script(PROMPT, seed=3, max_tokens=20, stop=("never", stop))
+    [[step]], _ = recorded(tiny(), [script], stop_token_ids=[], decode=decode)
     cut = decode(whole.tolist()).index(stop)
     wanted = next(n for n in range(20) if len(decode(whole[:n].tolist())) >= cut + len(stop))
-    assert step[0].completion_ids.tolist() == whole[:wanted].tolist()
-    assert step[0].stop_reason is StopReason.STOP and len(step[0].logprobs) == wanted
+    assert step.completion_ids.tolist() == whole[:wanted].tolist()
+    assert step.stop_reason is StopReason.STOP and len(step.logprobs) == wanted
 
 
 # Waves
@@ -488,9 +455,7 @@ async def settle(engine: TorchEngine) -> None:
 
 
 async def test_a_wave_waits_for_every_open_session() -> None:
-    async with serving() as engine:
-        for name in "abc":
-            engine.open_session(name)
+    async with serving(sessions="abc") as engine:
         first = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
         second = asyncio.create_task(engine.generate(PROMPT, sampling(), session="c"))
         await settle(engine)
@@ -500,21 +465,8 @@ async def test_a_wave_waits_for_every_open_session() -> None:
         assert engine.counters.prefilled == len(PROMPT)  # one wave
 
 
-async def test_a_session_that_closes_releases_the_others() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
-        engine.open_session("b")
-        call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
-        await settle(engine)
-        engine.close_session("b")
-        await asyncio.wait_for(call, CEILING)
-        engine.close_session("unknown")
-
-
 async def test_a_session_that_is_cancelled_and_closed_releases_the_others() -> None:
-    async with serving() as engine:
-        for name in "abc":
-            engine.open_session(name)
+    async with serving(sessions="abc") as engine:
         calls = {n: asyncio.create_task(engine.generate(PROMPT, sampling(), session=n)) for n in "ab"}
         await settle(engine)
         calls["b"].cancel()
@@ -527,8 +479,7 @@ async def test_a_session_that_is_cancelled_and_closed_releases_the_others() -> N
 
 
 async def test_a_session_opened_late_joins_and_one_opened_in_the_same_tick_is_waited_for() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
         await asyncio.sleep(0)  # the wave is scheduled, not started
         engine.open_session("b")
@@ -539,9 +490,7 @@ async def test_a_session_opened_late_joins_and_one_opened_in_the_same_tick_is_wa
 
 
 async def test_a_call_whose_session_is_closed_by_somebody_else_fails() -> None:
-    async with serving() as engine:
-        engine.open_session("a")
-        engine.open_session("b")
+    async with serving(sessions="ab") as engine:
         call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
         await settle(engine)
         engine.close_session("a")
@@ -572,9 +521,7 @@ STOPPING = SamplingParams(max_tokens=3, stop=("stop",))  # makes the engine deco
 
 async def test_a_cancelled_call_of_a_running_wave_harms_nobody_and_its_session_may_go_on() -> None:
     gate = Gate()
-    async with serving(decode=gate) as engine:
-        engine.open_session("a")
-        engine.open_session("b")
+    async with serving(decode=gate, sessions="ab") as engine:
         a = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
         b = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="b"))
         await gate.reached()
@@ -591,8 +538,7 @@ async def test_a_cancelled_call_of_a_running_wave_harms_nobody_and_its_session_m
 
 async def play_again(params: SamplingParams, prompt: Ids = PROMPT) -> Completion:
     """The call alone, on a fresh engine."""
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         return await engine.generate(prompt, params, session="a")
 
 
@@ -637,8 +583,7 @@ def moved(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
 async def test_an_engine_that_has_slept_samples_as_before(family: str, lock_step: bool) -> None:
     model = tiny(family)
-    async with serving(model, lock_step=lock_step) as engine:
-        engine.open_session("a")
+    async with serving(model, lock_step=lock_step, sessions="a") as engine:
         before = await engine.generate(PROMPT, sampling(), session="a")
         for _ in range(2):  # twice is as good as once
             await engine.sleep()
@@ -656,8 +601,7 @@ async def test_an_engine_that_has_slept_samples_as_before(family: str, lock_step
 
 async def test_an_engine_does_not_sleep_while_calls_run() -> None:
     gate = Gate()
-    async with serving(decode=gate, lock_step=False) as engine:
-        engine.open_session("a")
+    async with serving(decode=gate, lock_step=False, sessions="a") as engine:
         call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
         await gate.reached()
         asleep = asyncio.create_task(engine.sleep())
@@ -671,8 +615,7 @@ async def test_an_engine_does_not_sleep_while_calls_run() -> None:
 @pytest.mark.parametrize("family", list(FAMILIES))
 async def test_publication_swaps_every_weight_and_drops_caches(family: str) -> None:
     old, new = tiny(family), moved(tiny(family))
-    async with serving(old) as engine:
-        engine.open_session("a")
+    async with serving(old, sessions="a") as engine:
         first = await engine.generate(PROMPT, sampling(), session="a")
         assert set(first.versions_per_token()) == {0}
         await publish(engine, unique_weights(new), 3)
@@ -680,8 +623,7 @@ async def test_publication_swaps_every_weight_and_drops_caches(family: str) -> N
         second = await engine.generate(prompt, sampling(1), session="a")
         assert set(second.versions_per_token()) == {3}
         assert engine.counters.reused == 0
-    async with serving(new) as engine:
-        engine.open_session("a")
+    async with serving(new, sessions="a") as engine:
         fresh = await engine.generate(prompt, sampling(1), session="a")
     assert second.token_ids.tolist() == fresh.token_ids.tolist()
     assert second.logprobs.tobytes() == fresh.logprobs.tobytes()
@@ -690,8 +632,7 @@ async def test_publication_swaps_every_weight_and_drops_caches(family: str) -> N
 async def test_the_engine_works_on_its_own_copy() -> None:
     """The optimizer may change the trained model while the engine samples."""
     model = tiny()
-    async with serving(model) as engine:
-        engine.open_session("a")
+    async with serving(model, sessions="a") as engine:
         before = await engine.generate(PROMPT, sampling(), session="a")
         moved(model)
         after = await engine.generate(PROMPT, sampling(), session="a")
@@ -718,8 +659,7 @@ async def test_a_model_prepared_for_training_can_be_served() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "shape"])
 async def test_weights_that_do_not_fit_are_refused_whole(broken: str) -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         before = await engine.generate(PROMPT, sampling(), session="a")
         weights = dict(unique_weights(moved(tiny())))
         name = "model.norm.weight"
@@ -736,8 +676,7 @@ async def test_weights_that_do_not_fit_are_refused_whole(broken: str) -> None:
 
 async def test_publication_waits_for_the_running_wave() -> None:
     gate = Gate()
-    async with serving(decode=gate) as engine:
-        engine.open_session("a")
+    async with serving(decode=gate, sessions="a") as engine:
         call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
         await gate.reached()
         publication = asyncio.create_task(publish(engine, unique_weights(moved(tiny())), 1))
@@ -759,8 +698,7 @@ async def test_weights_that_are_not_numbers_are_told_and_those_published_next_se
     broken = tiny()
     with torch.no_grad():
         next(broken.parameters())[3] = float("nan")  # the embedding of a token of the prompt
-    async with serving(broken) as engine:
-        engine.open_session("a")
+    async with serving(broken, sessions="a") as engine:
         params = sampling(temperature=temperature)
         with pytest.raises(EngineError, match="logits are not finite"):
             await engine.generate(PROMPT, params, session="a")
@@ -782,8 +720,7 @@ async def test_weights_that_are_not_numbers_are_told_and_those_published_next_se
 async def test_impossible_calls_are_refused_before_anybody_waits(
     prompt: Ids, params: SamplingParams, message: str
 ) -> None:
-    async with serving() as engine:
-        engine.open_session("a")
+    async with serving(sessions="a") as engine:
         with pytest.raises(EngineError, match=message):
             await engine.generate(prompt, params, session="a")
         assert len((await engine.generate(np.ones(250, np.int32), sampling(), session="a")).token_ids)

@@ -35,8 +35,8 @@ class Doomed(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])) or "{}")
         if "group" in body.get("init_info", {}):
-            told = dict(body["init_info"]["group"])
-            Doomed.group = join(rank=told.pop("first"), device=torch.device("cpu"), **told)
+            group = dict(body["init_info"]["group"])
+            Doomed.group = join(rank=group.pop("first"), device=torch.device("cpu"), **group)
         if "update_info" in body:
             Doomed.updates += 1
             self.receive(body["update_info"].get("buckets", []))  # none come with a file

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.sources import FixedWeights
 from tests.until import CEILING
-from treadle.engines.vllm.collective import Collective, address_towards, cut
+from treadle.engines.vllm.collective import Packed, address_towards, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
 HOST, CPU = "127.0.0.1", torch.device("cpu")
@@ -106,12 +106,10 @@ def test_servers_here_are_reached_from_the_loopback_address() -> None:
 
 async def test_staged_weights_are_a_copy() -> None:
     weights = {"b": torch.ones(2, 3), "a": torch.tensor([5]), "c": torch.zeros(4, dtype=torch.bfloat16)}
-    staged = await Collective(torch.float32).stage(FixedWeights(weights))
-    assert staged.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    _, buckets = await FixedWeights(weights).stage(Packed(torch.float32))
     weights["b"].zero_()
-    told = [(bucket.message(), bucket.packed) for bucket in staged.buckets]
-    assert [bucket for bucket, _ in told] == [
+    assert [bucket.message() for bucket in buckets] == [
         {"dtype": "int64", "shapes": {"a": (1,)}},
         {"dtype": "float32", "shapes": {"b": (2, 3), "c": (4,)}},
     ]
-    assert told[1][1].view(torch.float32).tolist() == [1.0] * 6 + [0.0] * 4
+    assert buckets[1].packed.view(torch.float32).tolist() == [1.0] * 6 + [0.0] * 4

@@ -25,9 +25,9 @@ async def test_all_end_tokens_of_an_export_end_a_reply(servers: Servers, connect
             asked = {"model": "policy", "prompt": prompt, "max_tokens": 40, "temperature": 0}
             body = {**asked, "return_token_ids": True}
             [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
-            made = model.generate(  # type: ignore[operator]
+            generated = model.generate(  # type: ignore[operator]
                 torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=list(renderer.stop_ids)
             )
-            theirs = made[0, len(prompt) :].tolist()
+            theirs = generated[0, len(prompt) :].tolist()
             assert choice["token_ids"] == theirs
             assert choice["finish_reason"] == ("stop" if theirs[-1] in ENDS else "length")

@@ -1,4 +1,4 @@
-"""A vLLM server whose engine is stopped: the process in front of it still says that all is well."""
+"""Health checks of a vLLM server: it is given up if its engine is stopped while the process in front of it is well."""
 
 import asyncio
 from contextlib import suppress
@@ -12,7 +12,22 @@ from treadle.core.errors import EngineError
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.publication import Publication
-from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.server import Server, parse_metrics
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="policy"} 3.0
+vllm:num_requests_running{engine="1",model_name="policy"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 5e-1
+"""
+
+
+def test_the_metrics_of_all_engines_of_a_server() -> None:
+    assert parse_metrics(METRICS) == {"running": 7, "waiting": 2, "cache": 0.5}
+    assert parse_metrics("{}") == parse_metrics(METRICS.replace("kv_cache_usage_perc", "another")) == {}
 
 
 async def serve(silent: set[str], answered: list[str] | None = None) -> tuple[asyncio.Server, str]:
@@ -23,7 +38,8 @@ async def serve(silent: set[str], answered: list[str] | None = None) -> tuple[as
         if path not in silent:
             if answered is not None:
                 answered.append(path)
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+            text = METRICS if path == "/metrics" else "{}"
+            writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\nconnection: close\r\n\r\n{text}".encode())
         else:
             await reader.read()  # until the other end gives up
         writer.close()
@@ -45,20 +61,21 @@ async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, m
     if silent:
         paths |= {"/is_paused", "/inference/v1/generate"}
     stuck = asyncio.create_task(server.post("/inference/v1/generate"))
-    watch = asyncio.create_task(vllm_engine._watch_engine(server))
+    watch = asyncio.create_task(vllm_engine._watch(server))
     await until(lambda: watch.done() or answered.count("/is_paused") >= 20)
-    assert await server.is_well()
+    assert await server.is_well() and server.metrics["running"] == 7
     assert server.is_lost == watch.done() == silent
     if silent:
-        with pytest.raises(EngineError, match=r"is lost: its engine did not answer for 0\.4 s; it may be stopped"):
+        with pytest.raises(EngineError, match="is lost: it failed 3 health checks in a row; its engine may be stopped"):
             await asyncio.wait_for(stuck, CEILING)
     watch.cancel()
     stuck.cancel()
     await asyncio.wait({watch, stuck})
-    await server.disconnect()
     listening.close()
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
+    assert not await server.check(1.0) and server.metrics == {}
+    await server.disconnect()
 
 
 class NoTransfer:

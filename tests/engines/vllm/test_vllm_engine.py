@@ -28,8 +28,8 @@ def logits(model: PreTrainedModel, prompt: Ids, completion: Ids) -> torch.Tensor
     """[C, V], each from everything before it, without a cache."""
     ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
     with torch.no_grad():
-        found: torch.Tensor = model(ids, use_cache=False).logits
-    return found[0, len(prompt) - 1 : -1].double()
+        logits: torch.Tensor = model(ids, use_cache=False).logits
+    return logits[0, len(prompt) - 1 : -1].double()
 
 
 def filtered(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -43,8 +43,8 @@ def filtered(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     if sampling.top_k:
         keep &= rank < sampling.top_k
     if sampling.top_p < 1:
-        left = torch.where(keep, probabilities, 0.0)
-        ranked = (left / left.sum(-1, keepdim=True)).gather(-1, order)
+        kept = torch.where(keep, probabilities, 0.0)
+        ranked = (kept / kept.sum(-1, keepdim=True)).gather(-1, order)
         before = ranked.cumsum(-1) - ranked
         keep &= torch.zeros_like(keep).scatter_(-1, order, before < sampling.top_p)
     return scaled.masked_fill(~keep, -torch.inf).log_softmax(-1)
@@ -87,9 +87,9 @@ async def test_log_probabilities_are_those_of_the_distribution_sampled_from(
         np.testing.assert_allclose(answer.logprobs, expected(model, answer, sampling), atol=1e-4)
         assert (len(answer.token_ids), answer.stop_reason) == (24, StopReason.LENGTH)
         assert answer.versions_per_token().tolist() == [0] * 24
-    for found, temperature in ((scored, 1.0), (tempered, 0.7)):
+    for scores, temperature in ((scored, 1.0), (tempered, 0.7)):
         reference = (logits(model, ids[:1], ids[1:]) / temperature).log_softmax(-1)
-        np.testing.assert_allclose(found, reference[np.arange(len(ids) - 1), ids[1:]].numpy(), atol=1e-4)
+        np.testing.assert_allclose(scores, reference[np.arange(len(ids) - 1), ids[1:]].numpy(), atol=1e-4)
 
 
 async def test_a_seed_decides_whatever_else_runs_and_greedy_is_certain(connect: Connect) -> None:
@@ -134,7 +134,7 @@ async def test_what_vllm_would_change_in_silence_is_refused(connect: Connect) ->
             await engine.generate(PROMPT, SamplingParams(), session="x")
         with pytest.raises(EngineError, match=r"prompt of 7 \+ max_tokens 1018 exceeds the servers' context of 1024"):
             await sampled(engine, SamplingParams(max_tokens=1018), "long")
-        with pytest.raises(EngineError, match=r"told temperature 0\.001, vLLM samples at 0\.01"):
+        with pytest.raises(EngineError, match=r"vLLM clamps temperatures below 0\.01 \(got 0\.001\)"):
             await sampled(engine, SamplingParams(temperature=0.001), "cold")
         with pytest.raises(EngineError, match=r"generate answered 400: .*out of vocabulary"):
             await sampled(engine, SamplingParams(max_tokens=4), "ids", np.array([5, 99999], np.int32))

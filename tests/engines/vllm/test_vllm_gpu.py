@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.engines.vllm.conftest import TOKENIZER, TRANSFERS, python_with_vllm, sized
+from tests.engines.vllm.test_vllm_publication import score
 from tests.sources import FixedWeights, publish
 from treadle.core.config import build
-from treadle.core.types import Floats, Ids
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.launch import ServerProcess
@@ -29,14 +29,6 @@ pytestmark = [
 ]
 
 IDS = np.random.default_rng(0).integers(0, 1024, 48).astype(np.int32)
-
-
-def score(seed: int, ids: Ids) -> Floats:
-    tokens = torch.from_numpy(ids.astype(np.int64))[None]
-    with torch.no_grad():
-        logits = sized("qwen3", seed)(tokens, use_cache=False).logits[0, :-1]
-    found: Floats = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
-    return found
 
 
 @TRANSFERS
@@ -60,8 +52,9 @@ async def test_a_server_gets_the_weights_of_another_gpu(transfer: str, tmp_path:
         for version, seed in ((1, 1), (2, 2), (3, 1)):
             weights = {name: tensor.to("cuda:0") for name, tensor in unique_weights(sized("qwen3", seed)).items()}
             await publish(engine, weights, version)
-            gap = np.abs(await engine.score(IDS) - score(seed, IDS)).mean()
-            assert gap <= config.tolerance < np.abs(score(seed, IDS) - score(3 - seed, IDS)).mean()
+            expected, other = (score(sized("qwen3", number), IDS) for number in (seed, 3 - seed))
+            gap = np.abs(await engine.score(IDS) - expected).mean()
+            assert gap <= config.tolerance < np.abs(expected - other).mean()
         way = engine._publication._transfer
         if isinstance(way, Collective):
             assert way._group is not None

@@ -11,15 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.engines.vllm.conftest import (
-    NAMES,
-    TRANSFERS,
-    Connect,
-    Servers,
-    shared_files,
-    sized,
-    under_way,
-)
+from tests.engines.vllm.conftest import NAMES, TRANSFERS, Connect, Servers, shared_files, sized, under_way
 from tests.sources import FixedWeights, publish
 from tests.until import CEILING
 from treadle.core.engine import Completion
@@ -52,6 +44,13 @@ def score(model: PreTrainedModel, ids: Ids, old: PreTrainedModel | None = None, 
 
 def shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in unique_weights(model).items()}
+
+
+def assert_sampled_by(model: PreTrainedModel, version: int, number: int, answer: Completion) -> None:
+    """All tokens of the answer to `prompt(number)` are of this version, whose weights the model has."""
+    assert set(answer.versions_per_token()) == {version}
+    reference = score(model, np.concatenate([prompt(number), answer.token_ids]))[4:]
+    np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
 
 
 @pytest.fixture
@@ -118,9 +117,7 @@ async def test_each_token_is_of_the_version_that_is_reported_for_it(
         switched += 0 < at < LONG and abs(answer.logprobs[at] - before[at]) > 1e-3
     assert switched >= 10
     for number, answer in enumerate(late_answers):
-        reference = score(new, np.concatenate([prompt(number), answer.token_ids]))[4:]
-        np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
-        assert set(answer.versions_per_token()) == {4}
+        assert_sampled_by(new, 4, number, answer)
     reference = score(new, np.concatenate([turn, second.token_ids]))[len(turn) - 1 :]
     np.testing.assert_allclose(second.logprobs, reference, atol=1e-4)  # nothing cached of the old weights
     assert shared_files() == []
@@ -161,9 +158,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
             with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
                 await publish(engine, unique_weights(new), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):  # they never noticed
-            assert set(answer.versions_per_token()) == {3}
-            reference = score(old, np.concatenate([prompt(number), answer.token_ids]))[4:]
-            np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+            assert_sampled_by(old, 3, number, answer)
         np.testing.assert_allclose(await engine.score(PROBE), score(old, PROBE), atol=1e-4)
         await publish(engine, unique_weights(new), 4)
         np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
@@ -202,9 +197,7 @@ async def test_weights_that_fail_halfway_leave_the_old_version_serving(
             async with asyncio.timeout(CEILING):  # a server that refuses weights keeps nobody waiting in the broadcast
                 await publish(engine, spoil(unique_weights(new)), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):
-            assert set(answer.versions_per_token()) == {3}
-            reference = score(old, np.concatenate([prompt(number), answer.token_ids]))[4:]
-            np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+            assert_sampled_by(old, 3, number, answer)
         await publish(engine, unique_weights(new), 4)
         np.testing.assert_allclose(await engine.score(PROBE), score(new, PROBE), atol=1e-4)
 
@@ -218,10 +211,8 @@ async def unadmitted_or_old(calls: list[asyncio.Task[Completion]], model: PreTra
         except EngineError as error:
             assert "never admitted" in str(error)
             continue
-        assert set(answer.versions_per_token()) == {3}
         ended += answer.stop_reason is not StopReason.ABORT
-        reference = score(model, np.concatenate([prompt(number), answer.token_ids]))[4:]
-        np.testing.assert_allclose(answer.logprobs, reference, atol=1e-4)
+        assert_sampled_by(model, 3, number, answer)
     return ended
 
 

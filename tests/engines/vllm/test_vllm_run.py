@@ -25,18 +25,18 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 def overrides(**engine: Any) -> list[str]:
     sizes = [f"model.build.{name}={value}" for name, value in {**SIZES, "num_hidden_layers": 2}.items()]
-    given = [f"engine.options.{name}={value}" for name, value in engine.items()]
-    return [*sizes, "engine.kind=vllm", "orchestration.updates=2", *given]
+    settings = [f"engine.options.{name}={value}" for name, value in engine.items()]
+    return [*sizes, "engine.kind=vllm", "orchestration.updates=2", *settings]
 
 
 def test_a_run_trains_what_a_server_samples(servers: Servers, tmp_path: Path) -> None:
     asyncio.run(started(servers["tied"].process))
-    given = overrides(servers=[servers["tied"].url])
-    start(tmp_path / "run", *given)
+    settings = overrides(servers=[servers["tied"].url])
+    start(tmp_path / "run", *settings)
     check_finished(tmp_path / "run")  # what was sampled has the learner's log-probabilities to 1e-4
     versions = query(tmp_path / "run", "SELECT DISTINCT oldest_version FROM trajectories ORDER BY 1")
     assert [row["oldest_version"] for row in versions] == [0, 1, 2]
-    config = tiny(*given)
+    config = tiny(*settings)
     evaluation = evaluate_model(
         Subject(config, tmp_path / "run" / "checkpoints" / "step-000002", 2), load_held_out(config), Quiet()
     )

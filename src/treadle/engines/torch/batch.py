@@ -24,22 +24,22 @@ from treadle.engines.torch.model import CachedModel, Predicted
 
 _SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 _DRAWS = 16  # tokens whose draws are made at once
-_PREFIX = 64  # tokens that fresh prompts have in common from which computing those once pays
+_PREFIX = 64  # length of a common prefix from which computing it once pays
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Counts the tokens that the model computed or was spared, since the start."""
+    """Tokens computed and saved since the start."""
 
     prefilled: int = 0  # prompt tokens computed
-    reused: int = 0  # prompt tokens found in the session's own cache
+    reused: int = 0  # prompt tokens in the session's cache
     shared: int = 0  # prompt tokens computed once for several calls
     sampled: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Requests one completion. cancelled: it is no longer wanted; set from any thread. made: when, in seconds."""
+    """A request for one completion. cancelled: set from any thread. made: time of the request, in seconds."""
 
     session: int
     prompt: Ids
@@ -50,16 +50,13 @@ class Call:
 
     @property
     def positions(self) -> int:
-        """Return how many positions of a row it takes at most, with one for padding."""
+        """Most positions of a row that it takes, with one for padding."""
         return len(self.prompt) + self.sampling.max_tokens + 1
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A call in the batch. starts: (version, first token sampled by it). ended: why it samples no more.
-
-    waited: seconds before it joined.
-    """
+    """A call in the batch. starts: (version, first token sampled by it). waited: seconds before it joined."""
 
     call: Call
     cached: Cached
@@ -72,11 +69,11 @@ class _Row:
     ended: StopReason | None = None
 
     def position(self) -> int:
-        """Return the position of its last token; once it has ended, the one behind that, which no query reads."""
+        """Position of its last token; once it has ended, the one behind that, which no query reads."""
         return len(self.call.prompt) + len(self.tokens) - (self.ended is None)
 
     def cached_ids(self) -> Ids:
-        """Return the ids that have keys: all but the last token."""
+        """The ids that have keys: all but the last token."""
         return np.concatenate([self.call.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def completion(self, reason: StopReason) -> Completion:
@@ -92,7 +89,7 @@ class _Row:
 
 
 class Batch:
-    """Decodes rows of the cache together.
+    """Rows of the cache that decode together.
 
     The row of a call that has ended is still computed until others join, or until so few are left that gathering theirs
     is cheaper. What a call samples does not depend on the other calls, except for rounding.
@@ -110,47 +107,47 @@ class Batch:
         self._model, self._stop, self._decode, self._max_batch = model, frozenset(stop_token_ids), decode, max_batch
         self._cached = CachedRows(cache_bytes, model.position_bytes())
         self._rows: list[_Row] = []  # row i of the cache
-        self._computed: list[int] = []  # the rows that `_rules` are of
+        self._computed: list[int] = []  # the rows of `_rules`
         self._rules: Rules = rules([])
         self._draws: NDArray[np.float64] = np.empty((0, _DRAWS))
-        self._drawn = 0  # columns of them that are used up
+        self._drawn = 0  # columns of `_draws` that are used up
         self.version = 0
         self.counters = EngineCounters()
         self.finished: list[tuple[Call, Completion]] = []  # for the caller to take away
 
     @property
     def live(self) -> list[_Row]:
-        """Return the rows that still sample."""
+        """The rows that still sample."""
         return [row for row in self._rows if row.ended is None]
 
     @property
     def cache_share(self) -> float:
-        """Return the share of the cache's budget that holds tokens."""
         return self._cached.share
 
     @torch.inference_mode()
     def join(self, calls: Sequence[Call]) -> int:
-        """Add the first of `calls`, as many as there is room for, and sample their first tokens.
+        """Add as many of `calls` as there is room for, and sample their first tokens; return how many.
 
-        Returns how many; an empty batch takes at least one.
+        An empty batch takes at least one.
         """
         live = self.live
         calls = calls[: self._room(live, calls)]
         if not calls:
             return 0
         entering = [self._row(call) for call in calls]
-        known = self._cached.place([row.cached for row in entering], max(r.call.positions for r in [*live, *entering]))
+        cached = self._cached.place([row.cached for row in entering], max(r.call.positions for r in [*live, *entering]))
         self._rows = sorted([*live, *entering], key=lambda row: row.cached.row)
-        predicted = self._prefill(entering, known)
+        predicted = self._prefill(entering, cached)
         self._computed = []
-        self._draw({row.cached.row for row in entering})
-        here = [row.cached.row for row in entering]
-        self._append(entering, predicted, rules([row.call.sampling for row in entering], predicted.logits.device), here)
+        numbers = [row.cached.row for row in entering]
+        self._draw(set(numbers))
+        entering_rules = rules([row.call.sampling for row in entering], predicted.logits.device)
+        self._append(entering, predicted, entering_rules, numbers)
         return len(calls)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Sample one more token for every live row. Calls that were cancelled are ended first."""
+        """End cancelled calls, then sample one more token for every live row."""
         for row in self.live:
             if row.call.cancelled:
                 self._end(row, StopReason.ABORT)
@@ -171,9 +168,9 @@ class Batch:
 
     @torch.inference_mode()
     def publish(self, weights: Mapping[str, Tensor], version: int, *, recompute: bool) -> None:
-        """Load new weights between two tokens; live rows continue with their cache, or with one computed anew.
+        """Load new weights between two tokens; live rows continue with their cache, or with a recomputed one.
 
-        Raises EngineError, and changes nothing, where weights are missing or of another shape.
+        Raises EngineError, and changes nothing, if weights are missing or of another shape.
         """
         self._model.load(weights, version)
         self.version = version
@@ -189,18 +186,18 @@ class Batch:
                 self._model.extend(self._cached.cache, where, [row.cached_ids() for row in part], [0] * len(part))
 
     def sleep(self) -> None:
-        """Give back the memory of cache and weights until others are published. Raises EngineError while calls run."""
+        """Free the memory of cache and weights until others are published. Raises EngineError while calls run."""
         if self.live:
             raise EngineError(f"{len(self.live)} calls run: the engine cannot sleep")
         self.clear()
         self._model.release()
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """Drop what these sessions left in the cache; they have no calls here and make no more."""
+        """Drop what closed sessions without running calls left in the cache."""
         self._cached.forget(sessions)
 
     def clear(self) -> None:
-        """Drop all rows and everything cached: after a failure their content is unknown."""
+        """Drop all rows and everything cached, whose content is unknown after a failure."""
         self._rows, self.finished = [], []
         self._cached.clear()
 
@@ -220,18 +217,18 @@ class Batch:
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
-    def _prefill(self, rows: Sequence[_Row], known: Sequence[int]) -> Predicted:
-        """Compute what the cache lacks of every prompt; returns what is predicted after each.
+    def _prefill(self, rows: Sequence[_Row], cached: Sequence[int]) -> Predicted:
+        """Compute what the cache lacks of every prompt; return the predictions after each.
 
-        known: how many tokens of each prompt are cached.
+        cached: number of cached tokens of each prompt.
         """
         predicted = self._model.empty(len(rows))
-        fresh: dict[str | None, dict[bytes, list[int]]] = {}  # salt -> prompt -> numbers of the rows that have it
+        fresh: dict[str | None, dict[bytes, list[int]]] = {}  # salt -> prompt -> indices of its rows
         for number, row in enumerate(rows):
-            if not known[number]:
+            if not cached[number]:
                 same = fresh.setdefault(row.call.salt, {})
                 same.setdefault(row.call.prompt.tobytes(), []).append(number)
-        starts = list(known)
+        starts = list(cached)
         for same in fresh.values():
             start = self._prefill_prefix([rows[number] for numbers in same.values() for number in numbers], len(same))
             for number, *_others in same.values():
@@ -239,14 +236,14 @@ class Batch:
         groups = [numbers for same in fresh.values() for numbers in same.values()]
         self._extend(rows, [number for number, *_others in groups], starts, predicted)
         self._repeat(rows, groups, predicted)
-        self._extend(rows, [number for number, kept in enumerate(known) if kept], starts, predicted)
-        self.counters.reused += sum(known)
+        self._extend(rows, [number for number, length in enumerate(cached) if length], starts, predicted)
+        self.counters.reused += sum(cached)
         return predicted
 
     def _prefill_prefix(self, rows: Sequence[_Row], prompts: int) -> int:
-        """Compute once what these fresh rows, of so many distinct prompts, begin with alike; returns its length.
+        """Compute the common prefix of these fresh rows once; return its length, or 0 if it does not pay.
 
-        0: nothing, where it is too short to be worth a pass of its own.
+        prompts: number of distinct ones.
         """
         first = rows[0].call.prompt
         length = min(min(common_prefix(first, row.call.prompt), len(row.call.prompt) - 1) for row in rows)
@@ -263,16 +260,16 @@ class Batch:
     def _extend(
         self, rows: Sequence[_Row], numbers: Sequence[int], starts: Sequence[int], predicted: Predicted
     ) -> None:
-        """Compute the prompts of the rows of these numbers from where they start."""
+        """Compute the prompts of rows[number] for these numbers, from starts[number] on."""
         for part in self._model.parts(numbers, lambda number: len(rows[number].call.prompt) - starts[number]):
             chunks = [rows[number].call.prompt[starts[number] :] for number in part]
             where = self._where([rows[number].cached.row for number in part])
-            answers = self._model.extend(self._cached.cache, where, chunks, [starts[number] for number in part])
-            predicted.put(torch.tensor(part, device=self._model.device), answers)
+            after = self._model.extend(self._cached.cache, where, chunks, [starts[number] for number in part])
+            predicted.put(torch.tensor(part, device=self._model.device), after)
             self.counters.prefilled += sum(map(len, chunks))
 
     def _repeat(self, rows: Sequence[_Row], groups: Sequence[Sequence[int]], predicted: Predicted) -> None:
-        """Copy cache and prediction of the first row of each group, all of one prompt, to the others."""
+        """Copy cache and prediction of each group's first row to its others, which have the same prompt."""
         pairs = [(first, other) for first, *others in groups for other in others]
         if not pairs:
             return
@@ -286,7 +283,7 @@ class Batch:
         self.counters.shared += sum(len(rows[first].call.prompt) for first, _ in pairs)
 
     def _where(self, rows: list[int]) -> slice | Tensor:
-        """Return a slice where rows are consecutive (no copy), else the index."""
+        """A slice if rows are consecutive (no copy), else an index."""
         if rows == list(range(rows[0], rows[0] + len(rows))):
             return slice(rows[0], rows[0] + len(rows))
         return torch.tensor(rows, device=self._model.device)
@@ -302,7 +299,7 @@ class Batch:
         )
 
     def _draw(self, entering: set[int]) -> None:
-        """Make the next draws of all rows. Rows that enter use them at once, the others from the next step on."""
+        """Make the next draws of all rows. Entering rows use them now, the others from the next step on."""
         seeds = np.array([row.call.sampling.seed for row in self._rows], np.uint64)
         waits = bool(entering)
         first = [len(row.tokens) - (waits and number not in entering) for number, row in enumerate(self._rows)]

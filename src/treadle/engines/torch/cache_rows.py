@@ -1,10 +1,10 @@
-"""Which row of the KV cache holds which tokens: placing calls, finding prefixes, evicting the least recently used.
+"""Which row of the KV cache holds which tokens: placement of calls, prefix lookup, eviction of the least recently used.
 
     rows      0 ............ n                       R
               busy, no gaps   | idle sequences, free rows
 
 Calls decode in the first rows, so that a pass reads one slice of the cache. A sequence stays after its call, for the
-next one of its session; the least recently used goes when memory is short.
+session's next one; the least recently used goes when memory is short.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _GROW = 64  # positions
 
 @dataclass(slots=True, eq=False)
 class Cached:
-    """Describes tokens whose keys and values stand at the start of a row.
+    """Tokens whose keys and values are at the start of a row.
 
-    busy: a call still writes there. exact: all keys are of the current weights. used: when last, on a clock of uses.
+    busy: a call still writes there. exact: all keys are of the current weights. used: time of the last use.
     """
 
     session: int
@@ -39,7 +39,7 @@ class Cached:
 
 
 class CachedRows:
-    """Manages the cache and knows what its rows hold.
+    """The cache, and what its rows hold.
 
     budget: most bytes of the cache; a single call may exceed it. position_bytes: of one position of one row.
     """
@@ -52,28 +52,29 @@ class CachedRows:
 
     @property
     def share(self) -> float:
-        """Return the share of the budget that is taken by tokens; those being sampled are left out."""
+        """Share of the budget taken by tokens, without those being sampled."""
         return sum(len(sequence.ids) for sequence in self._held) * self._position_bytes / self._budget
 
     def fits(self, busy: int, positions: int) -> bool:
-        """Return whether `busy` calls at once, the longest of `positions` positions, stay within the budget."""
+        """Whether `busy` calls at once, the longest of `positions` positions, stay within the budget."""
         return busy <= self._most_rows(max(self.cache.capacity, _rounded(positions)))
 
     def place(self, newcomers: Sequence[Cached], positions: int) -> list[int]:
         """Give each newcomer a row with as much of its prompt as a sequence of its session has.
 
         positions: that the longest of all calls may take. Busy sequences may change rows; afterwards they and the
-        newcomers, in order, fill the first rows. Returns how many tokens of each prompt are there; a prompt's last
-        token never is, because its logits are needed.
+        newcomers, in order, fill the first rows. Returns the number of cached tokens of each prompt, which never
+        includes the last one, because its logits are needed.
         """
         busy = [s for s in self._held if s.busy]
-        origins, found, continued = self._sources(newcomers)
+        origins, cached, continued = self._sources(newcomers)
         idle = [s for s in self._held if not s.busy and s not in continued]
         first = len(busy) + len(newcomers)
         capacity = self._grown(positions, first)
         idle = sorted(idle, key=lambda s: s.used, reverse=True)[: max(0, self._most_rows(capacity) - first)]
         wanted = first + len(idle)
-        rows = max(wanted, min(self._grown_rows(wanted), self._most_rows(capacity)))
+        have = self.cache.rows
+        rows = max(wanted, min(have if wanted <= have else have + have // 2, self._most_rows(capacity)))
         targets = _assign(busy, newcomers, idle, first, rows)
         moves = {targets[s]: s.row for s in (*busy, *idle) if targets[s] != s.row}
         moves |= {
@@ -87,29 +88,23 @@ class CachedRows:
         for sequence in newcomers:
             sequence.used = now
         self._held = [*busy, *newcomers, *idle]
-        return found
+        return cached
 
     def release(self, sequence: Cached, ids: Ids) -> None:
-        """Mark a sequence as idle: its call has ended and left keys for `ids`, which a later call may continue.
-
-        One with keys of old weights is dropped.
-        """
+        """Mark a sequence as idle: its call ended and left keys for `ids`. One with keys of old weights is dropped."""
         sequence.ids, sequence.busy, sequence.used = ids, False, next(self._clock)
         if not sequence.exact:
             self._held.remove(sequence)
 
     def forget(self, sessions: Iterable[int]) -> None:
-        """Drop the sequences of these sessions, which make no more calls; none of them is busy.
-
-        The last one takes the memory with it, which training may need.
-        """
+        """Drop the idle sequences of closed sessions. The last one frees the memory, which training may need."""
         gone = set(sessions)
         self._held = [s for s in self._held if s.session not in gone]
         if gone and not self._held:
             self.clear()
 
     def outdate(self, keep_busy: bool) -> None:
-        """Drop what old weights computed: idle sequences now, busy ones when their call ends unless `keep_busy`."""
+        """Drop idle sequences, whose weights are old; busy ones when their call ends, unless `keep_busy`."""
         self._held = [s for s in self._held if s.busy]
         for sequence in self._held:
             sequence.exact &= keep_busy
@@ -117,40 +112,36 @@ class CachedRows:
             self.clear()
 
     def clear(self) -> None:
-        """Drop everything, with the memory, which bad weights may have filled with NaN."""
+        """Drop everything, including the memory, which bad weights may have filled with NaN."""
         self._held = []
         self.cache = KVCache(self.cache.rows, self.cache.capacity)
         release_freed_memory()
 
     def _sources(self, newcomers: Sequence[Cached]) -> tuple[list[Cached | None], list[int], set[Cached]]:
-        """For each newcomer the sequence that has most of its prompt and how much, and which of those they continue."""
-        known: dict[tuple[int, str | None], list[Cached]] = defaultdict(list)
+        """For each newcomer, the sequence with most of its prompt and how much; and which sequences they continue."""
+        sequences: dict[tuple[int, str | None], list[Cached]] = defaultdict(list)
         for sequence in self._held:
             if sequence.exact:
-                known[sequence.session, sequence.salt].append(sequence)
+                sequences[sequence.session, sequence.salt].append(sequence)
         origins: list[Cached | None] = []
-        found, continued = [], set()
+        lengths, continued = [], set()
         for newcomer in newcomers:
-            most, origin = 0, None
-            for other in known[newcomer.session, newcomer.salt]:
-                same = min(common_prefix(other.ids, newcomer.ids), len(newcomer.ids) - 1)
-                if same > most:
-                    most, origin = same, other
-            if origin is not None and not origin.busy and most == len(origin.ids):
+            longest, origin = 0, None
+            for other in sequences[newcomer.session, newcomer.salt]:
+                length = min(common_prefix(other.ids, newcomer.ids), len(newcomer.ids) - 1)
+                if length > longest:
+                    longest, origin = length, other
+            if origin is not None and not origin.busy and longest == len(origin.ids):
                 continued.add(origin)  # the newcomer's row will hold all that it holds
             origins.append(origin)
-            found.append(most)
-        return origins, found, continued
-
-    def _grown_rows(self, rows: int) -> int:
-        have = self.cache.rows
-        return have if rows <= have else max(rows, have + have // 2)
+            lengths.append(longest)
+        return origins, lengths, continued
 
     def _most_rows(self, capacity: int) -> int:
         return self._budget // (capacity * self._position_bytes)
 
     def _grown(self, positions: int, rows: int) -> int:
-        """The capacity for so many positions: grows by half, so that copying is rare, if the rows then fit."""
+        """Capacity for so many positions: grows by half, so that copying is rare, if the rows then fit."""
         have = self.cache.capacity
         if positions <= have:
             return have
@@ -169,7 +160,7 @@ class CachedRows:
 def _assign(
     busy: Sequence[Cached], newcomers: Sequence[Cached], idle: Sequence[Cached], first: int, rows: int
 ) -> dict[Cached, int]:
-    """A row for each: busy ones and newcomers in [0, first), idle ones in [first, rows), where they are if they can."""
+    """A row for each: busy ones and newcomers in [0, first), idle ones in [first, rows), moved only if necessary."""
     targets = {s: s.row for s in busy if s.row < first} | {s: s.row for s in idle if first <= s.row < rows}
     taken = set(targets.values())
     holes, free = (iter([r for r in span if r not in taken]) for span in (range(first), range(first, rows)))

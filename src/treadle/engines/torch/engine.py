@@ -2,10 +2,10 @@
 
     generate() x calls -> waiting -> admission -> running batch, token by token -> futures
 
-Two rules of admission, one loop. Continuous: a call joins between two tokens, as soon as there is room. Lock-step
-waves: a wave starts when every open session waits, its rows stand in the order in which sessions were opened, and
-nothing joins before all of it is answered. When answers arrive would otherwise decide batch shapes, and with them
-float rounding; thus the same calls give the same bits, however slow the environments in between.
+Two rules of admission, one loop. Continuous: a call joins between two tokens, as soon as there is room. Lock-step: a
+wave starts when every open session waits, with rows in the order in which sessions were opened, and nothing joins until
+all of it is answered. Batch shapes, and with them float rounding, then do not depend on timing: the same calls give the
+same bits, however slow the environments in between.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """A call with the session that made it and the future of its answer."""
-
     session: str
     call: Call
     future: asyncio.Future[Completion]
@@ -48,14 +46,13 @@ class _Request:
 class TorchEngine:
     """Decodes concurrent sessions in one batch, with a KV cache kept from turn to turn.
 
-    model: any Hugging Face decoder with full or sliding-window attention; the engine works on its own copy, so that
-    publication is a copy of weights and never races the optimizer.
-    decode: ids -> text, for stop strings.
+    model: any Hugging Face decoder with full or sliding-window attention. It is copied: publication copies weights, and
+    never races the optimizer. decode: ids -> text, for stop strings.
     own_thread: compute beside the event loop, so that environments keep stepping; otherwise inline (`Compute`).
-    Raises ConfigError for other layers, and with `options.routing` for experts whose choice cannot be observed.
+    Raises ConfigError for other layers, and with `options.routing` if the choice of experts cannot be observed.
 
-    Invariant: a call starts from cached keys and values of the current weights only, of a prefix of what it sends,
-    computed for the same session and salt, or for calls of the same salt that were admitted together.
+    Invariant: a call reuses only keys and values of the current weights, of a prefix of its prompt, computed for the
+    same session and salt, or for calls of the same salt that were admitted together.
     """
 
     def __init__(
@@ -83,30 +80,29 @@ class TorchEngine:
         self._sessions: dict[str, int] = {}  # name -> number, in the order of opening
         self._gone: list[int] = []  # closed sessions that the batch has not forgotten yet
         self._waiting: dict[Call, _Request] = {}  # in order of arrival
-        self._admitted: list[Call] = []  # the batch takes them as it has room
+        self._admitted: list[Call] = []  # for the batch, as it has room
         self._running: dict[Call, _Request] = {}
         self._driver: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # held to use the batch, between two tokens (in lock-step: between two waves)
         self._asked = 0  # publications and scoring passes that wait for their turn or have it
-        self._pause = False  # calls have come or sessions have closed: do not go on to the next token
+        self._pause = False  # calls came or sessions closed: return to the event loop before the next token
         self._computing = Compute("treadle-engine" if own_thread else None)
 
     @property
     def counters(self) -> EngineCounters:
-        """Return the counts of tokens computed or spared so far."""
         return self._batch.counters
 
     # --- the Engine protocol -------------------------------------------------------------------------------------
 
     def open_session(self, session: str) -> None:
-        """Announce a session; in lock-step no wave starts before it waits or closes."""
+        """Open a session; in lock-step no wave starts before it waits or closes."""
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
         self._sessions[session] = self._opened
         self._opened += 1
 
     def close_session(self, session: str) -> None:
-        """Forget a session and its cache; a wave may be waiting for this. Its calls that wait fail, others finish."""
+        """Drop a session and its cache; a wave may be waiting for this. Its waiting calls fail, running ones finish."""
         if session not in self._sessions:
             return
         self._gone.append(self._sessions.pop(session))
@@ -122,7 +118,12 @@ class TorchEngine:
         Raises EngineError: unknown session, ids outside the vocabulary, a prompt that leaves no room for `max_tokens`
         in the model's context, or a failure of the batch.
         """
-        self._check(prompt_ids, sampling, session)
+        self._check_awake()
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} is not open")
+        self.limits.check_call(prompt_ids, sampling, session)
+        if sampling.stop and not self._can_decode:
+            raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
         call = Call(self._sessions[session], np.array(prompt_ids, np.int32), sampling, cache_salt)
         request = _Request(session, call, asyncio.get_running_loop().create_future())
         self._waiting[call] = request
@@ -130,7 +131,7 @@ class TorchEngine:
         try:
             return await request.future
         finally:
-            call.cancelled = True  # of no effect on a call that was answered
+            call.cancelled = True  # no effect once it is answered
             self._waiting.pop(call, None)
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
@@ -147,26 +148,25 @@ class TorchEngine:
         return await self._between_tokens(self._model.score, np.asarray(ids), temperature)
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy `weights` (as `unique_weights` names them) in, between two tokens; drops every cached prefix.
+        """Copy in weights, named as by `unique_weights`, between two tokens; drop all cached prefixes.
 
-        Calls in flight go on with the new weights. Raises EngineError, and changes nothing, where weights are missing
-        or of another shape.
+        Calls in flight go on with the new weights. Raises EngineError, and changes nothing, if weights are missing or
+        of another shape.
         """
         self._check_open()
         await self._between_tokens(self._batch.publish, weights, version, recompute=self._recompute)
         self._asleep = False
 
     async def sleep(self) -> None:
-        """Give back the memory of cache and weights; `update_weights` wakes the engine. Sessions stay open.
+        """Free the memory of cache and weights until `update_weights`. Sessions stay open. Idempotent.
 
-        Raises EngineError while calls run, and so do calls while it sleeps. Idempotent.
+        Raises EngineError while calls run. Calls made meanwhile raise it, too.
         """
         self._check_open()
         await self._between_tokens(self._batch.sleep)
         self._asleep = True
 
     def status(self) -> list[ComponentStatus]:
-        """Return what it does now."""
         admitted = len(self._admitted)
         return [
             ComponentStatus(
@@ -188,19 +188,11 @@ class TorchEngine:
             call.cancelled = True
         if self._driver is not None:
             await asyncio.wait([self._driver])
-        async with self._turn:  # what holds it ends first; what waits for it is refused
+        async with self._turn:  # its holder ends first; those waiting for it are refused
             self._computing.close()
             self._batch.clear()
 
     # --- requests ------------------------------------------------------------------------------------------------
-
-    def _check(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
-        self._check_awake()
-        if session not in self._sessions:
-            raise EngineError(f"session {session!r} is not open")
-        self.limits.check_call(prompt, sampling, session)
-        if sampling.stop and not self._can_decode:
-            raise EngineError(f"stop strings {sampling.stop} need an engine that was given `decode`")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -211,6 +203,13 @@ class TorchEngine:
         if self._asleep:
             raise EngineError("the engine sleeps, without weights; publish some to wake it")
 
+    def _fail_running(self, error: BaseException) -> None:
+        for call, request in self._running.items():
+            call.cancelled = True
+            _fail(request, error)
+        self._running.clear()
+        self._admitted.clear()
+
     def _fail_waiting(self, reason: str, session: str | None = None) -> None:
         for request in [r for r in self._waiting.values() if session in (None, r.session)]:
             del self._waiting[request.call]
@@ -219,7 +218,7 @@ class TorchEngine:
     # --- scheduling (event loop) ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the loop if there is something to do; to be called after any change."""
+        """Start the loop if there is something to do. Call after any change."""
         self._pause = True
         if self._driver is None and self._may_work():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
@@ -227,31 +226,25 @@ class TorchEngine:
     async def _drive(self) -> None:
         """Admit and compute until there is nothing to do."""
         try:
-            while await self._work_to_do():
+            while True:
+                await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+                if not self._running and not self._may_work():
+                    return
                 async with self._turn:
                     self._pause = False
                     self._admit()
                     await self._advance()
         except BaseException:  # Ctrl-C, or the event loop is being torn down: nobody takes what is computed now
-            for call, request in self._running.items():
-                call.cancelled = True
-                _fail(request, EngineError("the engine was interrupted"))
-            self._running.clear()
-            self._admitted.clear()
+            self._fail_running(EngineError("the engine was interrupted"))
             raise
         finally:
             self._driver = None
 
-    async def _work_to_do(self) -> bool:
-        await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
-        return bool(self._running) or self._may_work()
-
     def _may_work(self) -> bool:
-        """Return whether there are calls to admit, or nobody is left for whom the cache would be kept."""
+        """Whether there are calls to admit, or a cache to free because no session is open."""
         return self._may_admit() or (bool(self._gone) and not self._sessions)
 
     def _admit(self) -> None:
-        """Hand to the batch what may join now."""
         if not self._may_admit():
             return
         admitted, self._waiting = self._waiting, {}
@@ -260,40 +253,31 @@ class TorchEngine:
         self._admitted += sorted(admitted, key=lambda call: call.session) if self._lock_step else admitted
 
     def _may_admit(self) -> bool:
-        """Return whether the waiting calls join: at once, or in lock-step when every open session waits."""
+        """Whether the waiting calls join: at once, or in lock-step when every open session waits."""
         if not self._lock_step:
             return bool(self._waiting)
         return everybody_waits([request.session for request in self._waiting.values()], self._sessions.keys())
 
     async def _advance(self) -> None:
-        self._drop_cancelled()
+        for call in [call for call in self._admitted if call.cancelled]:  # there was no room for them yet
+            self._admitted.remove(call)
+            _fail(self._running.pop(call), EngineError("the engine was closed"))
         work = asyncio.ensure_future(self._computing.run(self._compute, self._take_gone()))
         await asyncio.wait([work])
         error = _failure(work)
         if error is not None:
             self._batch.clear()
-            self._admitted.clear()
-            for request in self._running.values():
-                _fail(request, error)
-            self._running.clear()
+            self._fail_running(error)
             return
         for call, completion in work.result():
-            if call not in self._running:  # it was being computed when the engine was interrupted
-                continue
-            request = self._running.pop(call)
-            if self._closed:
+            request = self._running.pop(call, None)  # None: the engine was interrupted while computing it
+            if request is not None and self._closed:
                 _fail(request, EngineError("the engine was closed"))
-            elif not request.future.done():  # cancelled meanwhile
+            elif request is not None and not request.future.done():  # done if cancelled meanwhile
                 request.future.set_result(completion)
 
-    def _drop_cancelled(self) -> None:
-        """Drop cancelled calls that were admitted, but for which there was no room yet."""
-        for call in [call for call in self._admitted if call.cancelled]:
-            self._admitted.remove(call)
-            _fail(self._running.pop(call), EngineError("the engine was closed"))
-
     def _take_gone(self) -> list[int]:
-        """Take the closed sessions without running calls: what a running call leaves in the cache must go, too."""
+        """Take the closed sessions without running calls, which would leave more in the cache."""
         if not self._gone:
             return []
         busy = {call.session for call in self._running}
@@ -313,7 +297,7 @@ class TorchEngine:
     # --- computing (worker thread) -------------------------------------------------------------------------------
 
     def _compute(self, gone: Sequence[int]) -> list[tuple[Call, Completion]]:
-        """Compute to the end of the wave, or until a call has ended or a request waits; return what has ended."""
+        """Compute to the end of the wave, or until a call ended or a request waits; return the ended calls."""
         batch = self._batch
         batch.forget(gone)
         while self._admitted or batch.live:
@@ -332,7 +316,7 @@ def _fail(request: _Request, error: BaseException) -> None:
 
 
 def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseException | None:
-    """Return the batch's failure as an EngineError; None without one."""
+    """The batch's failure as an EngineError; None if it did not fail."""
     if work.cancelled():
         return EngineError("the engine was closed")
     error = work.exception()

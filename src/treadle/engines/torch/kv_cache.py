@@ -24,7 +24,7 @@ ATTENTION = "treadle_kv"
 
 @dataclass(slots=True)
 class KVCache:
-    """Holds keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers allocate at their first write.
+    """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers are allocated at their first write.
 
     Memory starts as zeros: masked positions are still multiplied by 0, and must be finite.
     """
@@ -34,28 +34,28 @@ class KVCache:
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's (K, V), allocated with the heads, head sizes and dtype of new ones [B, K, C, D]."""
+        """Return the layer's (K, V); allocate them like the new key and value [B, K, C, D] if needed."""
         if index not in self.layers:
             keys, values = (t.new_zeros((self.rows, t.shape[1], self.capacity, t.shape[3])) for t in (key, value))
             self.layers[index] = (keys, values)
         return self.layers[index]
 
     def position_bytes(self) -> int:
-        """Return how many bytes one position of one row takes in all layers."""
+        """Bytes of one position of one row in all layers."""
         return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self.layers.values() for t in pair)
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Change to `rows` rows of `capacity` positions, not fewer than now; what still has a place stays."""
-        kept, held = min(rows, self.rows), self.capacity
+        """Change to `rows` rows of `capacity` >= the current number of positions, and keep what still fits."""
+        kept_rows, old_capacity = min(rows, self.rows), self.capacity
         self.rows, self.capacity = rows, capacity
         for number, pair in self.layers.items():
             larger = [t.new_zeros((rows, t.shape[1], capacity, t.shape[3])) for t in pair]
             for new, old in zip(larger, pair, strict=True):
-                new[:kept, :, :held] = old[:kept]
+                new[:kept_rows, :, :old_capacity] = old[:kept_rows]
             self.layers[number] = (larger[0], larger[1])
 
     def move(self, sources: Mapping[int, int], length: int) -> None:
-        """Copy to each row, all at once, the first `length` positions of the row that `sources` names for it."""
+        """Copy simultaneously to each row the first `length` positions of the row that `sources` names for it."""
         if not sources or not length:
             return
         for pair in self.layers.values():
@@ -66,17 +66,16 @@ class KVCache:
     def copy_rows(self, other: KVCache, sources: Tensor, rows: Tensor, length: int) -> None:
         """Copy to row rows[i] the first `length` positions of `other`'s row sources[i]."""
         for number, pair in other.layers.items():
-            mine = self.layer(number, *pair)
-            for target, origin in zip(mine, pair, strict=True):
+            for target, origin in zip(self.layer(number, *pair), pair, strict=True):
                 target[:, :, :length].index_copy_(0, rows, origin[:, :, :length].index_select(0, sources))
 
 
 @dataclass(slots=True)
 class KVCall:
-    """Describes one forward pass over some rows of a cache.
+    """One forward pass over some rows of a cache.
 
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
-    length: how many positions the queries may look at.
+    length: number of positions that queries may attend to.
     """
 
     cache: KVCache
@@ -87,7 +86,7 @@ class KVCall:
     _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values [B, K, C, D]; returns all [B, K, length, D]."""
+        """Write the new keys and values [B, K, C, D]; return all [B, K, length, D]."""
         pair = self.cache.layer(layer, key, value)
         for held, new in zip(pair, (key, value), strict=True):
             # [B, C, K, D] is how projections leave them in memory
@@ -100,7 +99,7 @@ class KVCall:
         return keys, values
 
     def _places(self, heads: int) -> Tensor:
-        """int64[B * C * K]: which vector of a layer, counted over [R, K, T], each new one becomes."""
+        """int64[B * C * K]: index of each new vector in a layer flattened over [R, K, T]."""
         if heads not in self._index:
             device = self.positions.device
             rows = self.rows
@@ -134,7 +133,7 @@ def cached_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
+    """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
     if kv is None:
         raise EngineError(
             "an attention layer was called without the engine's KV cache: its model drops keyword arguments"

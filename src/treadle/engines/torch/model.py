@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """Holds what the model predicts after the last token of each of B rows.
+    """Predictions after the last token of each of B rows.
 
-    logits float32[B, V]. routing int16[B, M, k]: the experts chosen there; None unless the model reports them.
+    logits float32[B, V]. routing int16[B, M, k]: the experts chosen there; None unless requested.
     """
 
     logits: Tensor
@@ -41,16 +41,18 @@ class Predicted:
 
 
 class CachedModel:
-    """Runs a copy of a Hugging Face decoder that reads and writes a `KVCache`.
+    """A copy of a Hugging Face decoder that reads and writes a `KVCache`.
 
-    dtype: of the weights and the cache; logits are float32 whatever it is.
+    dtype: of the weights and the cache; logits are always float32.
     prefill_tokens: most (padded) tokens of one pass. routing: report which experts are chosen.
-    Raises ConfigError for layers that are not attention, and with routing for a model whose choice cannot be observed.
+    Raises ConfigError for layers other than attention, and with routing if the choice of experts cannot be observed.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int, routing: bool = False) -> None:
         require_plain_attention(model)
-        self.model = _copy_in(dtype, model).requires_grad_(False).eval()
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        for parameter in self.model.parameters():  # not buffers: rounded rotary frequencies would misplace late tokens
+            parameter.data = parameter.data.to(dtype)
         self.model.set_attn_implementation(ATTENTION)
         self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
@@ -60,13 +62,13 @@ class CachedModel:
 
     @torch.inference_mode()
     def position_bytes(self) -> int:
-        """Return the bytes of one cached position, found by computing one. Raises EngineError for other attention."""
+        """Compute one cached position and return its bytes. Raises EngineError for unsupported attention."""
         cache = KVCache(1, 1)
         self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
         return cache.position_bytes()
 
     def empty(self, rows: int) -> Predicted:
-        """Return uninitialised predictions of so many rows."""
+        """Return uninitialized predictions."""
         logits = torch.empty(rows, self.vocabulary, device=self.device)
         if self._routers is None:
             return Predicted(logits)
@@ -74,10 +76,10 @@ class CachedModel:
         return Predicted(logits, torch.empty(shape, dtype=torch.int16, device=self.device))
 
     def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Predicted:
-        """Append chunks[i] at position starts[i] of each row; returns what is predicted after each chunk.
+        """Append chunks[i] at position starts[i] of each row; return the predictions after each chunk.
 
-        Chunks are padded on the left, so that every row's last token stands in the last column; padding is written to
-        the cache's last position, which no real query looks at.
+        Chunks are padded on the left, so that every row's last token is in the last column; padding is written to the
+        cache's last position, which no real query attends to.
         """
         width = max(map(len, chunks))
         ids = np.zeros((len(chunks), width), np.int64)
@@ -89,12 +91,11 @@ class CachedModel:
         return self.forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
 
     def forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Predicted:
-        """Return what is predicted after the last column. ids, positions: int64[B, C]."""
+        """Return the predictions after the last column. ids, positions: int64[B, C]."""
         positions = positions.to(self.device)
         call = KVCall(cache, rows, positions, length)
         ids = ids.to(self.device)
-        telling = nullcontext(list[Tensor]()) if self._routers is None else self._routers.choosing()
-        with telling as chosen:
+        with nullcontext(list[Tensor]()) if self._routers is None else self._routers.choosing() as chosen:
             logits: Tensor = self.model(
                 input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
             ).logits
@@ -129,7 +130,7 @@ class CachedModel:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy weights in; raises EngineError, and changes nothing, where some are missing or of another shape."""
+        """Copy weights in. Raises EngineError, and changes nothing, if some are missing or of another shape."""
         mine = unique_weights(self.model)
         unfit = sorted(name for name, t in mine.items() if name not in weights or weights[name].shape != t.shape)
         if unfit:
@@ -137,18 +138,10 @@ class CachedModel:
                 f"publication of version {version} lacks {unfit[:3]} in the engine's shapes ({len(unfit)} weights)"
             )
         for name, tensor in mine.items():
-            tensor.untyped_storage().resize_(tensor.nbytes)  # of no effect but after `release`
+            tensor.untyped_storage().resize_(tensor.nbytes)  # no effect unless released
             tensor.copy_(weights[name])
 
     def release(self) -> None:
-        """Give back the memory of the weights, which are lost until others are loaded. Shapes stay."""
+        """Free the memory of the weights until others are loaded."""
         for tensor in unique_weights(self.model).values():
             tensor.untyped_storage().resize_(0)
-
-
-def _copy_in(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose weights are of that type. Buffers stay: rounded rotary frequencies would misplace late tokens."""
-    own = copy.deepcopy(model)
-    for parameter in own.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return own

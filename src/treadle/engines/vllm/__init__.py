@@ -5,5 +5,5 @@
     Publication         -> Transfer: SharedMemory (a file) or Collective (a broadcast, worker/treadle_group.py)
     start.open_engine   -> ServerProcess -> worker/treadle_launch.py -> vLLM, with worker/treadle_worker.py inside
 
-`worker` holds what runs inside vLLM's own virtual environment; it imports nothing of Treadle.
+`worker` runs inside vLLM's own virtual environment and imports nothing of Treadle.
 """

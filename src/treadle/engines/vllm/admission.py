@@ -1,7 +1,4 @@
-"""Which weights of vLLM's servers are admitted, in every process that calls them.
-
-It is the run's process, and on a cluster also the actor that started a server.
-"""
+"""Which weights vLLM's servers may sample with, in each process that calls them: the run's or a server's actor."""
 
 from __future__ import annotations
 
@@ -16,28 +13,27 @@ from treadle.core.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Holds the label of the weights that serve now, and the version of every label that was admitted."""
+    """The label of the weights that serve now, and the policy version of each label admitted so far."""
 
     label: str = ""
     versions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def version(self) -> int | None:
-        """Return the version that serves now; None before the first."""
+        """The version that serves now; None before the first."""
         return self.versions.get(self.label)
 
     def then(self, label: str, version: int) -> Admitted:
-        """Return this with one more label, which serves from now on."""
         return Admitted(label, {**self.versions, label: version})
 
-    def salt(self, own: str | None) -> str:
-        """Return a salt that separates the cached prefixes of these weights and of this `own` salt from all others."""
-        return hashlib.sha256(f"{self.label}|{own or ''}".encode()).hexdigest()[:32]
+    def salt(self, cache_salt: str | None) -> str:
+        """Combine a call's cache salt with the weights, so that no prefix cache is shared between versions."""
+        return hashlib.sha256(f"{self.label}|{cache_salt or ''}".encode()).hexdigest()[:32]
 
     def spans(self, reported: Sequence[Mapping[str, object]]) -> tuple[VersionSpan, ...]:
-        """Return the version spans that a server reported, with labels replaced by policy versions.
+        """Translate the labels that a server reported into policy versions.
 
-        Raises EngineError for weights that were not admitted.
+        Raises EngineError for weights that were never admitted.
         """
         spans = []
         for span in reported:
@@ -49,21 +45,19 @@ class Admitted:
 
 
 class Admission:
-    """Keeps calls out until weights are admitted, and while it is held."""
+    """A gate in front of calls: closed until weights are admitted, and while they change."""
 
     def __init__(self) -> None:
         self.now = Admitted()
         self._open = asyncio.Event()
 
     def hold(self) -> None:
-        """Let no call begin or return until `open`."""
         self._open.clear()
 
     def open(self, admitted: Admitted) -> None:
-        """Let calls go on, under these weights."""
         self.now = admitted
         self._open.set()
 
     async def settled(self) -> None:
-        """Wait until it is open."""
+        """Wait until the gate is open."""
         await self._open.wait()

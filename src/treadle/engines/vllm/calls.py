@@ -1,4 +1,4 @@
-"""A call of one vLLM server, wherever it is made: by the run's process, or on a cluster by the server's own actor."""
+"""A completion from one vLLM server, called by the run's process, or on a cluster by the server's own actor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ COLDEST = 0.01
 
 
 def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
-    """Raise EngineError for a call that does not fit the context, or whose sampling vLLM would change silently."""
+    """Raise EngineError for a call that does not fit the context, or whose sampling vLLM would silently change."""
     if prompt + sampling.max_tokens > context:  # vLLM would silently cut the completion short
         raise EngineError(
             f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
         )
     if 0 < sampling.temperature < COLDEST:
-        told = sampling.temperature
-        raise EngineError(f"told temperature {told}, vLLM samples at {COLDEST}; use 0 or at least that")
+        raise EngineError(
+            f"vLLM clamps temperatures below {COLDEST} (got {sampling.temperature}); use 0 or >= {COLDEST}"
+        )
 
 
 async def sample(
@@ -40,20 +41,31 @@ async def sample(
     cache_salt: str | None,
     expert_layers: Sequence[int] | None = None,
 ) -> Completion:
-    """Sample one completion of admitted weights. Cancelling aborts it on the server.
+    """Sample one completion from admitted weights. Cancelling aborts it on the server.
 
-    expert_layers: the hidden layers whose experts the completion reports, by number; None: it reports none.
-    Raises EngineError for a request that the server refuses, for weights that were not admitted, and for experts that
-    the server does not report; ServerLost.
+    expert_layers: hidden layers whose experts the completion reports; None: no routing.
+    Raises EngineError for a refused request, weights that were not admitted, or missing experts; ServerLost.
     """
     await admission.settled()  # a completion that begins now is of the new weights
-    body: dict[str, Any] = {
-        "token_ids": np.asarray(prompt_ids).tolist(),
-        "sampling_params": _sampling_body(sampling, stop_token_ids),
-        "cache_salt": admission.now.salt(cache_salt),
+    params: dict[str, Any] = {  # every parameter that could have a default on the server
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed,
+        "logprobs": 0,  # of the sampled token only
+        "ignore_eos": True,  # the server's idea of it; stop_token_ids has ours
+        "stop_token_ids": list(stop_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
     }
-    if expert_layers is not None:  # of the token that the first one is predicted from, and of all that follow
-        body["sampling_params"]["routed_experts_prompt_start"] = len(prompt_ids) - 1
+    if expert_layers is not None:  # from the prompt's last token on, which predicts the first sampled one
+        params["routed_experts_prompt_start"] = len(prompt_ids) - 1
+    ids, salt = np.asarray(prompt_ids).tolist(), admission.now.salt(cache_salt)
+    body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt}
     answer = await server.post("/inference/v1/generate", body)
     await admission.settled()  # one that ends now may hold tokens of weights that are not admitted yet
     [choice] = answer["choices"][:1]
@@ -68,10 +80,10 @@ async def sample(
 
 
 def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Sequence[int]) -> Routing | None:
-    """Return the experts that a choice of an answer reports for its C sampled tokens: int16[C, M, k]; None without any.
+    """Return the experts chosen for C sampled tokens in these M layers: int16[C, M, k]; None if no token was sampled.
 
-    vLLM reports all hidden layers, with zeros for those without experts; only `expert_layers` are kept.
-    Raises EngineError if there is not a row for each sampled token.
+    vLLM reports all hidden layers, with zeros for those without experts.
+    Raises EngineError unless there is one row for each sampled token.
     """
     tokens, encoded = len(choice["token_ids"]), choice.get("routed_experts")
     if not tokens:  # aborted before its first one
@@ -91,22 +103,3 @@ def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Seq
             f"{max(expert_layers)}; use vLLM {VERSION}, or set training.routing_replay to false"
         )
     return np.asarray(reported[:, list(expert_layers)], np.int16)
-
-
-def _sampling_body(sampling: SamplingParams, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return vLLM's sampling parameters. Everything that could have a default on the server is set."""
-    return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "seed": sampling.seed,
-        "logprobs": 0,  # of the sampled token alone
-        "ignore_eos": True,  # which would be the server's idea of it
-        "stop_token_ids": list(stop_token_ids),
-        "stop": list(sampling.stop),
-        "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
-    }

@@ -1,11 +1,11 @@
-"""Weights on their way to servers on any machine: broadcast from this process to every worker of every server."""
+"""Weights broadcast from this process to every worker of every server, on any machine."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -20,23 +20,24 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.engines.staging import to_host
 from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.transfer import Staged
 from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
 
-_BUCKET = 256 << 20  # bytes that one broadcast carries; a larger tensor goes alone
-_TIMEOUT = 60.0  # seconds that each step of a group may take: forming it, one broadcast
+_BUCKET = 256 << 20  # bytes of one broadcast; a larger tensor goes alone
+_TIMEOUT = 60.0  # seconds for each step of a group: forming it, one broadcast
 
 T = TypeVar("T")
 
 
 class Collective:
-    """Transfers weights by broadcasts. dtype: of the servers' weights.
+    """A `Transfer` by broadcasts. dtype: of the servers' weights.
 
-    A group has the workers of all servers. It is made anew after any failure, on another port.
+    The group has the workers of all servers. It is made anew after any failure, on another port.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._device = torch.device("cpu")  # where weights were when they were last staged
+        self._device = torch.device("cpu")  # of the weights that were staged last
         self._group: Group | None = None
 
     async def connect(self, servers: Sequence[Server]) -> None:
@@ -55,22 +56,25 @@ class Collective:
             steps=2,
         )
 
-    async def stage(self, source: WeightSource) -> Buckets:
+    async def stage(self, source: WeightSource) -> Staged:
         """Copy the source's published weights into this machine's memory. Raises EngineError."""
         self._device, buckets = await source.stage(Packed(self._dtype))
-        return Buckets(buckets)
+        shapes = {name: shape for bucket in buckets for name, shape in bucket.shapes.items()}
+
+        async def load(servers: Sequence[Server], label: str) -> None:
+            await self._broadcast(buckets, servers, label)
+
+        return Staged(shapes, load, buckets.clear)
 
     def close(self) -> None:
-        """Drop the group."""
         if self._group is not None:
             self._group.close()
             self._group = None
 
-    async def load(self, staged: Buckets, servers: Sequence[Server], label: str) -> None:
+    async def _broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
         """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
-        group, buckets = self._group, staged.buckets
-        if group is None:
-            raise EngineError("weights are to be broadcast, and no group was formed")
+        group = self._group
+        assert group is not None
 
         def send() -> None:
             for bucket in buckets:
@@ -86,48 +90,41 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Weights of one type in one piece. shapes: by name, in their order in packed, which is uint8 on the CPU."""
+    """Weights of one type, one after the other in `packed` (uint8, on the CPU). shapes: by name, in that order."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def message(self) -> dict[str, Any]:
-        """What a server must know to receive the bucket, as plain data."""
+        """What a server must know to receive the bucket, as JSON."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Copies weights into buckets for a broadcast (a `WeightsDestination`). dtype: of the servers' weights."""
+    """Copies weights into buckets (a `WeightsDestination`). dtype: of the servers' weights."""
 
     dtype: torch.dtype
 
     def write(
         self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
     ) -> tuple[torch.device, list[Bucket]]:
-        """Return the device on which the weights are, and the buckets."""
-        device = next((tensor.device for tensor in described.values()), torch.device("cpu"))
-        return device, list(_packed(described, iter(weights), self.dtype))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buckets:
-    """All weights (a `Staged`)."""
-
-    buckets: list[Bucket]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for bucket in self.buckets for name, shape in bucket.shapes.items()}
-
-    def discard(self) -> None:
-        """Release the memory."""
-        self.buckets.clear()
+        """Return the device of the weights, and the buckets in the order of names."""
+        sizes = {}
+        for name, tensor in described.items():
+            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+            sizes[name] = dtype, tensor.numel() * dtype.itemsize
+        buckets, weights = [], iter(weights)
+        for names in cut(sizes, _BUCKET):
+            tensors = {name: to_host(tensor, self.dtype) for name, tensor in islice(weights, len(names))}
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            buckets.append(Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values()))))
+        return next((tensor.device for tensor in described.values()), torch.device("cpu")), buckets
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """Return the address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
+    """The address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
 
     Raises EngineError.
     """
@@ -145,18 +142,8 @@ def address_towards(urls: Sequence[str]) -> str:
     return "127.0.0.1"
 
 
-def _packed(
-    described: Mapping[str, Tensor], weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype
-) -> Iterator[Bucket]:
-    """Yield buckets in the order of names, each as soon as its weights have come."""
-    for names in cut({name: _bytes(tensor, dtype) for name, tensor in described.items()}, _BUCKET):
-        tensors = {name: to_host(tensor, dtype) for name, tensor in islice(weights, len(names))}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        yield Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values())))
-
-
 def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:
-    """Return runs of names of one type and, together, of at most `limit` bytes, if no single one has more."""
+    """Split names into runs of one type and at most `limit` bytes; a larger tensor is a run of its own."""
     runs: list[list[str]] = []
     kind, room = None, 0
     for name, (dtype, size) in sizes.items():
@@ -168,43 +155,38 @@ def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[s
     return runs
 
 
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    kind = dtype if tensor.is_floating_point() else tensor.dtype
-    return kind, tensor.numel() * kind.itemsize
-
-
 async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any, Any, Any]], *, steps: int) -> T:
-    """Return what `work` returns, in a thread, while the servers answer: neither ends without the other.
+    """Run `work` in a thread while the servers answer their calls; return its result.
 
     A failure anywhere fails the rest, at the latest when their steps time out. A server that still does not answer is
-    given up, and the thread abandoned. Raises EngineError, for what failed first if it was not a server that was lost.
+    given up, and the thread abandoned. Raises EngineError for the first failure that is not a lost server.
     """
-    here = _in_thread(work)
-    there = {server: asyncio.ensure_future(call) for server, call in calls.items()}
+    local = _in_thread(work)
+    remote = {server: asyncio.ensure_future(call) for server, call in calls.items()}
     try:
         first, late = await asyncio.wait(
-            [here, *there.values()], timeout=steps * _TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
+            [local, *remote.values()], timeout=steps * _TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
         )
         if late:
             _, late = await asyncio.wait(late, timeout=1.5 * _TIMEOUT)
     finally:
-        for call in there.values():
+        for call in remote.values():
             call.cancel()
-    for server, call in there.items():
+    for server, call in remote.items():
         if call in late:
             server.lose("it did not come back from a broadcast that failed")
-    failed = [call for server, call in there.items() if call not in late and call.exception() and not server.is_lost]
+    failed = [call for server, call in remote.items() if call not in late and call.exception() and not server.is_lost]
     if failed:
         min(failed, key=lambda call: call not in first).result()
-    if here in late:
-        raise EngineError("weights could not be broadcast: nothing came of it in time")
-    if error := here.exception():
+    if local in late:
+        raise EngineError("weights could not be broadcast in time")
+    if error := local.exception():
         raise EngineError(f"weights could not be broadcast: {error}") from error
-    return here.result()
+    return local.result()
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a thread that, unlike one of `asyncio.to_thread`, never keeps the process from exiting."""
+    """Like `asyncio.to_thread`, in a daemon thread, which never keeps the process from exiting."""
     result: Future[T] = Future()
 
     def run() -> None:

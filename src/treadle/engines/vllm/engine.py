@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from itertools import count
 from typing import Any
@@ -16,23 +15,23 @@ from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.vllm.calls import COLDEST, check_call, sample
 from treadle.engines.vllm.publication import Publication
-from treadle.engines.vllm.server import Server, ServerLost, left
+from treadle.engines.vllm.server import Server, ServerLost, serving
 
-_LOOK = 0.2  # seconds between looks at whether a server has been started again
+_LOOK = 0.2  # seconds between looks at whether a server was restarted
 _HEALTH_PERIOD = 5.0  # seconds between health checks
-_HEALTH_MISSES = 3  # failed ones in a row after which a server is given up
-_SILENCE = 150.0  # seconds that an engine may take to answer, amid a long prefill or while it loads weights
-_SILENCES = 2  # times in a row that it takes longer after which its server is given up
+_SILENCE = 100.0  # seconds that an engine may take to answer one, amid a long prefill or while it loads weights
+_MISSES = 3  # failed ones in a row after which a server is given up
 
 
 class VLLMEngine:
-    """Samples on vLLM servers. Sessions stay on the server that has their prefixes, until it is lost.
+    """Samples on vLLM servers. A session stays on the server that has its prefixes, until that is lost.
 
-    Calls that a lost server had not answered are made again on another one. One that was started for this engine is
-    started again, by number, and joins once it serves the admitted weights; calls wait for it where no other is left.
+    Calls that a lost server had not answered are made again on another one. A server that was started for this engine
+    is restarted, and joins once it serves the admitted weights; calls wait for it if no other is left.
 
-    stop_token_ids: tokens that end a completion (they are part of it); nothing else does, whatever the model's own
-    configuration says. expert_layers: those whose experts completions report (`calls.sample`). on_close: called last.
+    stop_token_ids: tokens that end a completion (they are part of it); the model's own configuration is ignored.
+    expert_layers: those whose experts completions report (`calls.sample`). restart: starts the server of a number.
+    notify: takes a line for a lost or restarted server. on_close: called last.
 
     Invariant: a completion that is returned was sampled by admitted weights (see `Publication`).
     """
@@ -54,9 +53,8 @@ class VLLMEngine:
         self._restart, self._notify = restart, notify
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
-        create_task = asyncio.get_running_loop().create_task
-        self._kept = {n: create_task(self._keep(n)) for n in range(len(servers))}  # those that serve, or will again
-        self._watches = [create_task(self._watch_health()), *self._kept.values()]
+        # one for each server that serves, or will again
+        self._keepers = [asyncio.ensure_future(self._keep(number)) for number in range(len(servers))]
 
     def open_session(self, session: str) -> None:
         if session in self._sessions:
@@ -72,35 +70,30 @@ class VLLMEngine:
         """Sample one completion. Cancelling aborts it on the server.
 
         Raises EngineError: unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM would
-        change silently, a request that the server refuses, no server left.
+        silently change, a request that the server refuses, no server left.
         """
         self._check_open(session)
         check_call(len(prompt_ids), sampling, min(server.context for server in self._servers))
+        admission = self._publication.admission
         for losses in count(1):
-            await self._publication.admission.settled()
-            server = await self._server(session)
+            await admission.settled()
+            while (server := self._server_of(session)) is None:
+                await self._until_some_serve()
             try:
                 return await sample(
-                    server,
-                    self._publication.admission,
-                    prompt_ids,
-                    sampling,
-                    self._stop,
-                    cache_salt,
-                    self._expert_layers,
+                    server, admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
                 )
-            except ServerLost:  # then try another server; a call that ends one after the other may be the reason
+            except ServerLost:  # try another server, unless this very call seems to end them
                 if losses >= max(2, len(self._servers)):
                     raise
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """Return what makes the session's calls in another process; None if they are to be made here.
+        """What makes the session's calls in another process; None to make them here.
 
-        It is for as long as its server lasts: who finds that it is lost calls `generate` here.
+        Valid as long as its server: on ServerLost, call `generate` here.
         """
-        self._check_open(session)
-        server = self._settled_on(session)
+        server = self._server_of(session)
         return None if server is None or server.process is None else server.process.route
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
@@ -113,35 +106,27 @@ class VLLMEngine:
         admission = self._publication.admission
         await admission.settled()
         while (server := self._least_busy()) is None:
-            await self._until_some_are_left()
+            await self._until_some_serve()
         return await server.score(np.asarray(ids), temperature, admission.now.salt(None))
 
     def status(self) -> list[ComponentStatus]:
-        """Return what each server does, as it said some seconds ago."""
-        sessions = list(self._sessions.values())
-        return [self._status(server, sessions.count(server)) for server in self._servers]
-
-    def _status(self, server: Server, sessions: int) -> ComponentStatus:
-        metrics = None if server.is_lost else server.metrics
-        return ComponentStatus(
-            "engine",
-            server.url,
-            running=None if metrics is None else metrics.running,
-            waiting=None if metrics is None else metrics.waiting,
-            sessions=sessions,
-            cache=None if metrics is None else metrics.cache,
-            version=self._publication.admission.now.version,
-            error=str(server.error()) if server.is_lost else "",
-        )
+        """The load of each server, as of some seconds ago."""
+        sessions, version = list(self._sessions.values()), self._publication.admission.now.version
+        status = []
+        for server in self._servers:
+            load, error = ({}, str(server.error())) if server.is_lost else (server.metrics, "")
+            opened = sessions.count(server)
+            status.append(ComponentStatus("engine", server.url, sessions=opened, version=version, error=error, **load))
+        return status
 
     async def close(self) -> None:
         """End the servers that were started for this engine; calls that wait fail. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.wait(self._watches)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.wait(self._keepers)
         await asyncio.gather(*(server.close() for server in self._servers))
         self._publication.close()
         self._on_close()
@@ -150,53 +135,34 @@ class VLLMEngine:
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
 
-    async def _server(self, session: str) -> Server:
-        """Return the session's server; another one if that is lost, once there is one."""
-        while (server := self._settled_on(session)) is None:
-            await self._until_some_are_left()
-            self._check_open(session)
-        return server
-
-    def _settled_on(self, session: str) -> Server | None:
+    def _server_of(self, session: str) -> Server | None:
         """Return the session's server; another one if that is lost; None if all are."""
-        server = self._sessions.get(session)
+        self._check_open(session)
+        server = self._sessions[session]
         if server is None or server.is_lost:
             server = self._sessions[session] = self._least_busy()
         return server
 
     def _least_busy(self) -> Server | None:
         """Return the server with the fewest open sessions; None if all are lost."""
-        sessions = list(self._sessions.values())
-        return min(left(self._servers), key=sessions.count, default=None)
+        return min(serving(self._servers), key=list(self._sessions.values()).count, default=None)
 
-    async def _until_some_are_left(self) -> None:
-        """Wait for a server to be started again, if all are lost. Raises EngineError, naming all, if none will be."""
-        while not left(self._servers):
-            if self._closed or self._publication.is_refused or all(keeping.done() for keeping in self._kept.values()):
+    async def _until_some_serve(self) -> None:
+        """Wait for a restarted server if all are lost. Raises EngineError, naming all, if none will be restarted."""
+        while not serving(self._servers):
+            if self._closed or self._publication.is_refused or all(keeper.done() for keeper in self._keepers):
                 raise EngineError("no server is left: " + "; ".join(str(server.error()) for server in self._servers))
             await asyncio.sleep(_LOOK)
-
-    async def _watch_health(self) -> None:
-        """Give up servers that stopped answering: a machine that is switched off closes no connection."""
-        misses: defaultdict[Server, int] = defaultdict(int)
-        while True:
-            await asyncio.sleep(_HEALTH_PERIOD)
-            looked = left(self._servers)
-            for server, well in zip(looked, await asyncio.gather(*(s.is_well() for s in looked)), strict=True):
-                misses[server] = 0 if well else misses[server] + 1
-                if misses[server] >= _HEALTH_MISSES:
-                    server.lose(f"it failed {_HEALTH_MISSES} health checks in a row")
 
     async def _keep(self, number: int) -> None:
         """Watch the server of a number, and put another one in its place whenever it is lost."""
         while True:
             server = self._servers[number]
-            watches = [asyncio.ensure_future(watch(server)) for watch in (_watch_engine, _watch_metrics)]
+            watch = asyncio.ensure_future(_watch(server))
             try:
                 await server.end()
             finally:
-                for watch in watches:
-                    watch.cancel()
+                watch.cancel()
             if self._closed:
                 return
             if self._restart is None or self._publication.is_refused:
@@ -206,31 +172,21 @@ class VLLMEngine:
             await server.close()
             try:
                 another = await self._restart(number)
-            except (EngineError, OSError) as error:
-                self._notify(f"vLLM server {number} was started again in vain: {error}")
-                return
-            try:
-                await self._publication.join(another, number)
-            except BaseException as error:
-                await another.close()
-                if not isinstance(error, EngineError):
+                try:
+                    await self._publication.join(another, number)
+                except BaseException:
+                    await another.close()
                     raise
-                self._notify(f"vLLM server {number} was started again in vain: {error}")
+            except (EngineError, OSError) as error:
+                self._notify(f"vLLM server {number} could not be started again: {error}")
                 return
             self._notify(f"{another} was started again")
 
 
-async def _watch_engine(server: Server) -> None:
-    """Give the server up if its engine falls silent while the process in front of it goes on: one that is stopped."""
-    silences = 0
-    while silences < _SILENCES:
+async def _watch(server: Server) -> None:
+    """Give the server up if it stops answering: a machine that is switched off, or a process that is stopped."""
+    misses = 0
+    while misses < _MISSES:
+        misses = 0 if await server.check(_SILENCE) else misses + 1
         await asyncio.sleep(_HEALTH_PERIOD)
-        silences = 0 if await server.engine_answers(_SILENCE) else silences + 1
-    server.lose(f"its engine did not answer for {_SILENCES * _SILENCE:g} s; it may be stopped")
-
-
-async def _watch_metrics(server: Server) -> None:
-    """Follow what the server has to do."""
-    while not server.is_lost:
-        await server.read_metrics()
-        await asyncio.sleep(_HEALTH_PERIOD)
+    server.lose(f"it failed {_MISSES} health checks in a row; its engine may be stopped")

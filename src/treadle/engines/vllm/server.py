@@ -1,11 +1,10 @@
-"""One vLLM server over HTTP: calls, health, and what it means that a server is lost."""
+"""One vLLM server over HTTP: calls, health, and when a server counts as lost."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -16,56 +15,39 @@ from treadle.core.types import Floats, Ids
 from treadle.engines.vllm.admission import Admitted
 from treadle.engines.vllm.launch import Started
 
-_METRICS = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
-_TELLING = 30.0  # seconds for a process that makes calls to answer
-_EXCERPT = 500  # characters of an answer that an error shows
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMetrics:
-    """Holds what vLLM's own metrics say. running, waiting: calls. cache: share of the blocks that are in use."""
-
-    running: int
-    waiting: int
-    cache: float
-
-    @classmethod
-    def parse(cls, text: str) -> ServerMetrics | None:
-        """Return those in a text of Prometheus' format; None where one of its metrics is missing."""
-        found = {name: [float(value) for value in re.findall(_METRIC % name, text, re.MULTILINE)] for name in _METRICS}
-        if not all(found.values()):
-            return None
-        running, waiting, cache = (found[name] for name in _METRICS)  # one value for each engine of the server
-        return cls(int(sum(running)), int(sum(waiting)), max(cache))
+_CONNECT = 10.0  # seconds to open a connection
+_TELLING = 30.0  # seconds for the process that makes rollout workers' calls to answer
+_EXCERPT = 500  # characters of a response that an error shows
 
 
 class ServerLost(EngineError):
-    """Says that a server is lost for good; an idempotent call may be made on another one."""
+    """Raised for calls of a server that is lost for good. Idempotent calls may be made on another server."""
 
 
 class Server:
-    """Calls one server, which may be a process that Treadle started.
+    """Client of one server, which may be a process that Treadle started.
 
-    Invariant: a server that is lost stays lost. It would come back with outdated weights; another one takes its place.
+    Invariant: a lost server stays lost. It would come back with outdated weights; another one takes its place.
     """
 
     def __init__(self, url: str, process: Started | None = None) -> None:
         self.url, self.process = url.rstrip("/"), process
-        # a connection of its own for each call: a pooled one may be closed by the server just as it is reused
+        # one connection for each call: a pooled one may be closed by the server just as it is reused
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=10.0), limits=limits)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=_CONNECT), limits=limits)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.context = 0  # tokens, prompt and completion together; known once it is connected
-        self.metrics: ServerMetrics | None = None  # as it was read last; for people
-        self.workers = 0  # processes that hold the model or parts of it; known then if weights are to be broadcast
+        self.context = 0  # tokens, prompt and completion together; set by `read_context`
+        self.workers = 0  # processes that hold the model or parts of it; set for broadcasts only
+        self.metrics: dict[str, Any] = {}  # `parse_metrics` of the last ones read
 
     def __str__(self) -> str:
         return f"vLLM server {self.url}" + (f" (log: {self.process.log})" if self.process else "")
 
+    # --- being lost ----------------------------------------------------------------------------------------------
+
     @property
     def is_lost(self) -> bool:
-        """Return whether the server is lost for good."""
         return self._lost.done()
 
     async def end(self) -> None:
@@ -78,131 +60,100 @@ class Server:
             self._lost.set_result(reason)
 
     def error(self) -> ServerLost:
-        """Return an error that says why the server is lost."""
         return ServerLost(f"{self} is lost: {self._lost.result()}")
 
+    async def is_well(self) -> bool:
+        """Whether `/health` reports success within ten seconds. It does not once vLLM's engine has died."""
+        if self.process is not None and not self.process.running:
+            return False
+        response = await self._try_get("/health", 10.0)
+        return response is not None and response.status_code == 200
+
+    async def check(self, seconds: float) -> bool:
+        """Read the metrics, and return whether the engine answers in time.
+
+        `/health` would be answered by the process in front of the engine, even while the engine's own is stopped.
+        """
+        metrics = await self._try_get("/metrics", 10.0)
+        self.metrics = {} if metrics is None else parse_metrics(metrics.text)
+        paused = await self._try_get("/is_paused", seconds)
+        return paused is not None and (paused.status_code < 500 or await self.is_well())
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
     async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
-        """Return the answer to an idempotent call, made twice if the connection breaks but the server is well.
+        """Make an idempotent call, twice if the connection breaks but the server is well; return the answer.
 
         Raises EngineError for any status but 200, ServerLost if the server is or gets lost. Cancelling closes the
-        connection, and vLLM aborts what it was doing.
+        connection, and vLLM aborts the work.
         """
         for last in (False, True):
             try:
                 response = await self._unless_lost(self._http.post(path, json=body, params=query))
             except httpx.TransportError as error:
-                reason = f"{type(error).__name__} {error}".strip()
                 if last or self.is_lost or not await self.is_well():
-                    self.lose(reason)
+                    self.lose(f"{type(error).__name__} {error}".strip())
                     raise self.error() from error
                 continue
             if response.status_code >= 500 and (self.is_lost or not await self.is_well()):
                 self.lose(f"it answered {response.status_code}: {response.text:.{_EXCERPT}}")
                 raise self.error()
-            if response.status_code != 200:
-                raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
-            return response.json() if response.content else None
+            return self._content(path, response)
         raise AssertionError("unreachable")
 
     async def get(self, path: str) -> Any:
         """Return the answer to a GET request. Raises EngineError."""
-        try:
-            response = await self._http.get(path, timeout=30.0)
-        except httpx.TransportError as error:
-            raise EngineError(f"{self}: {path}: {type(error).__name__} {error}") from error
-        if response.status_code != 200:
-            raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
-        return response.json()
-
-    async def is_well(self) -> bool:
-        """Return whether the server reports good health within ten seconds. vLLM does not once its engine has died."""
-        if self.process is not None and not self.process.running:
-            return False
-        try:
-            response = await self._http.get("/health", timeout=10.0)
-        except httpx.TransportError:
-            return False
-        return response.status_code == 200
-
-    async def read_metrics(self) -> None:
-        """Note the server's metrics, or that it does not tell."""
-        try:
-            response = await self._http.get("/metrics", timeout=10.0)
-        except httpx.TransportError:
-            self.metrics = None
-        else:
-            self.metrics = ServerMetrics.parse(response.text)
-
-    async def engine_answers(self, seconds: float) -> bool:
-        """Return whether the server's engine answers within so many seconds.
-
-        `/health` is answered by the process in front of it, also while the engine's own is stopped. A connection that
-        breaks counts as an answer.
-        """
-        try:
-            await self._http.get("/is_paused", timeout=seconds)
-        except httpx.TimeoutException:
-            return False
-        except httpx.TransportError:
-            pass
-        return True
+        response = await self._try_get(path, 30.0)
+        if response is None:
+            raise EngineError(f"{self}: {path} was not answered")
+        return self._content(path, response)
 
     async def score(self, ids: Ids, temperature: float = 1.0, salt: str | None = None) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
 
-        It is one call at temperature 1. vLLM scores prompts at no other, so that there it is a call for each token,
+        One call at temperature 1. vLLM scores prompts at no other, so that any other takes one call for each token,
         which may use prefixes cached under `salt`.
         """
-        if len(ids) + 1 > self.context:  # it samples a token, too
+        if len(ids) + 1 > self.context:  # vLLM samples a token, too
             raise EngineError(f"{len(ids)} tokens to score, and one that vLLM samples, exceed {self.context}")
         if temperature != 1.0:
             calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt) for n in range(1, len(ids)))
             return np.array(await asyncio.gather(*calls), np.float32)
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = await self.post("/inference/v1/generate", {"token_ids": ids.tolist(), "sampling_params": sampling})
-        given = answer["prompt_logprobs"] or []
-        if len(given) != len(ids):
-            raise EngineError(f"{self} returned {len(given)} log-probabilities for {len(ids)} tokens to score")
-        scored = zip(given[1:], ids[1:].tolist(), strict=True)
+        entries = answer["prompt_logprobs"] or []
+        if len(entries) != len(ids):
+            raise EngineError(f"{self} returned {len(entries)} log-probabilities for {len(ids)} tokens to score")
+        scored = zip(entries[1:], ids[1:].tolist(), strict=True)
         return np.array([entry[str(token)]["logprob"] for entry, token in scored], np.float32)
 
-    async def _score_next(self, prompt: Ids, token: int, temperature: float, salt: str | None) -> float:
-        asked = [token, 0 if token else 1]  # with one more, because the sampled token takes up one of the answers
-        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "logprob_token_ids": asked}
-        body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt}
-        answer = await self.post("/inference/v1/generate", body)
-        [content] = answer["choices"][0]["logprobs"]["content"]
-        found = {entry["token_id"]: float(entry["logprob"]) for entry in [*content["top_logprobs"], content]}
-        if token not in found:
-            raise EngineError(f"{self} returned log-probabilities of {sorted(found)}, not of {token}")
-        return found[token]
-
     async def load(self, update: Mapping[str, Any], label: str) -> None:
-        """Have the server load weights, from where `update` says, and report this label.
+        """Have the server load weights from where `update` says, and report this label.
 
-        Raises EngineError; then it may be half loaded.
+        Raises EngineError; then the server may be half loaded.
         """
         await self.post("/start_weight_update")
         await self.post("/update_weights", {"update_info": update})
         await self.post("/finish_weight_update", {"weight_version": label})
 
     async def read_context(self) -> None:
-        """Learn the context's length. Raises EngineError."""
+        """Set `context`. Raises EngineError."""
         [model] = (await self.get("/v1/models"))["data"][:1]
         self.context = int(model["max_model_len"])
 
+    # --- the process behind it -----------------------------------------------------------------------------------
+
     async def hold(self) -> None:
-        """Let no call of it begin or return that is made in another process; if that does not answer, it is lost."""
+        """Let no call begin or return that another process makes; if that does not answer, the server is lost."""
         if self.process is not None:
-            await self._told(self.process.hold())
+            await self._or_lose(self.process.hold())
 
     async def open(self, admitted: Admitted) -> None:
-        """Let calls of it go on that are made in another process; if that does not answer, it is lost."""
+        """Let calls of other processes go on; if these do not answer, the server is lost."""
         if self.process is not None:
-            await self._told(self.process.open(admitted))
+            await self._or_lose(self.process.open(admitted))
 
     async def disconnect(self) -> None:
-        """Close connections."""
         await self._http.aclose()
 
     async def close(self) -> None:
@@ -212,13 +163,36 @@ class Server:
         if self.process is not None:
             await self.process.stop()
 
-    async def _told(self, telling: Awaitable[None]) -> None:
+    async def _or_lose(self, message: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(_TELLING):
-                await telling
+                await message
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"no answer for {_TELLING:g} s"
             self.lose(f"the process that makes rollout workers' calls of it: {reason}")
+
+    async def _score_next(self, prompt: Ids, token: int, temperature: float, salt: str | None) -> float:
+        asked = [token, 0 if token else 1]  # one more, because the sampled token takes up one of the answers
+        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "logprob_token_ids": asked}
+        body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt}
+        answer = await self.post("/inference/v1/generate", body)
+        [content] = answer["choices"][0]["logprobs"]["content"]
+        logprobs = {entry["token_id"]: float(entry["logprob"]) for entry in [*content["top_logprobs"], content]}
+        if token not in logprobs:
+            raise EngineError(f"{self} returned log-probabilities of {sorted(logprobs)}, not of {token}")
+        return logprobs[token]
+
+    async def _try_get(self, path: str, seconds: float) -> httpx.Response | None:
+        """Return the response to a GET request; None if there is none in time."""
+        try:
+            return await self._http.get(path, timeout=httpx.Timeout(seconds, connect=_CONNECT))
+        except httpx.TransportError:
+            return None
+
+    def _content(self, path: str, response: httpx.Response) -> Any:
+        if response.status_code != 200:
+            raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
+        return response.json() if response.content else None
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
         """Return the response, or raise ServerLost as soon as the server is given up."""
@@ -233,7 +207,19 @@ class Server:
             work.cancel()
 
 
-def left(servers: Sequence[Server]) -> list[Server]:
+def parse_metrics(text: str) -> dict[str, Any]:
+    """Return {"running": calls, "waiting": calls, "cache": share of blocks in use} of a server's metrics.
+
+    Empty if one of them is missing. A server has one value for each of its engines.
+    """
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    running, waiting, cache = ([*map(float, re.findall(_METRIC % name, text, re.MULTILINE))] for name in names)
+    if not (running and waiting and cache):
+        return {}
+    return {"running": int(sum(running)), "waiting": int(sum(waiting)), "cache": max(cache)}
+
+
+def serving(servers: Sequence[Server]) -> list[Server]:
     """Return the servers that are not lost."""
     return [server for server in servers if not server.is_lost]
 
@@ -243,10 +229,10 @@ async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[
 
     Raises the first error of the others, and EngineError if all are lost.
     """
-    called = left(servers)
+    called = serving(servers)
     answers = await asyncio.gather(*(call(server) for server in called), return_exceptions=True)
     for server, answer in zip(called, answers, strict=True):
         if isinstance(answer, BaseException) and not server.is_lost:
             raise answer
-    if not left(servers):
+    if not serving(servers):
         raise EngineError("; ".join(str(server.error()) for server in servers))

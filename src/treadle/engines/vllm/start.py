@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from treadle.core.errors import EngineError
+from treadle.core.errors import ConfigError, EngineError
 from treadle.core.trainer import WeightSource
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.calls import decode_routing
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.vllm.launch import Started
+from treadle.engines.vllm.launch import VERSION, Started, find_python, installed_version, on_gpu, tail
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
 from treadle.engines.vllm.transfer import SharedMemory, Transfer
@@ -32,15 +32,20 @@ async def open_engine(
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication]:
-    """Return an engine whose servers answer, at version 0, and the publication of the weights of `source` to them.
+    """Return an engine whose servers answer, at version 0, and the publication of the source's weights to them.
 
-    serve: starts a server, by number, also when one is lost; None: they run already. probe: what new weights are proven
-    with. notify: gets a line for a server that is lost. Raises EngineError with the end of the log for a server that
-    does not start, is no match for this engine or cannot take weights; ConfigError without vLLM.
+    serve: starts the server of a number, also again when it is lost; None: servers run already.
+    probe, notify, on_close: see `Publication` and `VLLMEngine`.
+    Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
+    take weights; ConfigError without vLLM.
     """
 
     async def open_server(number: int) -> Server:
-        server = Server(config.vllm.urls[number]) if serve is None else await _started(serve, number)
+        if serve is None:
+            server = Server(config.vllm.urls[number])
+        else:
+            process = await asyncio.to_thread(serve, number)
+            server = Server(process.url, process)
         try:
             await wait_for(server, START_TIMEOUT)
             await _connect(server, source.model.expert_layers)
@@ -51,17 +56,19 @@ async def open_engine(
             raise
         return server
 
+    dtype = getattr(torch, config.dtype)
+    transfer: Transfer = Collective(dtype) if config.vllm.transfer == "collective" else SharedMemory(dtype)
     servers: list[Server] = []
     opening = [asyncio.ensure_future(open_server(number)) for number in range(config.count)]
     try:
         servers += await asyncio.gather(*opening)
-        publication = Publication(servers, _transfer(config), source, in_flight=config.in_flight, probe=probe)
+        publication = Publication(servers, transfer, source, in_flight=config.in_flight, probe=probe)
         await publication.begin(version=0)
     except BaseException:
         for task in opening:
             task.cancel()
-        found = await asyncio.gather(*opening, return_exceptions=True)
-        await asyncio.gather(*(server.close() for server in found if isinstance(server, Server)))
+        opened = await asyncio.gather(*opening, return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in opened if isinstance(server, Server)))
         on_close()
         raise
     engine = VLLMEngine(
@@ -76,41 +83,51 @@ async def open_engine(
     return engine, publication
 
 
-async def _started(serve: Callable[[int], Started], number: int) -> Server:
-    starting = asyncio.ensure_future(asyncio.to_thread(serve, number))
-    try:
-        process = await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await (await starting).stop()
-        raise
-    return Server(process.url, process)
+async def describe_servers(config: EngineConfig, longest: int) -> str:
+    """Describe, for a dry run, the configured servers: those that run, or what would be started.
 
-
-def _transfer(config: EngineConfig) -> Transfer:
-    dtype = getattr(torch, config.dtype)
-    if config.vllm.transfer == "collective":
-        return Collective(dtype)
-    return SharedMemory(dtype)
+    longest: tokens of prompt and completion together. Raises EngineError for a server that does not answer,
+    ConfigError for one with a shorter context, or for an interpreter without vLLM.
+    """
+    for url in config.vllm.urls:
+        server = Server(url)
+        try:
+            await wait_for(server, 0)
+            await server.read_context()
+        finally:
+            await server.close()
+        if server.context < longest:
+            raise ConfigError(
+                f"vLLM server {url} has a context of {server.context} tokens, rollout.max_input_tokens + "
+                f"max_completion_tokens are {longest}; lower one of them, or start it with a longer --max-model-len"
+            )
+    if config.vllm.urls:
+        return f"vLLM, {', '.join(config.vllm.urls)} running"
+    python = find_python(config.vllm.python)
+    version = await asyncio.to_thread(installed_version, python)
+    tested = "" if version == VERSION else f" (tested is {VERSION})"
+    where = "on the GPU" if on_gpu() else "on the CPU: there is no GPU here"
+    return f"vLLM {version}{tested} of {python}, {config.vllm.count} to be started, {where}"
 
 
 async def wait_for(server: Server, timeout: float) -> None:
-    """Wait until the server is well. Raises EngineError, with the end of the log if Treadle started it, if it never is.
+    """Wait until the server is well. A process that Treadle started has `timeout` seconds; another must answer at once.
 
-    A process that Treadle started has `timeout` seconds; one that should run already has to answer at once.
+    Raises EngineError, with the end of the log if Treadle started it.
     """
-    deadline = time.monotonic() + (timeout if server.process else 0)
+    deadline = time.monotonic() + timeout
     while not await server.is_well():
         if server.process is None:
             raise EngineError(f"{server} does not answer /health; start it, or correct engine.options.servers")
         if not server.process.running:
-            raise EngineError(f"{server} ended while it started:\n{server.process.tail()}")
+            raise EngineError(f"{server} ended while it started:\n{tail(server.process.log)}")
         if time.monotonic() > deadline:
-            raise EngineError(f"{server} did not start within {timeout:g} s:\n{server.process.tail()}")
+            raise EngineError(f"{server} did not start within {timeout:g} s:\n{tail(server.process.log)}")
         await asyncio.sleep(0.2)
 
 
 async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
-    """Learn the context's length; check that weights are whole, and log-probabilities those of what is sampled from.
+    """Read the context's length; check that weights are whole, and log-probabilities those of what is sampled from.
 
     expert_layers: those whose experts it must report, if any.
     """
@@ -121,8 +138,7 @@ async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
     certain = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
     answer = await server.post("/inference/v1/generate", {"token_ids": [0], "sampling_params": certain})
     [choice] = answer["choices"]
-    logprob = choice["logprobs"]["content"][0]["logprob"]
-    if logprob < -1e-3:  # the only token left has probability 1
+    if choice["logprobs"]["content"][0]["logprob"] < -1e-3:  # the only token left has probability 1
         raise EngineError(f"{server} reports raw log-probabilities; start it with --logprobs-mode processed_logprobs")
     if expert_layers is not None:
         decode_routing(server, choice, expert_layers)

@@ -1,50 +1,47 @@
-"""How weights get from the trainer to vLLM's servers: by a file in shared memory, or another way."""
+"""How weights get from the trainer to servers: through a file in shared memory, or by `collective.Collective`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from treadle.core.trainer import WeightSource
-from treadle.engines.staging import StagedFile, WeightsFile, stage_file
+from treadle.engines.staging import WeightsFile, stage_file
 from treadle.engines.vllm.server import Server, on_each
 
 
-class Staged(Protocol):
-    """Weights as they were when they were staged: loaded once or more often, until they are discarded."""
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy of weights, to be loaded any number of times until it is discarded.
 
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each weight, by name."""
+    shapes: of each weight, by name. load: has the connected servers load them and report a label. A server that gets
+    lost is left behind if the others can go on. It raises EngineError; then servers may be half loaded, and must be
+    connected again. discard: releases the copy. Idempotent.
+    """
 
-    def discard(self) -> None:
-        """Release the weights. Idempotent."""
+    shapes: Mapping[str, tuple[int, ...]]
+    load: Callable[[Sequence[Server], str], Awaitable[None]]
+    discard: Callable[[], None]
 
 
 class Transfer(Protocol):
-    """Brings the weights of a source to servers."""
+    """Takes weights from a source to servers."""
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        """Prepare these servers for new transfers, whatever they were prepared for before. Raises EngineError."""
+        """Prepare these servers for new weights, whatever they were prepared for before. Raises EngineError."""
 
     async def stage(self, source: WeightSource) -> Staged:
         """Copy the source's published weights; no server is involved. Raises EngineError."""
-
-    async def load(self, staged: Any, servers: Sequence[Server], label: str) -> None:
-        """Have the connected servers load what this object staged, and report this label.
-
-        A server that gets lost is left behind, if that does not hinder the others. Raises EngineError; then servers
-        may be half loaded, and are to be connected again.
-        """
 
     def close(self) -> None:
         """Drop connections. Idempotent."""
 
 
 class SharedMemory:
-    """Transfers weights by one safetensors file in shared memory, which servers of other users can read.
+    """A `Transfer` by a safetensors file, which servers of other users can read.
 
     dtype: of the servers' weights.
     """
@@ -53,15 +50,16 @@ class SharedMemory:
         self._dtype = dtype
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        """Have the servers forget which weights they took before. Raises EngineError."""
         await on_each(servers, lambda server: server.post("/init_weight_transfer_engine", {"init_info": {}}))
 
-    async def stage(self, source: WeightSource) -> StagedFile:
+    async def stage(self, source: WeightSource) -> Staged:
         remedy = "set engine.options.transfer=collective"
-        return await stage_file(source, WeightsFile(self._dtype, None, private=False, remedy=remedy))
+        file = await stage_file(source, WeightsFile(self._dtype, None, private=False, remedy=remedy))
 
-    async def load(self, staged: StagedFile, servers: Sequence[Server], label: str) -> None:
-        await on_each(servers, lambda server: server.load({"path": str(staged.path)}, label))
+        async def load(servers: Sequence[Server], label: str) -> None:
+            await on_each(servers, lambda server: server.load({"path": str(file.path)}, label))
+
+        return Staged(file.shapes, load, file.discard)
 
     def close(self) -> None:
-        """Do nothing: there are no connections."""
+        pass

@@ -1,4 +1,4 @@
-"""Which checkpoints stay on disk, and which of them is the best."""
+"""Finding checkpoints, and choosing those that stay on disk."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_rew
 
 
 def checkpoint_name(update: int) -> str:
-    """Return the directory name of an update's checkpoint: `step-000040`."""
+    """Directory name of an update's checkpoint: `step-000040`."""
     return f"step-{update:06d}"
 
 
 def checkpoint_update(checkpoint: Path) -> int:
-    """Return the update of a checkpoint's directory: 40 of `.../step-000040`."""
+    """Update of a checkpoint's directory: 40 of `.../step-000040`."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoint_updates(checkpoints: Path) -> list[int]:
-    """Return the updates of the complete checkpoints in a run's `checkpoints` folder, ascending."""
+    """Updates of the complete checkpoints in a run's `checkpoints` folder, ascending."""
     return sorted(checkpoint_update(path) for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name))
 
 
 def find_checkpoint(path: Path, which: str) -> Manifest:
-    """Return the manifest of a run's checkpoint, by name, or `latest` or `best`, also while the run goes on.
+    """Return the manifest of a run's checkpoint: by name, `latest`, or `best`. The run may be in progress.
 
-    The ledger says which there are: a directory that it does not know was never completed. The manifest is compared
-    with the ledger's record; the files that it lists are not read.
-    best: by `orchestration.keep_best`, or held-out success. Raises RunError, also where it is not on disk any more.
+    best: by `orchestration.keep_best`, or held-out success. Directories that the ledger does not know were never
+    completed. The manifest is compared with the ledger's record; the files that it lists are not read.
+    Raises RunError, also for a checkpoint that is gone.
     """
-    run, tried = RunDirectory.open(path), None
+    run, missing = RunDirectory.open(path), None
     while True:
         ledger = run.ledger()
         name, others = _choose(run, ledger, which)
@@ -49,60 +49,60 @@ def find_checkpoint(path: Path, which: str) -> Manifest:
         try:
             return Manifest.load(run.checkpoints / name, sha256, remedy)
         except RemovedError:
-            if name == tried:
+            if name == missing:
                 raise RunError(f"checkpoint {name} of run {str(path)!r} is gone; {remedy}") from None
-            tried = name  # the run has gone on meanwhile
+            missing = name  # the run has gone on meanwhile
 
 
 def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
-    """Return a checkpoint as `find_checkpoint` does, and what `read` returns of it.
+    """Find a checkpoint (`find_checkpoint`) and apply `read` to it; again if the run removes it meanwhile.
 
-    If the run removes it meanwhile, the one that then is the latest or best is read. Raises RunError.
+    Raises RunError.
     """
     while True:
-        found = find_checkpoint(path, which)
+        manifest = find_checkpoint(path, which)
         try:
-            return found, read(found)
+            return manifest, read(manifest)
         except RemovedError:
             continue
 
 
 def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, list[str]]:
-    """Return the name of the checkpoint, and those of the others on disk. Raises RunError."""
+    """Name of the checkpoint, and names of the others on disk. Raises RunError."""
     latest = ledger.latest_checkpoint()
     if latest is None:
         raise RunError(f"run {str(run.path)!r} {no_checkpoint(run.path)}")
     name, state = latest
-    there = sorted(own for own in ledger.checkpoint_names() if (run.checkpoints / own).is_dir())
+    on_disk = sorted(each for each in ledger.checkpoint_names() if (run.checkpoints / each).is_dir())
     if which == "best":
         config = run.config()
         metric = config.orchestration.keep_best or "held_out_success"
         best = best_update(state.evaluations, metric, config.evaluation.temperature)
         if best is None:
-            raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(there)}")
+            raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(on_disk)}")
         name = checkpoint_name(best)
-        if name not in there:
+        if name not in on_disk:
             why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
-            among = [checkpoint_update(Path(own)) for own in there]
+            among = [checkpoint_update(Path(each)) for each in on_disk]
             second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
             advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
             raise RunError(
                 f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
-                f"it has {', '.join(there) or 'none'}{advice}"
+                f"it has {', '.join(on_disk) or 'none'}{advice}"
             )
     elif which != "latest":
         name = which
-        if which not in there:
-            raise RunError(f"run {str(run.path)!r} has no checkpoint {which!r}; it has {', '.join(there)}")
-    return name, [own for own in there if own != name]
+        if which not in on_disk:
+            raise RunError(f"run {str(run.path)!r} has no checkpoint {which!r}; it has {', '.join(on_disk)}")
+    return name, [each for each in on_disk if each != name]
 
 
 def best_update(
     evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
 ) -> int | None:
-    """Return the update with the best evaluation at this temperature, the earliest of equals; None without any.
+    """Update with the best evaluation at this temperature, the earliest of equals; None without any.
 
-    among: the updates that may be chosen; default: all.
+    among: candidates; default: all.
     """
     best: tuple[float, int] | None = None
     for row in evaluations:
@@ -115,10 +115,7 @@ def best_update(
 
 
 def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the checkpoints that are kept on disk, of those of `updates`.
-
-    Kept are the `keep_last` newest ones, those at multiples of `keep_every`, and the best by `keep_best`.
-    """
+    """Names of the checkpoints to keep: `keep_last` newest ones, multiples of `keep_every`, the best by `keep_best`."""
     section, batch = config.orchestration, config.training.updates_between_publications
     keep = set(sorted(updates)[-section.keep_last :])
     if section.keep_every is not None:

@@ -30,9 +30,9 @@ _COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record befor
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What a checkpoint makes final of groups that were trained together.
+    """Groups that were trained together, as a checkpoint makes it final.
 
-    dropped_steps: those of their steps that were not trained. traces: the file with their traces, if any is traced.
+    dropped_steps: their steps that were not trained. traces: the file with their traces, if any.
     """
 
     dropped_steps: tuple[DroppedStep, ...]
@@ -40,9 +40,9 @@ class TrainedBatch:
 
 
 class Ledger(LedgerReader):
-    """The ledger of a run that this process trains: the one object that writes to it. Thread-safe.
+    """The ledger of a run that this process trains; the only writer. Thread-safe.
 
-    copy: the file in the run directory that readers find, if the ledger itself is elsewhere (`local_ledger`).
+    copy: for readers, in the run directory, if the ledger itself is elsewhere (`local_ledger`).
     Changing a row that is not as it was written raises DamageError; RunError if the disk fails.
     """
 
@@ -76,17 +76,17 @@ class Ledger(LedgerReader):
                 raise RunError(f"the ledger could not be written: {error}; free disk space, then --resume") from error
 
     def close(self) -> None:
-        """Close it, once no other thread uses it, as a single file that can be read on a read-only disk."""
+        """Close it, when no other thread uses it, as a single file, readable on a read-only disk."""
         with self._lock:
             with suppress(sqlite3.Error):  # somebody reads it: it stays in WAL mode
                 self._db.execute("PRAGMA journal_mode=DELETE")
             self._db.close()
 
     def record(self, groups: Sequence[Group], split: str, batch: int, shard: WrittenFile) -> None:
-        """Record finished trajectories whose tokens are already durable in `shard`; of a group, some or all.
+        """Record finished trajectories, some or all of each group, whose tokens are already durable in `shard`.
 
-        batch: the current policy version. Evaluated steps are in their terminal state at once, and so are dropped
-        ones and those of ungraded trajectories.
+        batch: the current policy version. Evaluated steps are in their terminal state at once, as are dropped ones
+        and those of ungraded trajectories.
         """
         with self.transaction() as db:
             _note_file(db, f"rollouts/{shard.name}", shard.sha256)
@@ -97,16 +97,13 @@ class Ledger(LedgerReader):
                     insert(db, "INTO steps", _step_rows(trajectory, split))
 
     def note_files(self, files: Iterable[WrittenFile]) -> None:
-        """Record the SHA-256 of files of the run, by their names in its directory; it is checked when they are read."""
+        """Record the SHA-256 of files in the run directory, to be checked when they are read."""
         with self.transaction() as db:
             for file in files:
                 _note_file(db, file.name, file.sha256)
 
     def note_trained(self, version: int, groups: Iterable[str], advantages: Mapping[str, float]) -> None:
-        """Record which groups an update was made of, until a resumed run rolls it back.
-
-        version: of the policy before. advantages: trajectory_id -> advantage.
-        """
+        """Record the groups of an update. version: of the policy before. advantages: by trajectory_id."""
         with self.transaction() as db:
             for group in groups:
                 update(db, "groups", {"trained_version": version}, "group_id = ?", group)
@@ -114,22 +111,19 @@ class Ledger(LedgerReader):
                 update(db, "trajectories", {"advantage": advantage}, "trajectory_id = ?", trajectory)
 
     def note_dropped(self, group: Group) -> None:
-        """Record that the group will not be trained; `core.outcomes.leave_out` has marked its trajectories."""
+        """Record that the group, marked by `core.outcomes.leave_out`, will not be trained."""
         with self.transaction() as db:
             _drop_steps(db, dropped_steps([group]))
 
     def note_damaged(self, trajectories: Sequence[str]) -> int:
-        """Record that these trajectories' tokens are lost; returns how many steps will not be trained for that."""
+        """Record that these trajectories' tokens are lost; return how many steps are dropped for it."""
         which = "state = ? AND trajectory_id IN (SELECT value FROM json_each(?))"
         changes = {"state": StepState.DROPPED, "reason": DropReason.DAMAGED}
         with self.transaction() as db:
             return update(db, "steps", changes, which, StepState.RECORDED, json.dumps(trajectories))
 
     def note_refused(self, refused: Mapping[str, str]) -> None:
-        """Record why trajectories could not be trained: trajectory_id -> why.
-
-        Their steps are dropped with the next checkpoint.
-        """
+        """Record why trajectories could not be trained. Their steps are dropped with the next checkpoint."""
         with self.transaction() as db:
             for trajectory, message in refused.items():
                 update(db, "trajectories", {"warning": message}, "trajectory_id = ?", trajectory)
@@ -142,10 +136,10 @@ class Ledger(LedgerReader):
         finished: bool = False,
         manifest_sha256: str | None = None,
     ) -> None:
-        """Mark recorded steps of groups taken so far as trained and this checkpoint as the latest, in one transaction.
+        """Mark recorded steps of groups taken so far as trained, and this checkpoint as the latest, in one transaction.
 
-        batches: those since the checkpoint before. finished: nothing will be trained any more, so that the steps that
-        are left are unused. manifest_sha256: of its directory, if a new one was written.
+        batches: since the previous checkpoint. finished: the run has ended, and all other steps are unused.
+        manifest_sha256: of its directory, if a new one was written.
         """
         with self.transaction() as db:
             for batch in batches:
@@ -162,9 +156,9 @@ class Ledger(LedgerReader):
                 _note_file(db, manifest_name(directory), manifest_sha256)
 
     def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
-        """Drop recorded steps that are not in the checkpoint that is resumed from, but for the groups to `keep`.
+        """Drop recorded steps that are not in the resumed checkpoint, except of the groups to `keep`; return how many.
 
-        Returns how many steps that were. Their groups stay on record under their own ids.
+        Their groups stay on record under their own ids.
         """
         with self.transaction() as db:
             _forget_versions(db, state)
@@ -172,9 +166,9 @@ class Ledger(LedgerReader):
             return _move_steps(db, StepState.DROPPED, reason, which, *_place(state), json.dumps(keep))
 
     def return_to(self, directory: str) -> int:
-        """Make an earlier checkpoint the latest and roll back all that came after it, in one transaction.
+        """Make an earlier checkpoint the latest and roll back everything after it, in one transaction.
 
-        Returns how many steps are dropped, trained ones among them.
+        Returns how many steps are dropped, including trained ones.
         """
         state = self.checkpoint(directory)
         with self.transaction() as db:
@@ -191,14 +185,14 @@ class Ledger(LedgerReader):
             )
 
     def copy_out(self) -> None:
-        """Replace the copy for readers, if there is one, by the ledger as it is now. Raises RunError."""
+        """Update the copy for readers, if there is one. Raises RunError."""
         if self._copy is None:
             return
-        made = self.path.with_name(f"{self.path.name}.copy")
+        temporary = self.path.with_name(f"{self.path.name}.copy")
         try:
-            self.backup(made)
-            content = made.read_bytes()
-            made.unlink()
+            self.backup(temporary)
+            content = temporary.read_bytes()
+            temporary.unlink()
             before = self.file_sha256(_COPY)
             after = WrittenFile(_COPY, sha256_of(content))
             self.note_files([after] if before is None else [WrittenFile(_COPY_BEFORE, before), after])
@@ -214,7 +208,7 @@ class Ledger(LedgerReader):
             copy.execute("PRAGMA journal_mode=DELETE")
 
     def has_copied(self, sha256: str) -> bool:
-        """Whether the copy of this digest is the last one that was made: no other process made one since."""
+        """Whether the copy with this digest is the last one made here."""
         return sha256 in (self.file_sha256(_COPY), self.file_sha256(_COPY_BEFORE))
 
 
@@ -228,13 +222,12 @@ def _note_file(db: sqlite3.Connection, name: str, sha256: str) -> None:
 
 
 def _forget_versions(db: sqlite3.Connection, state: LoopState) -> None:
-    """Forget which version trained groups that are not in this checkpoint."""
     which = f"split = 'train' AND trained_version NOT NULL AND {UNTAKEN}"
     update(db, "groups", {"trained_version": None}, which, *_place(state))
 
 
 def _drop_steps(db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
-    """Drop those of the steps that are in no terminal state yet."""
+    """Drop those of the steps that are not in a terminal state."""
     for step in steps:
         changes = {"state": StepState.DROPPED, "reason": step.reason}
         which = "trajectory_id = ? AND step = ? AND state = ?"

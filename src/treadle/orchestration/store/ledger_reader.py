@@ -1,7 +1,7 @@
-"""Reading the ledger of a run: every question that the run itself, its reports and its viewer ask of it.
+"""Reading the ledger of a run: all queries of the run itself, its reports and its viewer.
 
-A command proves what it works on once, when it opens the run (`prove`). The viewer follows runs that are being written,
-and proves the rows of what it shows in full (`rows`). The small tables `checkpoints` and `files` are always proven.
+Commands prove what they work on once, when they open the run (`prove`). The viewer follows runs in progress, and proves
+only the rows that it shows in full (`rows`). The small tables `checkpoints` and `files` are always proven.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)  # the latter where SQLite
 
 
 def salvage(run: Path) -> str:
-    """What can be done about a run whose ledger cannot be used, for an error message."""
+    """Remedy for a run whose ledger cannot be used, for an error message."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
     if not checkpoints:
         return "restore it from a copy, or start a new run"
@@ -56,17 +56,17 @@ def manifest_name(checkpoint: str) -> str:
 
 
 class LedgerReader:
-    """Reads the ledger of a run that may be in progress. Nothing is written, and no run waits for it.
+    """Read-only access to the ledger of a run, which may be in progress and never waits for it. Thread-safe.
 
-    Each query opens the file anew: it sees the newest state, and holds nothing afterwards. Any number of threads may
-    query. All methods raise RunError if the ledger cannot be read, DamageError if it is not as it was written.
+    Each query opens the file anew, and so sees the newest state. All methods raise RunError if the ledger cannot be
+    read, DamageError if it is not as it was written.
     """
 
     def __init__(self, path: Path, remedy: str = "") -> None:
         self.path, self._remedy = path, remedy
 
     def signature(self) -> tuple[int, ...]:
-        """Figures that change whenever the ledger does; none without a ledger."""
+        """Numbers that change whenever the ledger does; none without a ledger."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return tuple(n for f in files if f.is_file() for s in (f.stat(),) for n in (s.st_ino, s.st_mtime_ns, s.st_size))
 
@@ -125,7 +125,6 @@ class LedgerReader:
 
     @property
     def remedy(self) -> str:
-        """What can be done if the ledger cannot be used, for an error message."""
         return self._remedy or salvage(self.path.parent)
 
     # --- checkpoints and files ---------------------------------------------------------------------------------------
@@ -136,19 +135,19 @@ class LedgerReader:
         return (rows[-1]["directory"], LoopState.from_json(rows[-1]["state"])) if rows else None
 
     def checkpoint(self, directory: str) -> LoopState:
-        """State of a checkpoint. Raises RunError if it was not committed, or was rolled back."""
+        """Raises RunError if it was not committed, or was rolled back."""
         states = {row["directory"]: row["state"] for row in self.rows("checkpoints", "ORDER BY number")}
         if directory not in states:
             raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
         return LoopState.from_json(states[directory])
 
     def checkpoint_names(self) -> list[str]:
-        """Directory names of all checkpoints that were committed and not rolled back, oldest first."""
+        """Directory names of all committed checkpoints, oldest first, without those rolled back."""
         names = self.query("SELECT directory FROM checkpoints ORDER BY number")
         return list(dict.fromkeys(row["directory"] for row in names))
 
     def files(self, prefix: str) -> dict[str, WrittenFile]:
-        """Files on record whose names in the run directory begin like this, by the rest of their names."""
+        """Recorded files whose names in the run directory have this prefix, by the rest of their names."""
         rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
         files = (WrittenFile(row["name"].removeprefix(prefix), row["sha256"]) for row in rows)
         return {file.name: file for file in files}
@@ -162,7 +161,6 @@ class LedgerReader:
         return self.files("traces/")
 
     def shard(self, name: str) -> WrittenFile:
-        """One file of `rollouts/`. Raises DamageError if it is not on record."""
         sha256 = self.file_sha256(f"rollouts/{name}")
         if sha256 is None:
             raise DamageError(f"the ledger {self.path} does not know the shard {name}; restore it from a copy")
@@ -179,7 +177,6 @@ class LedgerReader:
         return {file.sha256 for file in self.files("config").values()}
 
     def manifest_sha256(self, checkpoint: str) -> str | None:
-        """SHA-256 of a checkpoint's manifest, as it was written last."""
         return self.file_sha256(manifest_name(checkpoint))
 
     def file_sha256(self, name: str) -> str | None:
@@ -242,14 +239,12 @@ class LedgerReader:
         )
 
     def statuses(self) -> list[Row]:
-        """Trajectories of each split and status."""
         return self.query(
             "SELECT split, status, count(*) AS count FROM trajectories JOIN groups USING (group_id) GROUP BY 1, 2 "
             "ORDER BY 1 DESC, 3 DESC"
         )
 
     def stop_reasons(self) -> list[Row]:
-        """Steps of each split and stop reason."""
         return self.query(
             f"SELECT split, stop_reason, count(*) AS count FROM {_STEPS} GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
         )
@@ -264,7 +259,7 @@ class LedgerReader:
         )
 
     def blocked(self) -> Row:
-        """Trajectories that blocked the event loop, and for how long."""
+        """Number of trajectories that blocked the event loop, and for how long."""
         return self.query(
             "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
             "FROM trajectories WHERE blocked_seconds > 0"
@@ -335,7 +330,6 @@ class LedgerReader:
         return [row["name"] for row in rows]
 
     def evaluated_groups(self, evaluation: str) -> list[Row]:
-        """Groups of an evaluation."""
         return self.rows("groups", "WHERE group_id GLOB ? ORDER BY rowid", f"{evaluation}-*")
 
     def groups_of_task(self, task_id: str, split: str) -> list[Row]:
@@ -344,12 +338,11 @@ class LedgerReader:
         return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
 
     def attempts(self, groups: Sequence[str]) -> list[Row]:
-        """Trajectories of some groups."""
         which = "WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt"
         return self.rows("trajectories", which, json.dumps(groups))
 
     def attempts_states(self, groups: Sequence[str]) -> list[Row]:
-        """Steps of each trajectory, state and reason, of some groups."""
+        """Number of steps of each trajectory, state and reason."""
         return self.query(
             "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
             "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",
@@ -357,7 +350,6 @@ class LedgerReader:
         )
 
     def steps(self, trajectory_id: str) -> list[Row]:
-        """Steps of a trajectory, proven."""
         return self.rows("steps", "WHERE trajectory_id = ? ORDER BY step", trajectory_id)
 
     def neighbors(self, table: str, name: str) -> Row:
@@ -381,7 +373,6 @@ class LedgerReader:
         )
 
     def training_shards(self) -> list[str]:
-        """Names of the files with the tokens of training trajectories."""
         sql = "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
         return [row["shard"] for row in self.query(sql)]
 
@@ -400,7 +391,7 @@ def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
 
 
 def _shows_damage(error: BaseException) -> bool:
-    """Whether an error of SQLite is about the file's content, not about the disk, other processes or a statement."""
+    """Whether an error is about the file's content, not about the disk, other processes or a statement."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or _is_no_text(error)
 

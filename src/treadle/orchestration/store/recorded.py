@@ -21,7 +21,7 @@ from treadle.packing.flat import PackedCall
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
-    """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
+    """A trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
     ledger = RunDirectory(run).ledger()
     ledger.prove("groups", "trajectories")
     row = ledger.trajectory(trajectory_id)
@@ -32,10 +32,7 @@ def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list
 
 
 def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
-    """Return what updates computed of a trajectory's tokens, in order; [] if it is not traced, or not trained yet.
-
-    Raises DamageError.
-    """
+    """Traces of a trajectory, in order; [] if it is not traced, or not trained yet. Raises DamageError."""
     ledger = RunDirectory(run).ledger()
     row = ledger.trajectory(trajectory_id)
     file = ledger.traces_of(row["trained_version"]) if row else None
@@ -43,7 +40,7 @@ def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
-    """Return the tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
+    """The tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
     directory, latest = RunDirectory.open(run), RunDirectory(run).latest_checkpoint()
     if latest is not None and (directory.checkpoints / latest).is_dir():
         checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
@@ -55,7 +52,7 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, source: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json. source: its directory, for errors. Raises DataError."""
+    """The tokenizer of a tokenizer.json. source: its directory, for errors. Raises DataError."""
     try:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
@@ -63,11 +60,11 @@ def parse_tokenizer(content: bytes, source: Path) -> Tokenizer:
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:
-    """Return a function from ids to text, special tokens included."""
+    """A function from ids to text, special tokens included."""
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
-    """Return how each step of a trajectory relates to the earlier ones."""
+    """How each step of a trajectory relates to the earlier ones."""
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
     return relations(calls, decode, [step.break_cause for step in steps])

@@ -1,4 +1,4 @@
-"""Going back to a checkpoint: what came after it is dropped, but for finished attempts that can still be trained."""
+"""Going back to a checkpoint: everything later is dropped, except finished attempts that can still be trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import Cause, DamageError
-from treadle.core.files import WrittenFile
 from treadle.core.metrics import Measures
 from treadle.core.outcomes import interrupted_reason, reason_on_record
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, Trajectory
@@ -26,7 +25,7 @@ from treadle.training.checkpoint import remove_others
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """What is on record beyond what a checkpoint contains, and could be trained by its next update.
+    """Recorded after a checkpoint, and trainable by its next update.
 
     groups: with their attempts, by index. damaged: shard -> ids of attempts in it that cannot be read.
     """
@@ -38,9 +37,9 @@ class Restorable:
 def restorable_groups(ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int) -> Restorable:
     """Return the groups whose attempts on record can all be trained by the checkpoint's next update.
 
-    Tokens may be `max_staleness` versions old, and none may be of a version that the checkpoint has not reached: its
-    weights were lost. At max_staleness 0 a whole batch is resampled, so that it repeats bit for bit. A damaged attempt
-    excludes its group: without it, the others' baseline would be another.
+    Tokens may be `max_staleness` versions old, but not newer than the checkpoint: those weights were lost. At
+    max_staleness 0 the whole batch is resampled, so that it repeats bit for bit. A damaged attempt excludes its group,
+    whose baseline it would change.
     """
     restorable = Restorable()
     if max_staleness == 0:
@@ -52,7 +51,10 @@ def restorable_groups(ledger: LedgerReader, rollouts: Path, state: LoopState, ma
         if not all(_admitted(row, oldest, state.version) for row in attempts):
             continue
         for shard in {row["shard"] for row in attempts} - shards.keys():
-            shards[shard] = _readable(rollouts, files[shard])
+            try:
+                shards[shard] = read_shard(rollouts, files[shard])
+            except DamageError:
+                shards[shard] = None
         damaged = [row for row in attempts if shards[row["shard"]] is None]
         for row in damaged:
             restorable.damaged.setdefault(row["shard"], []).append(row["trajectory_id"])
@@ -97,17 +99,9 @@ def roll_back(
 
 
 def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
-    if row["trained_reward"] is None or row["oldest_version"] is None:  # nothing of it is trained: of any version
+    if row["trained_reward"] is None or row["oldest_version"] is None:  # nothing of it is trained
         return True
     return bool(row["waiting"] and oldest <= row["oldest_version"] and row["newest_version"] <= newest)
-
-
-def _readable(folder: Path, shard: WrittenFile) -> dict[str, list[Step]] | None:
-    """Steps of a shard by trajectory; None if it is missing or not as it was written."""
-    try:
-        return read_shard(folder, shard)
-    except DamageError:
-        return None
 
 
 def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]]) -> Group:

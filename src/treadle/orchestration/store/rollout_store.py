@@ -15,14 +15,7 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.manifest import read_proven
 from treadle.core.rewards import Reward
-from treadle.core.types import (
-    BreakCause,
-    DropReason,
-    Group,
-    SamplingParams,
-    Step,
-    StopReason,
-)
+from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
 
 _STEP = {  # columns that are attributes of the step
     "prompt_ids": pa.list_(pa.int32()),
@@ -72,10 +65,7 @@ _TOKENS: Mapping[str, type[np.generic]] = {
 
 
 def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
-    """Write the groups' steps durably; returns the file. Complete or absent (atomic rename).
-
-    Raises RunError where the disk refuses.
-    """
+    """Write the groups' steps durably; return the file. Complete or absent. Raises RunError if the disk refuses."""
     rows = [
         _row(group.group_id, trajectory.trajectory_id, number, step)
         for group in groups
@@ -86,41 +76,36 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenF
 
 
 def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
-    """Write a table durably as a Parquet file. Complete or absent. Raises RunError where the disk refuses."""
-    final = directory / name
+    """Write a table durably as a Parquet file. Complete or absent. Raises RunError if the disk refuses."""
+    final, sink = directory / name, pa.BufferOutputStream()
+    strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
     try:
-        return WrittenFile(name, write_atomically(final, _parquet(table)))
+        return WrittenFile(name, write_atomically(final, bytes(sink.getvalue())))
     except OSError as error:
         raise RunError(f"could not write {final}: {error}; free disk space, then --resume") from error
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:
-    """Delete all files but those to `keep`: a process that died before they were on record may have left some."""
+    """Delete all files except `keep`: a process that died before they were on record may have left some."""
     for file in directory.iterdir():
         if file.name not in keep:
             file.unlink()
 
 
-def _parquet(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    words = [field.name for field in table.schema if pa.types.is_string(field.type)]
-    pq.write_table(table, sink, compression="zstd", use_dictionary=words)  # of token ids it would take more room
-    return bytes(sink.getvalue())
-
-
 def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
-    """Return a shard's content, for pyarrow. Raises DamageError if it is missing or not as it was written."""
+    """A shard's content, for pyarrow. Raises DamageError if it is missing or not as it was written."""
     return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
 
 
 def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
-    """Return the steps of one trajectory, in call order. Raises DamageError as `open_shard`."""
+    """Steps of one trajectory, in call order. Raises as `open_shard`."""
     table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
     return [_step(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
 
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
-    """Return trajectory_id -> its steps, in call order, of a whole shard. Raises DamageError as `open_shard`."""
+    """All steps of a shard, in call order, by trajectory_id. Raises as `open_shard`."""
     trajectories: dict[str, list[Step]] = {}
     for row in _rows(pq.read_table(open_shard(directory, shard))):
         trajectories.setdefault(row["trajectory_id"], []).append(_step(row))
@@ -128,14 +113,14 @@ def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
 
 
 def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]:
-    """Return trajectory_id, step, started, waited and seconds of each step of a shard. Raises as `open_shard`."""
+    """trajectory_id, step, started, waited and seconds of each step of a shard. Raises as `open_shard`."""
     columns = ["trajectory_id", "step", "started", "waited", "seconds"]
     rows: list[dict[str, Any]] = pq.read_table(open_shard(directory, shard), columns=columns).to_pylist()
     return rows
 
 
 def token_arrays(column: pa.ListArray) -> list[Any]:
-    """Return the rows of a list column as numpy views, without a Python object for each token."""
+    """Rows of a list column as numpy views, without a Python object for each token."""
     values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy(zero_copy_only=False)
     return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 

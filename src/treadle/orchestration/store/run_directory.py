@@ -33,25 +33,22 @@ _LOCK_ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class MetricsLog:
-    """Holds the content of metrics.jsonl.
-
-    rows: of the lines that can be read, in order. unreadable: the numbers of the other lines, from 1.
-    """
+    """Content of metrics.jsonl. rows: of readable lines, in order. unreadable: numbers of the other lines, from 1."""
 
     rows: list[dict[str, Any]]
     unreadable: list[int]
 
     def problem(self, updates: int) -> str | None:
-        """Return in a sentence what is damaged, or missing of updates 1 to `updates`; None if nothing is."""
+        """Describe what is damaged, or missing of updates 1 to `updates`; None if nothing is."""
         logged = {row["update"] for row in self.rows if row["kind"] == "update"}
         missing = [update for update in range(1, updates + 1) if update not in logged]
-        said = [f"cannot be read in line {_listed(self.unreadable)}"] if self.unreadable else []
-        said += [f"has no line of update {_listed(missing)}"] if missing else []
-        return f"metrics.jsonl {' and '.join(said)}" if said else None
+        problems = [f"cannot be read in line {_listed(self.unreadable)}"] if self.unreadable else []
+        problems += [f"has no line of update {_listed(missing)}"] if missing else []
+        return f"metrics.jsonl {' and '.join(problems)}" if problems else None
 
 
 class RunDirectory:
-    """Holds the paths of one run, and the lock that its training process has."""
+    """Paths of one run, and the lock of its training process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +67,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """Create a new run's directory and lock it. Raises RunError if it holds anything already."""
+        """Create a new run's directory and lock it. Raises RunError unless it is empty or missing."""
         run = cls(path)
         try:
             if path.exists() and any(path.iterdir()):
@@ -88,14 +85,14 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Return an existing run, not locked. Raises RunError if there is none."""
+        """Open an existing run without locking it. Raises RunError if there is none."""
         run = cls(path)
         if not run.config_file.is_file():
             raise RunError(f"{str(path)!r} is no run directory: it has no config.yaml")
         return run
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, and note its SHA-256 in `written`, for the ledger. Raises OSError."""
+        """Write a file, and add its SHA-256 to `written`, for the ledger. Raises OSError."""
         self.written.append(WrittenFile(name, write_atomically(self.path / name, content)))
 
     def ledger(self) -> LedgerReader:
@@ -107,16 +104,13 @@ class RunDirectory:
         return LedgerReader(self.ledger_file)
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """Return the run's resolved configuration, as it was changed last.
-
-        Raises ConfigError; DamageError unless it is what the ledger says, if there is one.
-        """
+        """The run's resolved configuration, as last changed. Raises as `config_data`, and ConfigError."""
         return build(RunConfig, self.config_data(), str(self.config_file), overrides)
 
     def config_data(self) -> dict[str, Any]:
-        """Return the content of config.yaml, not validated.
+        """Content of config.yaml, not validated.
 
-        Raises DamageError if it is not as it was written, RunError for a run of another version of Treadle.
+        Raises DamageError if it is not as the ledger has it, RunError for a run of another version of Treadle.
         """
         content = self.config_file.read_bytes()
         recorded = self.ledger().config_sha256() if self.ledger_file.is_file() else set()
@@ -166,14 +160,14 @@ class RunDirectory:
 
     @property
     def has_summary(self) -> bool:
-        """Return whether there is a summary that can be read: the run has come to an end."""
+        """Whether there is a readable summary: the run has finished."""
         try:
             return isinstance(json.loads(self.summary_file.read_bytes()), dict)
         except (OSError, ValueError):
             return False
 
     def state(self) -> str:
-        """Return `finished`, `in progress` (a process holds the lock), or `stopped`."""
+        """`finished`, `in progress` (a process holds the lock), or `stopped`."""
         if self.has_summary:
             return "finished"
         try:
@@ -192,7 +186,7 @@ class RunDirectory:
             self._lock = None
 
     def require_space(self, checkpoint_bytes: int, keep: int) -> None:
-        """Raise RunError if the disk has no room for `keep` checkpoints and one being written."""
+        """Raise RunError if the disk lacks room for `keep` checkpoints and one being written."""
         free, needed = shutil.disk_usage(self.path).free, (keep + 1) * checkpoint_bytes
         if free < needed:
             raise RunError(
@@ -209,11 +203,11 @@ class RunDirectory:
         _append(self.intervals_file, row)
 
     def intervals(self) -> list[dict[str, Any]]:
-        """Return all lines of intervals.jsonl that can be read; runs from before have none."""
+        """All readable lines of intervals.jsonl."""
         return self._read(self.intervals_file).rows
 
     def metrics_log(self) -> MetricsLog:
-        """Read metrics.jsonl, without a last line that was left unfinished when the process was killed."""
+        """Content of metrics.jsonl, without a last line that a killed process left unfinished."""
         return self._read(self.metrics_file)
 
     @staticmethod
@@ -228,18 +222,18 @@ class RunDirectory:
         )
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return all lines of metrics.jsonl that can be read."""
+        """All readable lines of metrics.jsonl."""
         return self.metrics_log().rows
 
     def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-        """Remove from metrics.jsonl what was logged after a checkpoint, and from intervals.jsonl; it is logged again.
+        """Remove from metrics.jsonl and intervals.jsonl what was logged after a checkpoint; it is logged again.
 
-        update: of the checkpoint. evaluations: those in its state; others are removed, even one after this very update.
-        Returns in a sentence what is damaged or missing; None if nothing is.
+        update: of the checkpoint. evaluations: those in its state; others are removed, even of this very update.
+        Returns `MetricsLog.problem`.
         """
         log = self.metrics_log()
-        made = [{"kind": "evaluation", **row} for row in evaluations]
-        kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update] + made
+        kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update]
+        kept += [{"kind": "evaluation", **row} for row in evaluations]
         kept.sort(key=lambda row: (row["update"], row["kind"] == "evaluation"))
         _write(self.metrics_file, kept)
         _write(self.intervals_file, [row for row in self.intervals() if row["update"] <= update])
@@ -258,35 +252,35 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_atomically(path, "".join(checked_json(row) + "\n" for row in rows).encode())
 
 
-def _listed(numbers: Sequence[int], most: int = 5) -> str:
-    """Return `3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+def _listed(numbers: Sequence[int], limit: int = 5) -> str:
+    """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
+    more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
+    return ", ".join(map(str, numbers[:limit])) + more
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """Return the newest run of a recipe under `runs` that can go on: not finished, with a checkpoint on record.
+    """Newest run of a recipe that can go on: not finished, with a checkpoint on record.
 
-    Raises RunError if there is none, and if a damaged run leaves open which it is.
+    Raises RunError if there is none, or if a run is damaged.
     """
     started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
     unfinished = [run for run in started if run.config_file.is_file() and not run.has_summary]
     try:
-        own = [run for run in unfinished if run.config_data().get("recipe") == recipe]
-        ready = [run for run in own if run.latest_checkpoint() is not None]
+        candidates = [run for run in unfinished if run.config_data().get("recipe") == recipe]
+        ready = [run for run in candidates if run.latest_checkpoint() is not None]
     except RunError as error:
         raise type(error)(f"{error}; another run is chosen with --name") from error
     if not ready:
-        others = "".join(f"; {str(run.path)!r} {no_checkpoint(run.path)}" for run in own)
+        others = "".join(f"; {str(run.path)!r} {no_checkpoint(run.path)}" for run in candidates)
         none = f"no unfinished run of {recipe!r} under {str(runs)!r} to resume"
         raise RunError(f"{none}{others or '; start one without --resume'}")
     return max(ready, key=lambda run: run.config_file.stat().st_mtime).path
 
 
 def make_directory(runs: Path, config: RunConfig) -> Path:
-    """Make and return an empty directory for a run: `runs/demo-seed0-20260102-030405`, of recipe, seed and time.
+    """Make an empty directory for a run: `runs/demo-seed0-20260102-030405`; `...-2` if that is taken.
 
-    Runs that start in the same second, in whatever process, get `...-2`, `...-3`. Raises RunError.
+    Raises RunError.
     """
     name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))

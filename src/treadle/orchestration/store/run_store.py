@@ -15,9 +15,9 @@ from treadle.orchestration.store.trace_store import write_traces
 
 
 class RunStore:
-    """Writes finished attempts into a run's directory and ledger.
+    """Writes finished attempts into a run's directory and ledger, on a thread beside the event loop.
 
-    It writes on a thread beside the event loop. What finishes while something is being written goes into one shard.
+    Attempts that finish while others are being written share a shard.
     on_recorded: called with each training attempt once it is durable.
     """
 
@@ -31,28 +31,29 @@ class RunStore:
         self._writing: asyncio.Future[None] | None = None
 
     async def record(self, part: Group, version: int) -> None:
-        """Record a group's newly finished attempts; returns once they are durable. version: the policy's at the time.
+        """Record a group's newly finished attempts; return once they are durable. version: of the policy now.
 
-        Raises RunError if they could not be written, and from then on always: attempts of several callers are written
-        together, and none of these may take its own for written.
+        Raises RunError if they could not be written, and on every later call: attempts of several callers are written
+        together, and none may take its own for written.
         """
         self._pending.append(part)
         self._version = version
         async with self._turn:
             await asyncio.sleep(0)  # for those that finish at the same moment
             parts, self._pending = self._pending, []
-            if parts and not self._has_failed():  # otherwise another caller has written ours, or could not
+            failed = self._writing is not None and self._writing.done() and self._writing.exception() is not None
+            if parts and not failed:  # otherwise another caller has written ours, or could not
                 self._writing = asyncio.ensure_future(self._record_all(parts))
             assert self._writing is not None  # ours, or another caller's
             await asyncio.shield(self._writing)
 
     async def settled(self) -> None:
-        """Wait for what is being written, also if the callers of `record` were cancelled."""
+        """Wait for writes in progress, even if the callers of `record` were cancelled."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
 
     async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
-        """Write the traces of a trained batch, if there are any; the next checkpoint puts the file on record.
+        """Write the traces of a trained batch, if any; the next checkpoint puts the file on record.
 
         version: of the policy that was updated. Raises RunError.
         """
@@ -61,10 +62,6 @@ class RunStore:
     def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
         """Record held-out groups, whose steps are in their terminal state at once. Raises RunError."""
         self._write(f"evaluation-{name}", groups, "held_out", version)
-
-    def _has_failed(self) -> bool:
-        writing = self._writing
-        return writing is not None and writing.done() and writing.exception() is not None
 
     async def _record_all(self, parts: list[Group]) -> None:
         name = f"train-{parts[0].trajectories[0].trajectory_id}"

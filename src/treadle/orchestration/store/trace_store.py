@@ -37,7 +37,7 @@ _SCHEMA = pa.schema(
 
 
 def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> WrittenFile:
-    """Write the traces of a batch durably; returns the file. Complete or absent. Raises RunError.
+    """Write the traces of a batch durably; return the file. Complete or absent. Raises RunError.
 
     version: of the policy that the batch updated.
     """
@@ -46,7 +46,7 @@ def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> 
 
 
 def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = None) -> list[StepTrace]:
-    """Return the traces of one trajectory, or of all, in the order in which they were written. Raises DamageError."""
+    """Traces of one trajectory, or of all, in the order of writing. Raises DamageError."""
     filters = None if trajectory_id is None else [("trajectory_id", "=", trajectory_id)]
     return [_trace(row) for row in pq.read_table(open_shard(directory, file), filters=filters).to_pylist()]
 

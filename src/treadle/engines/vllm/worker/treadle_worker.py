@@ -28,10 +28,10 @@ if not torch.cuda.is_available():
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """Describes how weights will arrive.
+    """How weights will arrive.
 
-    group: in which they will be broadcast: host and port of its store, size, timeout (seconds) and first, the rank of
-    this server's first worker; None for weights in files.
+    group: for broadcasts, {host, port, size, timeout, first}: its store, and the rank of this server's first worker;
+    None for weights in files.
     """
 
     group: dict[str, Any] | None = None
@@ -39,9 +39,9 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Says where every weight comes from, by its Hugging Face name: one of these two.
+    """Where all weights come from, by their Hugging Face names: one of these two.
 
-    path: a safetensors file. buckets: what is about to be broadcast: {"dtype", "shapes": {name: shape}} each.
+    path: a safetensors file. buckets: about to be broadcast, {"dtype", "shapes": {name: shape}} each.
     """
 
     path: str | None = None
@@ -49,9 +49,9 @@ class Update(WeightTransferUpdateInfo):
 
 
 class Engine(WeightTransferEngine[Init, Update]):
-    """Loads a whole model from one file, usually in shared memory, or as it is broadcast.
+    """Loads a whole model from one file, or as it is broadcast.
 
-    All of it happens in `update_weights`, so that a file that cannot be loaded is refused before the model is touched.
+    All of it happens in `update_weights`, so that a bad file is refused before the model is touched.
     """
 
     init_info_cls = Init
@@ -60,28 +60,28 @@ class Engine(WeightTransferEngine[Init, Update]):
     _group: Group | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Prepare for a new trainer, whose weights may have other names, or for another group with the same one."""
+        """Prepare for a new trainer, whose weights may have other names, or for another group."""
         self.shutdown()
         self._shapes = None
         if init_info.group is not None:
-            told = dict(init_info.group)
-            own = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-            self._group = join(rank=told.pop("first") + own, device=self.device, **told)
+            group, config = dict(init_info.group), self.parallel_config
+            worker = config.data_parallel_index * config.world_size + config.rank
+            self._group = join(rank=group.pop("first") + worker, device=self.device, **group)
 
     def start_weight_update(self) -> None:
-        """Do nothing: `update_weights` touches the model only once it has looked at the weights."""
+        """Do nothing: `update_weights` first looks at the weights."""
 
     def finish_weight_update(self) -> None:
-        """Do nothing: `update_weights` has done it all."""
+        """Do nothing: `update_weights` did it all."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the weights. The base class would synchronise an accelerator, also where there is none."""
+        """Load the weights. The base class would synchronize an accelerator even if there is none."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.cuda.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Load the weights. Raises ValueError, with the model untouched, for other names or shapes than before."""
+        """Load the weights. Raises ValueError, with the model untouched, if names or shapes are not those of before."""
         if update_info.path is None:
             self._receive_broadcast(update_info.buckets or [])
             return
@@ -90,14 +90,13 @@ class Engine(WeightTransferEngine[Init, Update]):
             self._load(shapes, ((name, file.get_tensor(name)) for name in shapes))
 
     def shutdown(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             self._group.close()
             self._group = None
 
     def _receive_broadcast(self, buckets: list[dict[str, Any]]) -> None:
         if self._group is None:
-            raise ValueError("this server is in no group that weights could be broadcast in")
+            raise ValueError("this server has joined no group for broadcasts")
         weights = received(self._group, buckets)
         try:
             self._load({name: tuple(shape) for bucket in buckets for name, shape in bucket["shapes"].items()}, weights)
@@ -106,7 +105,7 @@ class Engine(WeightTransferEngine[Init, Update]):
 
     def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._shapes not in (None, shapes):
-            raise ValueError("these are other weights than those before")
+            raise ValueError("names or shapes of weights are not those of the last ones")
         abandon_reload(self.model)
         expected = {name for name, _ in self.model.named_parameters()}  # tied ones once, as long as they are tied
         initialize_layerwise_reload(self.model)
@@ -117,7 +116,7 @@ class Engine(WeightTransferEngine[Init, Update]):
 
 
 def received(group: Group, buckets: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights by name as they arrive. Raises RuntimeError where the group fails."""
+    """Yield weights by name as they arrive. Raises RuntimeError if the group fails."""
     for bucket in buckets:
         dtype, shapes = getattr(torch, bucket["dtype"]), list(bucket["shapes"].values())
         packed = torch.empty(packed_bytes(dtype, shapes), dtype=torch.uint8, device=group.device)
@@ -126,7 +125,7 @@ def received(group: Group, buckets: list[dict[str, Any]]) -> Iterator[tuple[str,
 
 
 def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load the weights. Raises ValueError where an expected parameter, or a part of one, is not among them."""
+    """Load the weights. Raises ValueError if an expected parameter, or a part of one, is missing."""
     loaded = model.load_weights(weights)  # type: ignore[operator]
     missing = sorted(expected - loaded) if loaded is not None else []
     for name, layer in model.named_modules():
@@ -139,7 +138,7 @@ def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple
 
 
 def abandon_reload(model: torch.nn.Module) -> None:
-    """Undo what a reload that failed halfway left: what it had buffered would else be mixed with what comes now."""
+    """Undo a reload that failed halfway: what it buffered would otherwise be mixed with the next weights."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -149,10 +148,10 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """Pack what vLLM 0.32 packs on the CPU when a model is loaded first, and silently does not when it is loaded again.
+    """Pack weights that vLLM 0.32 packs on the CPU when a model is first loaded, but silently not on a reload.
 
-    Linear layers multiply by a packed copy, which is renewed for layers whose own weight was loaded, and so not for the
-    output layer of a model with tied embeddings. The weights of experts are packed in place. On a GPU nothing is.
+    Linear layers multiply by a packed copy, which is renewed only if the layer's own weight was loaded: not for the
+    output layer of a model with tied embeddings. Weights of experts are packed in place. GPUs pack nothing.
     """
     if next(model.parameters()).device.type != "cpu":  # vLLM imports these modules on the CPU only, too
         return
@@ -171,7 +170,7 @@ def pack_again(model: torch.nn.Module) -> None:
 
 
 class Extension:
-    """Makes vLLM import this module, which is what matters: vLLM mixes this class into its worker class."""
+    """Mixed into vLLM's worker class, so that vLLM imports this module."""
 
 
 WeightTransferEngineFactory.register_engine("treadle", Engine)
