@@ -4,6 +4,7 @@
 is started by its first use, or by `start_server`, and ends with the last process that can use it.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -102,6 +103,7 @@ def start_server() -> None:
                 start_new_session=True,
             )
         _servers.append(ours)
+        atexit.register(ours.close)
 
 
 def _serve(requests: socket.socket) -> dict[str, Any]:

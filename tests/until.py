@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-CEILING = 60.0  # seconds
+CEILING = 300.0  # seconds
 
 
 async def until(condition: Callable[[], object]) -> None:
