@@ -32,7 +32,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "integrations/test_skyrl_gym.py"),
     ("integrations/worker/driver.py", "if not isinstance(session.last_error, StepsExceeded | ContextExceeded):",
      "if True:", "integrations/test_verifiers.py"),
-    ("integrations/verifiers/child/treadle_verifiers.py", "if found[\"digest\"] != payload[\"digest\"]:", "if False:",
+    ("integrations/verifiers/child/treadle_verifiers.py", "if listed[\"digest\"] != payload[\"digest\"]:", "if False:",
      "integrations/test_verifiers.py"),
     ("integrations/openenv/child/treadle_openenv.py", "if not is_full and not", "if not",
      "integrations/test_openenv.py"),

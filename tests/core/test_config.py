@@ -339,6 +339,25 @@ def test_describe_opens_optional_configs_and_knows_the_parents_defaults() -> Non
     assert not lines["training.steps"].is_default
 
 
+def test_a_key_that_is_gone_says_what_to_do_instead_wherever_its_section_stands() -> None:
+    class Section(Config):
+        removed_keys = {"momentum": "set betas"}  # noqa: RUF012
+
+    class Whole(Config):
+        removed_keys = {"one.speed": "leave it out"}  # noqa: RUF012
+        one: Section = Section()
+        several: tuple[Section, ...] = ()
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"one": {"momentum": 1}}, "'one.momentum' any more; set betas"),
+        ({"several": [{"momentum": 1}]}, "'several.0.momentum' any more; set betas"),
+        ({"one": {"speed": 1}}, "'one.speed' any more; leave it out"),
+    ]
+    for data, instead in cases:
+        with pytest.raises(ConfigError, match=instead):
+            build(Whole, data)
+
+
 # the library's own configs
 
 

@@ -109,18 +109,20 @@ def test_every_task_comes_up_within_the_longest_wait() -> None:
     ("data", "message"),
     [
         ({"train": {}}, r"missing key 'train\.source'"),
-        ({"train": []}, "train: got .*at least 1 item"),
+        ({"train": []}, "train: the list is empty; name at least one source"),
+        ({"train": {"mixture": []}}, r"no key 'train\.mixture' any more; write its list in the place of this section"),
         ({"train": [{"weight": 1}]}, r"missing key 'train\.0\.source'"),
         ({"train": [{"source": "a.jsonl", "weight": 0}]}, r"train\.0\.weight: got 0"),
         (
             {"train": {"source": "a"}, "held_out": [{"source": "b.jsonl", "weight": 2}]},
-            r"unknown key 'held_out\.0\.weight'; 'weight' exists as 'train\.weight'",
+            r"no key 'held_out\.0\.weight' any more; every evaluation plays all held-out tasks",
         ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         build(DataConfig, data)
+    assert "Tuple" not in str(refused.value)  # pydantic's, of a list whose only source is wrong
 
 
 def test_sources_of_one_name_need_others(tmp_path: Path) -> None:

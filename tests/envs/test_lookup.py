@@ -195,7 +195,7 @@ def test_a_page_reward_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="page_reward must be a finite number, got 'x'"):
         tasks("train", 1, page_reward="x")  # type: ignore[arg-type]
     task = tasks("train", 1)[0]
-    with pytest.raises(DataError, match="page_reward is 'x'"):
+    with pytest.raises(DataError, match="page_reward must be a number, got 'x'"):
         play(replace(task, extras={**task.extras, "page_reward": "x"}), oracle)
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -156,6 +157,23 @@ def test_what_all_attempts_share_is_opened_before_them_and_closed_after_them() -
 
     asyncio.run(played(Sharing, attempts=2))
     assert happened == ["made for 16 tokens", "opened", "session g.0", "session g.1", "closed"]
+
+
+async def test_each_driver_checks_its_first_task_and_no_more_are_read() -> None:
+    checked: list[str] = []
+
+    class Checking(Asking):
+        async def check(self, session: Session, task: Task) -> None:
+            checked.append(task.task_id)
+
+    def tasks() -> Iterator[Task]:
+        yield from (replace(TASK, task_id=name) for name in "ab")
+        raise AssertionError("a large data set is read to its end")
+
+    players = Players(drivers={"mine": Checking})
+    async with open_rollouts(saying("a"), plain_renderer(), players, RolloutConfig()) as rollouts:
+        await rollouts.check(tasks())  # type: ignore[arg-type]
+    assert checked == ["a"]
 
 
 class Silent(AttemptDriver[Session]):

@@ -35,7 +35,7 @@ class Config(pydantic.BaseModel):
     Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
     with `build`, which also takes YAML lists for tuples and strings for enums and paths.
 
-    removed_keys: full path of a key that is gone -> what to do instead, for error messages.
+    removed_keys: path from here of a key that is gone -> what to do instead, for error messages.
     """
 
     removed_keys: ClassVar[Mapping[str, str]] = {}
@@ -365,7 +365,8 @@ def _purpose(cls: type[Config], keys: Location) -> str:
 def _unknown_key(cls: type[Config], keys: Location) -> str:
     """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
     *parents, leaf = map(str, keys)
-    if instead := cls.removed_keys.get(".".join([*parents, leaf])):
+    section = _config_at(cls, keys[:-1])
+    if instead := cls.removed_keys.get(".".join([*parents, leaf])) or (section and section.removed_keys.get(leaf)):
         return f"there is no key {'.'.join([*parents, leaf])!r} any more; {instead}"
     known = list(_fields_at(cls, keys[:-1]))
     if meant := [path for path in _paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
@@ -388,12 +389,18 @@ def _config_class(annotation: Any) -> type[Config] | None:
     return next(filter(None, map(_config_class, get_args(annotation))), None)
 
 
-def _fields_at(cls: type[Config] | None, keys: Iterable[int | str]) -> dict[str, FieldInfo]:
-    """The fields below `keys`; list indices and keys of a dict of Configs stand for their elements."""
+def _fields_at(cls: type[Config], keys: Iterable[int | str]) -> dict[str, FieldInfo]:
+    """The fields below `keys`."""
+    section = _config_at(cls, keys)
+    return dict(section.model_fields) if section else {}
+
+
+def _config_at(cls: type[Config] | None, keys: Iterable[int | str]) -> type[Config] | None:
+    """The Config at `keys`; list indices and keys of a dict of Configs stand for their elements."""
     for key in keys:
         field = cls.model_fields.get(str(key)) if cls else None
         cls = _config_class(field.annotation) if field else cls
-    return dict(cls.model_fields) if cls else {}
+    return cls
 
 
 def _paths(cls: type[Config], prefix: str = "") -> Iterator[str]:

@@ -4,5 +4,5 @@
                                            -> table.ArrowTasks     Parquet, Hugging Face: rows are read when asked for
                     -> mixture.Mixture                             several of these, by weight
 
-`rows` is the one place that says what a row must be; `tasks` what a sequence of tasks that is not in memory offers.
+`rows` defines what a row must be, `tasks` the interface of sequences of tasks that are not in memory.
 """

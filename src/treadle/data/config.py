@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -32,6 +33,13 @@ environment, agent and driver, the names of what plays the row, are read only if
 class SourceConfig(Config):
     """Configures where tasks come from."""
 
+    removed_keys = MappingProxyType(
+        {
+            "mixture": "write its list in the place of this section",
+            "weight": "every evaluation plays all held-out tasks; take less of a source by split: all[:500]",
+        }
+    )
+
     source: str = Field(
         min_length=1,
         description="a .jsonl or .parquet file, a directory of them, a Hugging Face data set (ORG/NAME, or a directory "
@@ -58,15 +66,22 @@ class WeightedSourceConfig(SourceConfig):
     )
 
 
+def _not_empty(sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+    if not sources:
+        raise ValueError("the list is empty; name at least one source")
+    return sources
+
+
 _OneOrSeveral = Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one")
 TrainSources = Annotated[
     Annotated[WeightedSourceConfig, Tag("one")]
-    | Annotated[tuple[WeightedSourceConfig, ...], Field(min_length=1), Tag("several")],
+    | Annotated[tuple[WeightedSourceConfig, ...], AfterValidator(_not_empty), Tag("several")],
     _OneOrSeveral,
 ]
 """One source, or a mixture of several: `[{source: a.jsonl, weight: 3}, {source: b.parquet}]`."""
 HeldOutSources = Annotated[
-    Annotated[SourceConfig, Tag("one")] | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag("several")],
+    Annotated[SourceConfig, Tag("one")]
+    | Annotated[tuple[SourceConfig, ...], AfterValidator(_not_empty), Tag("several")],
     _OneOrSeveral,
 ]
 """One source or several; every evaluation plays all of their tasks."""

@@ -56,9 +56,9 @@ def _load(datasets: Any, source: str, options: Mapping[str, Any], setting: str) 
     except ConnectionError as error:
         raise ConfigError(
             f"{setting}.source: {source!r} is no file or directory here, and not in the cache "
-            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and the hub cannot "
-            "be reached or HF_HUB_OFFLINE is set; load it once "
-            "where it can be reached and bring the cache here, or give the directory of one that save_to_disk wrote"
+            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and the hub cannot be reached or "
+            "HF_HUB_OFFLINE is set; load it once where it can be reached and bring the cache here, or give the "
+            "directory of one that save_to_disk wrote"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a row of a data set must be, and the task that it is.
+"""From a row of a data set to a task.
 
 {"question": "3 + 4?", "reward_model": {"ground_truth": "7"}}    a row, as it was stored
 select_fields with columns={prompt: question, ground_truth: reward_model.ground_truth}
@@ -85,7 +85,7 @@ def task_from_row(row: Any, where: str, task_id: str) -> Task:
 
 
 def unknown_key(key: str) -> str:
-    """Return the complaint about a key that is none of Treadle's names."""
+    """Return the error text for a key that is none of Treadle's names."""
     return (
         f"unknown key {key!r}; keys are {', '.join(KEYS)} (put your own into extras, or say where each is in "
         f"data.columns: data.columns.prompt={key})"

@@ -111,10 +111,8 @@ def _open_generator(section: SourceConfig, split: str, setting: str, name: str, 
         inspect.signature(generator).bind(split=split, **options)
     except TypeError as error:
         takes = ", ".join(name for name in parameters if name not in ("split", "file_split")) or "none"
-        given = ", ".join(section.options) or "none"
-        raise ConfigError(
-            f"{setting}.options of {source!r}: {error}; its options are {takes}, given: {given}"
-        ) from error
+        got = ", ".join(section.options) or "none"
+        raise ConfigError(f"{setting}.options of {source!r}: {error}; its options are {takes}, given: {got}") from error
     return _generated(generator(split=split, **options), where, f"{short_name(source)}-{split}")
 
 

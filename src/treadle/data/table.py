@@ -199,8 +199,8 @@ class ArrowTasks(LazyTasks):
         tasks = [self._task(batch, row, start + row) for row in range(1 if certain else len(batch))]
         self._players.update(task.player for task in tasks)
         if self._ids is not None:
-            found = leaf(batch, str(self._paths["task_id"])) if certain else pa.array([task.task_id for task in tasks])
-            self._ids.append(found.cast(pa.string()))
+            ids = leaf(batch, str(self._paths["task_id"])) if certain else pa.array([task.task_id for task in tasks])
+            self._ids.append(ids.cast(pa.string()))
 
 
 def _paths_in_table(part: Part, columns: Columns | None) -> dict[str, str | dict[str, str]]:
@@ -241,9 +241,9 @@ def _as_schema(batch: Any, schema: Any, part: Part, first: Part) -> Any:
     if batch.schema.equals(schema):
         return batch
     for name, kind in zip(schema.names, schema.types, strict=True):
-        if not _is_alike(kind, found := batch.schema.field(name).type):
+        if not _is_alike(kind, other := batch.schema.field(name).type):
             raise DataError(
-                f"{part.path}: column {name!r} is of type {found}, and of type {kind} in {first.path}; store it as one"
+                f"{part.path}: column {name!r} is of type {other}, and of type {kind} in {first.path}; store it as one"
             )
     return batch.select(schema.names).cast(schema)
 

@@ -1,4 +1,4 @@
-"""Sequences of tasks that need not be in memory, and what is asked of any sequence of tasks."""
+"""Sequences of tasks that need not be in memory, and functions of any sequence of tasks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_disjoint(train: Sequence[Task], held_out: Sequence[Task]) -> None:
 
 
 def check_no_copies(train: Iterable[Task], held_out: Iterable[Task]) -> None:
-    """Raise DataError if a task of one says what a task of the other says, whatever their ids."""
+    """Raise DataError if a task of one has the same content as a task of the other, whatever their ids."""
     places = {_content(task): task.task_id for task in train}
     copies = [(task.task_id, places[content]) for task in held_out if (content := _content(task)) in places]
     if copies:

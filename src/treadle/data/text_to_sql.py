@@ -5,7 +5,7 @@
     sql_questions   Spider's and BIRD's JSON: `db_id`, `question`, `query` or `SQL`, and BIRD's `evidence`
                       DATABASES/ID/ID.sqlite
 
-A database that is missing is told before anything is played.
+A missing database is an error before anything is played.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PAIRS: Mapping[str, tuple[Pair, ...]] = _split_pairs()
 
 
 class Arithmetic(Environment):
-    """Gives reward 1 for `<answer> 7</answer>` where the sum is 7; `info["ended"]` is right, wrong or format."""
+    """Plays one sum: reward 1 for `<answer> 7</answer>` if it is 7; `info["ended"]` is right, wrong or format."""
 
     async def step(self, text: str) -> EnvStep:
         answer = _ANSWER.fullmatch(text)

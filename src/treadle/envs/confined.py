@@ -151,8 +151,8 @@ class ChildPool:
             self._changed.wait_for(lambda: len(self._running) < max(1, self._limit))
             child = self._idle.pop() if self._idle else self._start()
             self._running.add(child)
-        self.start_spare()
         try:
+            self.start_spare()
             child.wait_until_ready()
             yield child
         finally:

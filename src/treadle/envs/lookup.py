@@ -174,7 +174,9 @@ class Lookup(Environment):
         self.page_reward = task.extras.get("page_reward")
         if self.page_reward is not None:
             if not is_finite(self.page_reward):
-                raise DataError(f"task {task.task_id} of environment lookup: page_reward is {self.page_reward!r}")
+                raise DataError(
+                    f"task {task.task_id} of environment lookup: page_reward must be a number, got {self.page_reward!r}"
+                )
             self.unopened = set(question.solve(self.world)[0])
         return question.prompt()
 
@@ -254,9 +256,9 @@ def _task(task_id: str, world_seed: str, hops: int, paying: Mapping[str, float])
     return Task(task_id, question.prompt(), "lookup", answer, extras)
 
 
-def check_hops(hops: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the hops. Raises ConfigError unless they are a list out of 1 to `most`."""
-    allowed = range(1, most + 1)
+def check_hops(hops: Sequence[int], largest: int) -> tuple[int, ...]:
+    """Return the hops. Raises ConfigError unless they are a list out of 1 to `largest`."""
+    allowed = range(1, largest + 1)
     if not isinstance(hops, Sequence) or not hops or any(count not in allowed for count in hops):
         raise ConfigError(f"hops must be a list out of {', '.join(map(str, allowed))}; got {hops!r}")
     return tuple(hops)

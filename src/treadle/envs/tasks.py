@@ -39,20 +39,14 @@ def check_environment(candidate: object, name: str, options: Mapping[str, Any] =
             raise ConfigError(
                 f"environments: {name!r}: {method} is missing; write 'def {method}({arguments})', async or not"
             )
-    check_options(candidate, f"environment_options of {name!r}", options)
-    return cast(type[Environment], candidate)
-
-
-def check_options(made: type, setting: str, options: Mapping[str, Any], *arguments: object) -> None:
-    """Raise ConfigError unless the class can be made with the arguments and these options."""
-    signature = inspect.signature(made)
+    signature = inspect.signature(candidate)
     try:
-        signature.bind(*arguments, **options)
+        signature.bind(**options)
     except TypeError as error:
-        takes = ", ".join([*signature.parameters][len(arguments) :]) or "none"
-        raise ConfigError(
-            f"{setting}: {error}; its options are {takes}, given: {', '.join(options) or 'none'}"
-        ) from error
+        takes, got = ", ".join(signature.parameters) or "none", ", ".join(options) or "none"
+        where = f"environment_options of {name!r}"
+        raise ConfigError(f"{where}: {error}; its options are {takes}, given: {got}") from error
+    return cast(type[Environment], candidate)
 
 
 def made_class(factory: object) -> object:

@@ -35,7 +35,7 @@ from treadle.core.types import Message, ToolCall
 from treadle.envs.base import Environment, EnvStep, Reply
 
 _CALLS = Metric("tool_calls", "trajectory", "mean", "calls", "tool calls of a trajectory")
-_ERRORS = Metric("tool_errors", "trajectory", "mean", "calls", "of these, those that the model was told an error for")
+_ERRORS = Metric("tool_errors", "trajectory", "mean", "calls", "tool calls that were answered by an error")
 
 Tool = Callable[..., Any]
 
@@ -61,8 +61,8 @@ class ToolEnvironment(Environment):
 
     The schema of each is made of its signature and docstring: types must be such that pydantic knows, and a line
     `name: text` of the docstring describes the parameter of that name. What a tool returns is the answer, text or
-    JSON; if it is an `EnvStep`, its reward, info and state count, and `done` ends the episode. What it raises (but
-    TrajectoryFailure) is told to the model as text, as are unknown tools and arguments that do not fit:
+    JSON; if it is an `EnvStep`, its reward, info and state count, and `done` ends the episode. What it raises (except
+    TrajectoryFailure) is reported to the model as text, as are unknown tools and arguments that do not fit:
     `env/tool_errors` counts them. A reply without a call is the last one: `answered` grades it.
 
     tools: what the model may call. max_calls: in one reply; others get an error. max_answer: characters of an answer;
@@ -116,7 +116,7 @@ class ToolEnvironment(Environment):
                 result = bound if isinstance(bound, _Error) else await _called(bound) if awaits else bound()
             except TrajectoryFailure:
                 raise
-            except Exception as error:  # noqa: BLE001  # whatever a tool raises is told to the model
+            except Exception as error:  # noqa: BLE001  # whatever a tool raises is reported to the model
                 result = _Error(f"{type(error).__name__}: {error}"[:2000])
             errors += isinstance(result, _Error)
             if isinstance(result, EnvStep):

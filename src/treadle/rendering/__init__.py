@@ -1,1 +1,1 @@
-"""The parts of exact chat rendering: template, structural tokens, identity of messages, marks, splices, causes."""
+"""The parts of exact chat rendering: template, structural tokens, identity of messages, marks, splices."""

@@ -157,7 +157,7 @@ class _Kept:
     spans: tuple[Span, ...] = ()
 
 
-_Found = tuple[list[_Kept], Mapping[int, BreakCause]]
+_KeptAndLost = tuple[list[_Kept], Mapping[int, BreakCause]]
 """What is kept, in order, and why other replies are not."""
 
 
@@ -390,7 +390,7 @@ class Conversation:
         ids = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
         return ids, self._cause(ids, rendering), rendering
 
-    def _carried_on(self, draft: _Draft, text: str) -> _Found | None:
+    def _carried_on(self, draft: _Draft, text: str) -> _KeptAndLost | None:
         """The fast path, without marks: the text is that of an earlier call, then its reply's bare content.
 
         None if it does not apply.
@@ -412,7 +412,7 @@ class Conversation:
         after = int(record.ids[-1]) if record.stop else None
         return [_Kept(0, at, record.ids, after, (*earlier.spans, span))], earlier.lost
 
-    def _spliced(self, draft: _Draft, text: str) -> _Found:
+    def _spliced(self, draft: _Draft, text: str) -> _KeptAndLost:
         """Find each reply by the marks of its parts."""
         replies = {number: record for number, record in enumerate(draft.replies) if record}
         if not replies:

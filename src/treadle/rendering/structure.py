@@ -77,7 +77,7 @@ class Structure:
         self._copy = type(tokenizer).from_str(json.dumps(_renamed(spec, self.names)))
         self._usual = any_of(ids)
         self.pattern = re.compile(f"{self._secret}.+?{self._secret}", re.DOTALL)  # a private name
-        self._memos = [(longest, lru_cache(maxsize=most)(self._piece)) for longest, most in _MEMOISED]
+        self._memos = [(longest, lru_cache(maxsize=pieces)(self._piece)) for longest, pieces in _MEMOISED]
 
     def claim(self, text: str) -> str:
         """Write a template's own text with private names; `plain` undoes it."""

@@ -14,8 +14,8 @@ from treadle.retrieval.corpus import Corpus, Passage
 from treadle.retrieval.retriever import Retriever
 
 
-class Found(NamedTuple):
-    """A passage that was found, and its score."""
+class ScoredPassage(NamedTuple):
+    """A passage and its score for a query."""
 
     passage: Passage
     score: float
@@ -28,7 +28,7 @@ class Overloaded(TreadleError, RuntimeError):
 class _Waiting(NamedTuple):
     query: str
     topk: int
-    answer: asyncio.Future[list[Found]]
+    answer: asyncio.Future[list[ScoredPassage]]
 
 
 class RetrievalQueue:
@@ -52,7 +52,7 @@ class RetrievalQueue:
         self._thread = ThreadPoolExecutor(1, "retrieval")
         self._worker: asyncio.Task[None] | None = None
 
-    async def search(self, queries: Sequence[str], topk: int) -> list[list[Found]]:
+    async def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
         """Return at most `topk` passages for each query, best first.
 
         Raises Overloaded if too many queries wait, or if these have waited for too long.
@@ -99,8 +99,8 @@ class RetrievalQueue:
             self._waiting.popleft()
         return [one for one in batch if not one.answer.done()]
 
-    def _find(self, queries: list[str], topk: int) -> list[list[Found]]:
+    def _find(self, queries: list[str], topk: int) -> list[list[ScoredPassage]]:
         return [
-            [Found(self._passages[hit.passage], hit.score) for hit in hits]
+            [ScoredPassage(self._passages[hit.passage], hit.score) for hit in hits]
             for hits in self._retriever.search(queries, topk)
         ]

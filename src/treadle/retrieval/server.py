@@ -14,7 +14,7 @@ from typing import Any, Self
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, model_validator
 
-from treadle.retrieval.queue import Found, Overloaded, RetrievalQueue
+from treadle.retrieval.queue import Overloaded, RetrievalQueue, ScoredPassage
 
 MOST_PASSAGES = 100
 """Largest `topk`."""
@@ -69,7 +69,7 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
     return app
 
 
-def _document(hit: Found, with_score: bool) -> Any:
+def _document(hit: ScoredPassage, with_score: bool) -> Any:
     return {"document": hit.passage, "score": hit.score} if with_score else hit.passage
 
 

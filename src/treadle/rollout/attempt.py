@@ -95,7 +95,8 @@ class Rollouts:
             (driver.open_session(self._spec(group_id, a, sampling or self.sampling)), a) for a in addresses
         ]:
             attempt = asyncio.ensure_future(self._attempt(driver, session, task, address))
-            attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]  # also if it was cancelled before it began
+            # also if it is cancelled before it begins
+            attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]
             attempts.append(attempt)
         return attempts
 
@@ -103,7 +104,9 @@ class Rollouts:
         """Have each driver check that it can play its first task. Raises ConfigError or EngineError."""
         unchecked = {p for p, driver in self._drivers.items() if type(driver).check is not AttemptDriver.check}
         brief = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, _BRIEF))
-        for task in tasks if unchecked else ():
+        for task in tasks:
+            if not unchecked:
+                return
             if task.player not in unchecked:
                 continue
             unchecked.discard(task.player)

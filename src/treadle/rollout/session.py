@@ -113,8 +113,9 @@ class Session:
 
     parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
     strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
-    bounds a call's `max_tokens`. bad_requests, unanswered: written by the gateway: why
-    requests were refused as malformed; requests that failed and have no answered retry.
+    bounds a call's `max_tokens`.
+    bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
+    have no answered retry.
     """
 
     def __init__(

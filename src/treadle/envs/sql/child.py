@@ -116,15 +116,15 @@ def limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def select(query: Query, most: int, characters: int) -> list[list[Any]]:
-    """Return the first distinct rows, as JSON can hold them: `most` of them, or fewer of so many characters."""
+def select(query: Query, limit: int, characters: int) -> list[list[Any]]:
+    """Return the first distinct rows, as JSON can hold them: `limit` of them, or fewer of so many characters."""
     rows: dict[Row, None] = {}
     size = 0
     for row in rows_of(query):
         if row not in rows:
             rows[row] = None
             size += sum(len(cell) for cell in row if isinstance(cell, str | bytes))
-            if len(rows) >= most or size >= characters:
+            if len(rows) >= limit or size >= characters:
                 break
     return [[shown(cell) for cell in row] for row in rows]
 

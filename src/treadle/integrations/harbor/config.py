@@ -28,6 +28,11 @@ class HarborConfig(Config):
 
     removed_keys = MappingProxyType(
         {
+            **dict.fromkeys(("tasks", "held_out"), "set path in the options of data.train and data.held_out"),
+            "registry": "set it in the options of data.train and data.held_out",
+            "trial_file": "write its keys into trial",
+            "agent_timeout": "set agent.override_timeout_sec in trial",
+            "verifier_timeout": "set verifier.override_timeout_sec in trial",
             "start_timeout": "set environment_build_timeout_multiplier and agent.override_setup_timeout_sec in trial",
             "context_exceeded": "set rewards.overlong",
             "sandbox_lifetime": "set rollout.trajectory_timeout, of which it is twice, or trial.environment.kwargs",
@@ -78,5 +83,5 @@ class HarborConfig(Config):
 
 def harbor_program(python: str | None) -> WorkerProgram:
     """Return what the worker processes run. python: an interpreter; default: where `interpreter` finds one."""
-    found = interpreter(python, VENV, ".venv-harbor")
-    return WorkerProgram("Harbor", HANDLER, found, REMEDY, lost_cause=Cause.INFRASTRUCTURE)
+    path = interpreter(python, VENV, ".venv-harbor")
+    return WorkerProgram("Harbor", HANDLER, path, REMEDY, lost_cause=Cause.INFRASTRUCTURE)

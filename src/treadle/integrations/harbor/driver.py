@@ -75,7 +75,7 @@ class HarborDriver(GatewayDriver):
         self._opened, self._next_start, self._names = AsyncExitStack(), 0.0, ""
 
     async def __aenter__(self) -> Self:
-        """Start the worker processes. Raises ConfigError for what is missing, in a line."""
+        """Start the worker processes. Raises ConfigError if a program or Harbor itself is missing."""
         check_programs(self._harbor)
         await super().__aenter__()
         async with AsyncExitStack() as opened:
@@ -92,28 +92,28 @@ class HarborDriver(GatewayDriver):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel trials that go on, and end the worker processes."""
+        """Cancel trials in progress, and end the worker processes."""
         await self._opened.aclose()
 
     async def describe(self, task: Task) -> str:
-        """Return Harbor's version, agent and environment, after a trial of the task was made and not played."""
+        """Describe Harbor's version, agent and environment. Makes a trial of the task without playing it."""
         nowhere = SessionAddress("none", f"{self.gateway.url}/v1")
-        found = await check_trial(self._pool, self._order("check", task, nowhere))
+        trial = await check_trial(self._pool, self._order("check", task, nowhere))
         version = self._pool.ready.versions["harbor"]
-        return f"Harbor {version} plays {found['agent']} in {self._harbor.environment}"
+        return f"Harbor {version} plays {trial['agent']} in {self._harbor.environment}"
 
     async def check(self, session: AgentSession, task: Task) -> None:
         """Make a trial of the task without playing it, and one call through Harbor's own LLM class.
 
-        Raises ConfigError for a configuration that Harbor does not take, EngineError where other token ids arrive than
+        Raises ConfigError for a configuration that Harbor does not take, EngineError if other token ids arrive than
         were sampled.
         """
         async with self.gateway.attached(session) as address:
             await check_trial(self._pool, self._order(session.name, task, address))
-            found = await self._pool.call({"probe": self._order(session.name, task, address)})
+            answer = await self._pool.call({"probe": self._order(session.name, task, address)})
         sampled = [(step.prompt_ids.tolist(), step.completion_ids.tolist()) for step in session.steps]
-        if (found.get("prompt"), found.get("completion")) not in sampled or not found.get("logprobs"):
-            what = found.get("error") or "the answer has other token ids than were sampled, or no log-probabilities"
+        if (answer.get("prompt"), answer.get("completion")) not in sampled or not answer.get("logprobs"):
+            what = answer.get("error") or "the answer has other token ids than were sampled, or no log-probabilities"
             raise EngineError(f"a call through Harbor's LLM class, at {self.gateway.url}: {what}")
 
     @asynccontextmanager
@@ -124,7 +124,7 @@ class HarborDriver(GatewayDriver):
             yield
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
-        """Play a trial and return what `outcomes.judge` makes of it. Raises EngineError where a call failed."""
+        """Play a trial and return its grade by `outcomes.judge`. Raises EngineError if a call failed."""
         order = self._order(session.name, task, address)
         try:
             answer, refused = await self._play(order, session)
@@ -139,10 +139,10 @@ class HarborDriver(GatewayDriver):
         return Graded(verdict.reward, _metrics(report, verdict, unreported, misreported), warning, verdict.ended_by)
 
     async def _play(self, order: Mapping[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallError | None]:
-        """Return what the worker says of the trial, and why its agent was refused a call at the end, if it was.
+        """Return the worker's report of the trial, and the error with which its agent's last call was refused, if any.
 
-        It is stopped, and verified, when its agent asks for a call too many. Raises EngineError when a call failed in
-        the engine: the agent would try again and again.
+        A trial whose agent asks for a call too many is stopped and verified. Raises EngineError if a call fails in the
+        engine: the agent would try again and again.
         """
         stop, refused = asyncio.Event(), None
         trial = asyncio.ensure_future(self._pool.call({"trial": order}, stop))
@@ -159,10 +159,10 @@ class HarborDriver(GatewayDriver):
             watching.cancel()
             trial.cancel()
             await asyncio.wait({trial})
-            trial.cancelled() or trial.exception()  # an error that came beside another one is not asyncio's to report
+            trial.cancelled() or trial.exception()  # retrieve it so that asyncio does not log it
 
     async def _remove_sandboxes(self, names: str) -> None:
-        """Remove those whose names begin so, of processes that were killed, where no provider ends them in time."""
+        """Remove sandboxes of killed processes, by the beginning of their names, where no provider ends them."""
         if self._harbor.environment == "docker":
             await self._pool.call({"remove": {"names": names}})
 
@@ -181,7 +181,7 @@ class HarborDriver(GatewayDriver):
 
 
 def check_programs(config: HarborConfig) -> None:
-    """Raise ConfigError where a program that local sandboxes need is missing."""
+    """Raise ConfigError if a program that local sandboxes need is missing."""
     if config.environment != "local":
         return
     wanted = {"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux"}
@@ -196,7 +196,7 @@ def check_programs(config: HarborConfig) -> None:
 
 
 async def check_trial(pool: WorkerPool, made: Mapping[str, Any]) -> dict[str, Any]:
-    """Have a trial made and not played; return what Harbor calls its task and agent. Raises ConfigError."""
+    """Make a trial without playing it; return Harbor's names of its task and agent. Raises ConfigError."""
     try:
         return await pool.call({"check": made})
     except TrajectoryFailure as failure:
@@ -204,7 +204,7 @@ async def check_trial(pool: WorkerPool, made: Mapping[str, Any]) -> dict[str, An
 
 
 def order(config: HarborConfig, rollout: RolloutConfig, task: Task) -> dict[str, Any]:
-    """Return what a worker needs to know of every trial of the task, but for its name, place and gateway."""
+    """Return a worker's order of a trial of the task, without its name, directory and gateway."""
     path = task.extras.get("path")
     if not isinstance(path, str):
         raise DataError(f"task {task.task_id}: no extra 'path', the directory of a task of Harbor's; use harbor_tasks")
@@ -221,12 +221,12 @@ def order(config: HarborConfig, rollout: RolloutConfig, task: Task) -> dict[str,
 
 
 def run_names(directory: Path) -> str:
-    """Return what the names of the run's trials begin with, and those of their sandboxes: `treadle-3f2a-`."""
+    """Return the prefix of the run's trials and their sandboxes: `treadle-3f2a-`."""
     return f"treadle-{hashlib.blake2b(str(directory.absolute()).encode(), digest_size=3).hexdigest()}-"
 
 
 def trial_name(names: str, attempt: str) -> str:
-    """Return the name of an attempt's trial, `treadle-3f2a-00012-3`; names: what it begins with (`run_names`)."""
+    """Return the name of an attempt's trial: `treadle-3f2a-00012-3`. names: its prefix (`run_names`)."""
     return names + re.sub("[^A-Za-z0-9]+", "-", attempt).strip("-").lower()[-40:]
 
 

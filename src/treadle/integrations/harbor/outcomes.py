@@ -51,7 +51,7 @@ _EARLY = 0.95  # of the agent's time: a time-out before that is not the agent's
 
 @dataclass(frozen=True, slots=True)
 class TrialReport:
-    """Holds what a worker says of a trial (`child/treadle_trials.py`).
+    """A worker's report of a trial (`child/treadle_trials.py`).
 
     exception: name of its class, "" if there was none; phase: in which it was raised. rewards: the verifier's.
     agent_seconds, agent_limit: what the agent took and had, if it was what failed. recorded: for each segment, a digest
@@ -90,7 +90,7 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Holds what a trial is worth. ended_by: for `rollout.drivers.outcome_of`; None: it came to its end.
+    """What a trial is worth. ended_by: for `rollout.drivers.outcome_of`; None: it came to its end.
 
     context_exceeded, timed_out: for metrics, whatever the policy made of it.
     """
@@ -121,16 +121,16 @@ def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) 
     if report.exception == "AgentTimeoutError":
         if config.agent_timed_out == "drop":
             return Verdict(ended_by=_failure(Cause.TIMEOUT, report), timed_out=True)
-        return Verdict(reward, warning=_told(report), timed_out=True)
+        return Verdict(reward, warning=_exception_text(report), timed_out=True)
     limit = refused if report.stopped and isinstance(refused, StepsExceeded) else None
-    return Verdict(reward, ended_by=limit, warning=_told(report))
+    return Verdict(reward, ended_by=limit, warning=_exception_text(report))
 
 
 def _context(report: TrialReport, refused: object, config: HarborConfig) -> Verdict:
     full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
     reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
     verified = reward if isinstance(reward, Reward) else Reward()
-    return Verdict(verified, ended_by=full, warning=_told(report), context_exceeded=True)
+    return Verdict(verified, ended_by=full, warning=_exception_text(report), context_exceeded=True)
 
 
 def _is_early(report: TrialReport) -> bool:
@@ -138,7 +138,7 @@ def _is_early(report: TrialReport) -> bool:
 
 
 def _is_gradable(report: TrialReport) -> bool:
-    """Return whether a trial that raised is worth the reward that it has: it was verified after the agent had ended."""
+    """Whether the reward of a trial that raised counts: it was verified after the agent had ended."""
     return report.exception in _GRADABLE and report.phase in (AGENT, VERIFIER)
 
 
@@ -172,9 +172,9 @@ def _reward(report: TrialReport, config: HarborConfig) -> Reward | TrajectoryFai
 
 
 def _failure(cause: Cause, report: TrialReport, why: str = "") -> TrajectoryFailure:
-    what = f"{_told(report)}{f' ({why})' if why else ''}"
+    what = f"{_exception_text(report)}{f' ({why})' if why else ''}"
     return TrajectoryFailure(cause, what, report.traceback)
 
 
-def _told(report: TrialReport) -> str:
+def _exception_text(report: TrialReport) -> str:
     return f"{report.exception}: {report.message}".rstrip(": ") if report.exception else ""

@@ -49,10 +49,10 @@ def harbor_tasks(
     root = _unpacked(Path(path)) if path.endswith(".parquet") else Path(path)
     if not root.is_dir():
         raise ConfigError(f"data.{split}: {path!r} is no directory (it is relative to {Path.cwd()})")
-    found = [root] if (root / _TASK).is_file() else sorted(file.parent for file in root.rglob(_TASK))
-    if not found:
+    tasks = [root] if (root / _TASK).is_file() else sorted(file.parent for file in root.rglob(_TASK))
+    if not tasks:
         raise ConfigError(f"data.{split}: no tasks below {path!r}: a task is a directory with a {_TASK}")
-    for task in found:
+    for task in tasks:
         name = task.resolve().name if task == root else task.relative_to(root).as_posix()
         yield Task(name, _instruction(task), driver=DRIVER, extras={"path": str(task)})
 
@@ -72,10 +72,10 @@ def _downloaded(data_set: str, registry: str | None, program: WorkerProgram, wor
     """Return the directories of a data set's tasks, in order of their paths. Raises ConfigError."""
     order = {"data_set": data_set, "registry": registry and str(Path(registry).absolute())}
     try:
-        found = asyncio.run(_asked({"tasks": order}, program, worker))
+        answer = asyncio.run(_asked({"tasks": order}, program, worker))
     except TrajectoryFailure as failure:
         raise ConfigError(f"Harbor cannot download {data_set!r}: {failure.message}") from failure
-    return [Path(task) for task in found["tasks"]]
+    return [Path(task) for task in answer["tasks"]]
 
 
 async def _asked(payload: Mapping[str, Any], program: WorkerProgram, worker: WorkerConfig) -> dict[str, Any]:

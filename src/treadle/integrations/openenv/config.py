@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from pydantic import Field, field_validator
 
 from treadle.core.config import Config
@@ -11,7 +13,15 @@ PORT = "{port}"
 
 
 class OpenEnvConfig(Config):
-    """Configures where the server of an environment is, and how it is talked to."""
+    """Configures the server of an environment, and how replies become actions."""
+
+    removed_keys = MappingProxyType(
+        {
+            "url": "set server to it",
+            "command": "set server to it",
+            "directory": "begin the command in server with [env, -C, DIR, ...]",
+        }
+    )
 
     server: str | tuple[str, ...] = Field(
         description="base URL of a running one, or the command that starts one, for as long as the run lasts; "

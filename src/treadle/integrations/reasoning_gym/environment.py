@@ -47,7 +47,7 @@ def _command() -> list[str]:
 
 
 SCORERS = ChildPool("reasoning-gym's scorers", _command(), min(8, max(2, os.cpu_count() or 1)), start_timeout=_START)
-"""Those of this process. A score takes milliseconds; what takes long must not keep others from theirs."""
+"""Shared by this process. A score takes milliseconds; several run at once, so that a slow one holds up none."""
 
 
 class ReasoningGym(Environment):
@@ -56,7 +56,7 @@ class ReasoningGym(Environment):
     score_seconds: time to score an answer. format_reward: what a reply is paid, beside its score, for one `<think>`
     block, one `<answer>` block after it, and no other, as in the library's own training scripts (there .2).
 
-    The answer is the last `<answer>` block. One that the scorer cannot read (it raises) or not in its time is worth 0.
+    The answer is the last `<answer>` block. It is worth 0 if the scorer raises or runs out of time.
     """
 
     metrics = (
@@ -91,7 +91,7 @@ class ReasoningGym(Environment):
         return EnvStep(reward=Reward(rewards), done=True, info=info)
 
     def _score(self, answer: str | None) -> float | None:
-        """Return the data set's score of the answer; None where it gives none."""
+        """Return the data set's score of the answer; None if it gives none."""
         extras: Mapping[str, Any] = self.task.extras
         entry = {
             "question": self.task.prompt[-1]["content"],

@@ -6,8 +6,8 @@
     get_metrics        finish    also where a limit ended the attempt
     close              close
 
-All calls of an attempt are made on a thread of its own, each within `rollout.environment_timeout`. What the library
-runs or asks for the model is in `tools`.
+All calls of an attempt are made on a thread of its own, each within `rollout.environment_timeout`. `tools` replaces
+what the library runs and asks for the model.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Standard input is a socket that carries JSON lines both ways:
 
     in   {"start": SETTINGS}                    out  {"ready": {...}} or {"failed": "..."}
          {"run": 1, "payload": {...}}                {"id": 1, "result": {...}} or {"id": 1, "error": {...}}
-         {"stop": 1}, {"cancel": 1}                  {"heartbeat": {...}}
+         {"stop": 1}, {"cancel": 1}                  {"heartbeat": 3}, attempts in progress
 
 When the socket ends, or on SIGTERM, all attempts are cancelled, and the process ends once they have cleaned up.
 
@@ -12,24 +12,19 @@ Standard library only, and no syntax newer than Python 3.9's. `treadle.integrati
 """
 
 import asyncio
-import collections
 import faulthandler
 import importlib.util
 import json
 import os
-import platform
 import resource
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_TICKS = 10  # measurements of the event loop's lag from one heartbeat to the next
-_MEASURED = 1000  # how many of the last ones are summed up
 _LONGEST = 2000  # characters of an error's message; of its traceback, ten times as many
 
 Json = dict[str, Any]
@@ -66,14 +61,12 @@ async def _serve(connection: socket.socket, handler_file: Path) -> None:
         writer.write(json.dumps(message).encode() + b"\n")
 
     settings = json.loads(await reader.readline())["start"]
-    begun, begun_cpu = time.monotonic(), time.process_time()
     try:
         _limit_memory(settings["memory_limit"])
         handler = _load(handler_file)
         versions = handler.versions() if hasattr(handler, "versions") else {}
         info = await handler.start(settings["options"]) if hasattr(handler, "start") else {}
-        ready = {"pid": os.getpid(), "python": platform.python_version(), "versions": versions, "info": info}
-        send({"ready": {**ready, "seconds": time.monotonic() - begun, "cpu_seconds": time.process_time() - begun_cpu}})
+        send({"ready": {"pid": os.getpid(), "versions": versions, "info": info}})
     except BaseException as error:  # noqa: BLE001  # a boundary: reported to the run, which ends
         traceback.print_exc()
         send({"failed": _described(error)["message"]})
@@ -105,7 +98,7 @@ async def _receive(reader: asyncio.StreamReader, attempts: "_Attempts") -> None:
 
 
 class _Attempts:
-    """Holds the attempts that are being played, by number."""
+    """The attempts in progress, by number."""
 
     def __init__(self, run: Callable[..., Any], send: Send, output_limit: int) -> None:
         self._run, self._send, self._output_limit = run, send, output_limit
@@ -167,25 +160,10 @@ def _described(error: BaseException) -> Json:
 
 async def _beat(send: Send, attempts: _Attempts, interval: float, patience: float) -> None:
     """Send heartbeats; where one is long overdue, write to standard error what the threads are doing."""
-    lags: collections.deque[float] = collections.deque(maxlen=_MEASURED)
     while True:
         faulthandler.dump_traceback_later(patience / 2)
-        for _ in range(_TICKS):
-            due = time.monotonic() + interval / _TICKS
-            await asyncio.sleep(interval / _TICKS)
-            lags.append(max(0.0, time.monotonic() - due))
-        ordered = sorted(lags)
-        lag = {"lag_p99": ordered[int(0.99 * (len(ordered) - 1))], "lag_max": ordered[-1]}
-        send({"heartbeat": {**lag, **_usage(), "attempts": len(attempts)}})
-
-
-def _usage() -> Json:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    try:
-        memory = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:  # another system: its largest so far, which macOS counts in bytes
-        memory = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"memory": memory, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+        await asyncio.sleep(interval)
+        send({"heartbeat": len(attempts)})
 
 
 def _load(path: Path) -> Any:

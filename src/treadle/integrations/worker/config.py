@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from pydantic import Field
 
 from treadle.core.config import Config
@@ -9,6 +11,13 @@ from treadle.core.config import Config
 
 class WorkerConfig(Config):
     """Configures the processes that run a library in a Python of its own."""
+
+    removed_keys = MappingProxyType(
+        dict.fromkeys(
+            ("attempts", "output_limit", "heartbeat", "patience", "start_timeout", "cleanup_timeout"),
+            "leave it out: the limits of worker processes are fixed",
+        )
+    )
 
     processes: int = Field(1, ge=1, description="processes, each of which imports the library once")
     memory_limit: int = Field(

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker.config import WorkerConfig
-from treadle.integrations.worker.process import Json, Ready, WorkerProcess, WorkerProgram
+from treadle.integrations.worker.process import Ready, WorkerProcess, WorkerProgram
 
 
 class WorkerPool:
@@ -58,19 +58,19 @@ class WorkerPool:
 
     @property
     def ready(self) -> Ready:
-        """Return what the first process said when it was started last."""
+        """First message of the first process, since its last start."""
         ready = self._slots[0].ready
         assert ready is not None, "the pool has not been entered"
         return ready
 
     @property
-    def heartbeats(self) -> list[Json]:
-        """The last heartbeat of each process."""
-        return [slot.heartbeat for slot in self._slots]
+    def playing(self) -> list[int | None]:
+        """Attempts in progress at the last heartbeat of each process; None before it."""
+        return [slot.playing for slot in self._slots]
 
     @property
     def restarts(self) -> int:
-        """Return how many processes were started in place of another."""
+        """Number of processes that were replaced."""
         return sum(slot.starts - 1 for slot in self._slots)
 
     async def _restarted(self, slot: _Slot) -> WorkerProcess:
@@ -112,8 +112,8 @@ class _Slot:
             return self._process
 
     @property
-    def heartbeat(self) -> Json:
-        return {} if self._process is None else self._process.heartbeat
+    def playing(self) -> int | None:
+        return None if self._process is None else self._process.playing
 
     async def close(self) -> None:
         async with self._lock:

@@ -64,23 +64,17 @@ class WorkerProgram:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """First message of a process: `Ready(4711, "3.12.1", {"harbor": "0.24.0"}, {}, 4.9, 4.6)`.
-
-    info: result of the handler's `start`. seconds, cpu_seconds: spent importing and starting the library.
-    """
+    """First message of a process: `Ready(4711, {"harbor": "0.24.0"}, {})`. info: result of the handler's `start`."""
 
     pid: int
-    python: str
     versions: dict[str, str]
     info: Json
-    seconds: float
-    cpu_seconds: float
 
 
 class WorkerProcess:
     """One worker process. Create it with `start`; call `close` when done.
 
-    ready: its first message. heartbeat: the last one (`child._beat`); {} before it.
+    ready: its first message. playing: attempts in progress at its last heartbeat; None before it.
     Invariant: each call ends, at the latest when the process does; `is_usable` is false from then on, and once an
     attempt could not be cancelled.
     """
@@ -98,8 +92,8 @@ class WorkerProcess:
         self._pending: dict[int, asyncio.Future[Json]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.is_usable = True
-        self.ready = Ready(0, "", {}, {}, 0.0, 0.0)
-        self.heartbeat: Json = {}
+        self.ready = Ready(0, {}, {})
+        self.playing: int | None = None
 
     @classmethod
     async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
@@ -210,7 +204,7 @@ class WorkerProcess:
         return line if line.endswith(b"\n") else b""
 
     async def _read(self) -> None:
-        """Read answers and heartbeats until the process ends or is silent for `patience` seconds."""
+        """Read answers and heartbeats until the process ends, or is silent for `limits.silence` seconds."""
         blocked, broken = False, ""
         try:
             while line := await self._line_in_time():
@@ -233,7 +227,7 @@ class WorkerProcess:
 
     def _take(self, message: Json) -> None:
         if "heartbeat" in message:
-            self.heartbeat = message["heartbeat"]
+            self.playing = message["heartbeat"]
             return
         number = message["id"]
         answer = self._pending.pop(number, None)

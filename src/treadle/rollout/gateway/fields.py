@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,11 @@ T = TypeVar("T")
 
 _COLDEST = 0.01  # dividing by less overflows; 0 itself is greedy
 _NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+_KINDS = {
+    "tuple_type": "Input should be an array",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "Input should be an object"),
+    "too_short": "Array should not be empty",
+}
 _NO_VALUE = ("missing", "union_tag_invalid", "union_tag_not_found", "request")  # errors that need not show the value
 
 
@@ -45,10 +50,11 @@ def read(model: type[M], body: Json) -> M:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        text = problem["msg"] if problem["type"] in _NO_VALUE else f"{problem['msg']}, got {shown(problem['input'])}"
-        discriminator = problem.get("ctx", {}).get("discriminator", "").strip("'")  # of a union's tag, which is wrong
-        param = _path(body, problem["loc"] + ((discriminator,) if discriminator else ()))
+        first = error.errors(include_url=False)[0]
+        text = _KINDS.get(first["type"], first["msg"])  # pydantic names Python's types
+        text = text if first["type"] in _NO_VALUE else f"{text}, got {shown(first['input'])}"
+        discriminator = first.get("ctx", {}).get("discriminator", "").strip("'")  # of a union's tag, which is wrong
+        param = _path(body, first["loc"] + ((discriminator,) if discriminator else ()))
         raise ApiError(400, f"{param}: {text}", param) from error
 
 
@@ -85,6 +91,12 @@ def _unsupported(value: Any) -> Any:
     return value
 
 
+def _only_text(value: Any) -> Any:
+    if value != "text":
+        raise problem(f"must be text, as no engine here constrains decoding, got {shown(value)}; leave it out")
+    return value
+
+
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]
 Number = Annotated[float, Strict()]
@@ -104,9 +116,9 @@ StopStrings = Annotated[
 
 
 class TextFormat(RequestModel):
-    """A format of answers: only text, as no engine here constrains decoding."""
+    """A format of answers."""
 
-    type: Literal["text"] = "text"
+    type: Annotated[Any, AfterValidator(_only_text)] = "text"
 
 
 class StreamOptions(RequestModel):

@@ -188,8 +188,8 @@ class LocalEnvironment(BaseEnvironment):
         """Return the sandbox's first process, once its root is in place. Raises RuntimeError if that fails."""
         assert self._sandbox is not None and self._sandbox.stderr is not None
         loop = asyncio.get_running_loop()
-        with os.fdopen(ready) as told:
-            text = await loop.run_in_executor(None, told.read)
+        with os.fdopen(ready) as pipe:
+            text = await loop.run_in_executor(None, pipe.read)
         deadline = loop.time() + _GRACE
         while text and self._sandbox.returncode is None and loop.time() < deadline:
             pid = int(json.loads(text)["child-pid"])
@@ -202,7 +202,7 @@ class LocalEnvironment(BaseEnvironment):
         raise RuntimeError(f"bwrap could not start a sandbox: {problem.strip() or self._sandbox.returncode}")
 
     async def _run(
-        self, words: list[str], *, given: bytes | None = None, env: dict[str, str] | None = None
+        self, words: list[str], *, stdin: bytes | None = None, env: dict[str, str] | None = None
     ) -> tuple[int, bytes, bytes]:
         """Run a program in the sandbox; return status and the first `_OUTPUT` bytes of what it writes."""
         if not self._init:
@@ -215,7 +215,7 @@ class LocalEnvironment(BaseEnvironment):
             *(f"--root=/proc/{self._init}/root", f"--wd=/proc/{self._init}/root"),
             *("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"),
             *("env", "-i", *(f"{name}={value}" for name, value in variables.items()), *words),
-            stdin=asyncio.subprocess.DEVNULL if given is None else asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -223,7 +223,7 @@ class LocalEnvironment(BaseEnvironment):
         out, err = bytearray(), bytearray()
         copying = [asyncio.ensure_future(_copy(process.stdout, out)), asyncio.ensure_future(_copy(process.stderr, err))]
         try:
-            await _feed(process, given)
+            await _feed(process, stdin)
             status = await process.wait()
             await asyncio.wait(copying, timeout=_LINGER)  # what it left running may hold its outputs open
             return status, bytes(out), bytes(err)
@@ -237,7 +237,7 @@ class LocalEnvironment(BaseEnvironment):
     async def _unpack(self, packed: bytes, directory: str) -> None:
         quoted = shlex.quote(directory)
         words = ["bash", "-c", f"mkdir -p {quoted} && tar -C {quoted} --no-same-owner -xf -"]
-        status, _, err = await self._run(words, given=packed)
+        status, _, err = await self._run(words, stdin=packed)
         if status:
             raise RuntimeError(f"upload to {directory} failed: {err.decode(errors='replace').strip()}")
 
@@ -249,10 +249,10 @@ async def _copy(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
         kept += data[: max(0, _OUTPUT - len(kept))]
 
 
-async def _feed(process: asyncio.subprocess.Process, given: bytes | None) -> None:
-    if given is None or process.stdin is None:
+async def _feed(process: asyncio.subprocess.Process, stdin: bytes | None) -> None:
+    if stdin is None or process.stdin is None:
         return
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(given)
+        process.stdin.write(stdin)
         await process.stdin.drain()
     process.stdin.close()

@@ -99,13 +99,13 @@ def _named(name: str, ours: dict[str, Json], key: str) -> Json:
     return dict(ours.get(name) or ({"import_path": name} if ":" in name else {key: name}))
 
 
-def _refuse_unknown(given: Json, model: type[BaseModel], where: str) -> None:
+def _refuse_unknown(config: Json, model: type[BaseModel], where: str) -> None:
     """Raise ValueError for a key that a model of Harbor's does not have, which pydantic would ignore."""
-    for key, value in given.items():
+    for key, value in config.items():
         field = model.model_fields.get(key)
         if field is None:
-            known = ", ".join(model.model_fields)
-            raise ValueError(f"Harbor's trial configuration has no {where}{key!r}; {where or 'it'} has {known}")
+            keys = ", ".join(model.model_fields)
+            raise ValueError(f"Harbor's trial configuration has no {where}{key!r}; {where or 'it'} has {keys}")
         kind = field.annotation
         if isinstance(value, dict) and inspect.isclass(kind) and issubclass(kind, BaseModel):
             _refuse_unknown(value, kind, f"{where}{key}.")
@@ -130,8 +130,8 @@ def _connect(config: TrialConfig, order: Json) -> None:
     must = {name: offered.pop(name) for name in ("api_base", "session_id", "collect_rollout_details") if name in takes}
     agent.kwargs = {**{name: value for name, value in offered.items() if name in takes}, **agent.kwargs, **must}
     if "llm_kwargs" in takes:
-        own = agent.kwargs.get("llm_kwargs") or {}
-        agent.kwargs["llm_kwargs"] = {"max_retries": 0, "timeout": 3600.0, "api_key": gateway["secret"], **own}
+        configured = agent.kwargs.get("llm_kwargs") or {}
+        agent.kwargs["llm_kwargs"] = {"max_retries": 0, "timeout": 3600.0, "api_key": gateway["secret"], **configured}
     agent.model_name = agent.model_name or ("hosted_vllm/policy" if "api_base" in takes else "openai/policy")
     agent.env = {
         "OPENAI_BASE_URL": gateway["base_url"],
@@ -147,7 +147,7 @@ def _connect(config: TrialConfig, order: Json) -> None:
 def _lifetime(config: TrialConfig, seconds: float) -> Json:
     """Return the options by which a provider ends a sandbox that nobody ended; none where it has none."""
     whole, minutes = int(seconds), -int(-seconds // 60)
-    known = {
+    options = {
         "auto_stop_interval_mins": minutes,  # daytona: without activity; it is then deleted at once
         "sandbox_timeout_secs": whole,  # modal
         "sandbox_timeout_sec": whole,  # opensandbox
@@ -156,7 +156,7 @@ def _lifetime(config: TrialConfig, seconds: float) -> Json:
         "timeout_secs": whole,  # tensorlake
     }
     takes = _parameters(_environment_class(config))
-    return {name: value for name, value in known.items() if name in takes}
+    return {name: value for name, value in options.items() if name in takes}
 
 
 def _environment_class(config: TrialConfig) -> Any:
@@ -271,7 +271,6 @@ def _report(result: Any, trial: Any) -> Json:
         "phase": _phase(parts, failed),
         "rewards": rewards if rewards is None or isinstance(rewards, dict) else {"reward": rewards},
         "reward_valid": getattr(result, "reward_valid", None),
-        "failure_cause": str(getattr(result, "failure_cause", None) or ""),
         "seconds": {phase: sum(_seconds(getattr(part, phase, None)) for part in parts) for phase in _PHASES},
         "agent_seconds": _seconds(getattr(failed, "agent_execution", None)) if failed is not None else 0.0,
         "agent_limit": _agent_limit(trial, failed is not result),
@@ -299,8 +298,9 @@ def _seconds(timing: Any) -> float:
 def _agent_limit(trial: Any, in_step: bool) -> float | None:
     """Return the seconds that the agent had; None where a step of a task may have had others."""
     override = trial.config.agent.override_timeout_sec
-    own = getattr(trial, "agent_timeout_sec", None) or getattr(trial, "_agent_timeout_sec", None)  # 0.23 has the latter
-    return None if in_step and override is None else own
+    names = ("agent_timeout_sec", "_agent_timeout_sec")  # 0.23 has the latter
+    limit = next(filter(None, (getattr(trial, name, None) for name in names)), None)
+    return None if in_step and override is None else limit
 
 
 def _tidy(directory: Path, keep: str) -> None:
@@ -361,8 +361,8 @@ async def _tasks(order: Json) -> Json:
 
     name, _, version = order["data_set"].partition("@")
     where = {"registry_path": order["registry"]} if order["registry"] else {}
-    found = await DatasetConfig(name=name, version=version or None, **where).get_task_configs()
-    ids = [config.get_task_id() for config in found]
+    configs = await DatasetConfig(name=name, version=version or None, **where).get_task_configs()
+    ids = [config.get_task_id() for config in configs]
     await TaskClient().download_tasks(task_ids=ids)
     return {"tasks": sorted(str(task_id.get_local_path()) for task_id in ids)}
 
@@ -373,10 +373,10 @@ async def _remove(order: Json) -> Json:
         return {"removed": []}
     label = "com.docker.compose.project"
     listed = await _docker("ps", "--all", "--filter", f"label={label}", "--format", f'{{{{.Label "{label}"}}}}')
-    found = sorted({name for name in listed.split() if name.startswith(order["names"])})
-    for name in found:
+    projects = sorted({name for name in listed.split() if name.startswith(order["names"])})
+    for name in projects:
         await _docker("compose", "--project-name", name, "down", "--volumes", "--remove-orphans", "--timeout", "0")
-    return {"removed": found}
+    return {"removed": projects}
 
 
 async def _docker(*words: str) -> str:

@@ -69,7 +69,7 @@ async def run(payload: Json, stop: asyncio.Event) -> Json:
 
 
 class _Played:
-    """Holds what an attempt has come to so far."""
+    """State of an attempt."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []
@@ -117,9 +117,9 @@ async def _converse(payload: Json, session: GenericEnvClient, observed: Any, pla
 
 async def _asked(payload: Json, messages: list[Json]) -> Json:
     url = f"{payload['base_url']}/chat/completions"
-    answer = await _server["http"].post(url, json={"model": "policy", "messages": messages}, timeout=payload["seconds"])
-    found: Json = answer.json()
-    return found
+    request = {"model": "policy", "messages": messages}
+    answer: Json = (await _server["http"].post(url, json=request, timeout=payload["seconds"])).json()
+    return answer
 
 
 async def _stepped(session: GenericEnvClient, text: str) -> Any:

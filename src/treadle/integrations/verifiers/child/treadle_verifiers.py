@@ -41,8 +41,8 @@ async def run(payload: Json, stop: asyncio.Event) -> Json:
     library = await _loaded(payload["environment"], payload["arguments"], payload["split"])
     if payload["do"] == "rows":
         return {"rows": await asyncio.to_thread(_rows, library, payload["first"], payload["count"])}
-    found = await asyncio.to_thread(_listed, library, payload["row"])
-    if found["digest"] != payload["digest"]:
+    listed = await asyncio.to_thread(_listed, library, payload["row"])
+    if listed["digest"] != payload["digest"]:
         raise RuntimeError(
             f"row {payload['row']} of {payload['environment']!r} is another one here than where the tasks were listed; "
             "have it load its data in one order, with a seed among its arguments"

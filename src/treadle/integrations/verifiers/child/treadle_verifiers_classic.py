@@ -27,7 +27,7 @@ signal.signal = _set_in_main_thread  # type: ignore[assignment]
 
 
 class Library:
-    """Holds one loaded environment and one of its data sets."""
+    """A loaded environment and one of its data sets."""
 
     def __init__(self, environment: str, arguments: Json, split: str) -> None:
         self._environment = verifiers.load_environment(environment, **arguments)

@@ -14,7 +14,7 @@ _NO_KEY = "TREADLE_NO_KEY"  # a variable that nobody sets: the address itself is
 
 
 class Library:
-    """Holds the configuration of an environment, and the tasks of its taskset that were read so far."""
+    """An environment's configuration, and the tasks of its taskset that were read so far."""
 
     def __init__(self, environment: str, arguments: Json, split: str) -> None:
         taskset = {**arguments.get("taskset", {}), "id": environment}
@@ -67,8 +67,8 @@ def _answer(episode: Any) -> Json:
     if not episode.ok and errors:
         error = {"cause": "environment", "message": f"{errors[-1].type}: {errors[-1].message}"[:2000]}
     elif len(traces) != 1:
-        found = f"{len(traces)} agents of the episode are trained"
-        error = {"cause": "environment", "message": f"{found}, and one attempt trains one"}
+        message = f"{len(traces)} agents of the episode are trained, and one attempt trains one"
+        error = {"cause": "environment", "message": message}
     if len(traces) != 1:
         return {"reward": None, "metrics": {}, "error": error}
     [trace] = traces
