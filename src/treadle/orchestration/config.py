@@ -361,6 +361,11 @@ def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
     where, folder = (f"{extending}: extends: ", extending.parent) if extending else ("", Path())
     path = folder / recipe
+    if (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, "
+            f"{path / 'config.yaml'}"
+        )
     if path.suffix not in (".yaml", ".yml"):
         near = difflib.get_close_matches(recipe, recipe_names(), n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
