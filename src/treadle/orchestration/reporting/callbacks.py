@@ -177,8 +177,10 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
         members[f"{type(callback).__qualname__} ({number} of callbacks=)"] = callback
     for name, callback in members.items():
         if not isinstance(callback, Callback):
-            what = f"pass an instance, {callback.__name__}()" if isinstance(callback, type) else "subclass that"
-            raise ConfigError(f"callbacks: {name!r} gives {callback!r}, not a treadle.Callback; {what}")
+            raise ConfigError(
+                f"callbacks: {name!r} gives {callback!r}, not a treadle.Callback; "
+                + (f"pass an instance, {callback.__name__}()" if isinstance(callback, type) else "subclass that")
+            )
         waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
         if waiting:
             raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")
