@@ -56,7 +56,7 @@ export function TokensPage({run}) {
         <span class="barline"><span style=${{width: `${packing.step ? Math.max(0.5, 100 * packing[way] / packing.step) : 0}%`}}></span></span>
         <b>${figure(packing[way])}</b><span class="faint">${packing.ratios[way] ? `${figure(packing.ratios[way])}× fewer` : ""}</span></div>`)}</div>
       ${data.updates.length > 1 && html`<${TokensByUpdate} rows=${data.updates} />`}</section>
-    <section><h2>How steps go on</h2><div class="scroll"><table class="plain"><thead><tr><th></th><th>steps</th><th>opens</th><th>extends</th><th>fork</th><th>break</th><th>computed again</th></tr></thead>
+    <section><h2>How steps relate to earlier ones</h2><div class="scroll"><table class="plain"><thead><tr><th></th><th>steps</th><th>opens</th><th>extends</th><th>fork</th><th>break</th><th>computed again</th></tr></thead>
       <tbody>${relations.splits.map((/** @type {any} */ row) => html`<tr><td>${row.split === "train" ? "training" : "held-out"}</td>
         ${["steps", "opens", "extends", "fork", "break", "extra_tokens"].map((name) => html`<td>${figure(row[name])}</td>`)}</tr>`)}</tbody></table></div></section>
     ${relations.breaks.length > 0 && html`<section><h2>Breaks and their price</h2>${relations.breaks.map((/** @type {any} */ row) => html`
