@@ -69,7 +69,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
         "algorithm.policy_loss_options: unknown key 'scope'; known here: eps_low",
     ),
     "rollout.max_input_tokens=600": ("600 + max_completion_tokens 8 = 608", "context of 128; lower one of them"),
-    "engine.kind=vllm engine.options.python=/nowhere": ("'/nowhere' is not an interpreter; set engine.options.python"),
+    "engine.kind=vllm engine.options.python=/nowhere": ("'/nowhere' is not an interpreter; set engine.options.python",),
     # models
     "model.path=/nowhere": ("model.path=/nowhere: model: give exactly one of model.path and model.build",),
     "model.build=null model.path=/nowhere": ("model.path: no directory '/nowhere'; give the directory of",),
