@@ -90,7 +90,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "data.train.source=no.jsonl": ("data.train.source: cannot read no.jsonl: No such file", "relative to"),
     "data.held_out.source=no.jsonl": ("data.held_out.source: cannot read no.jsonl: No such file",),
     "data.train.source=train.jsonl": ("takes no options, got count; remove them (data.train.options={})",),
-    "data.train.source=train.json": ("data.train.source: 'train.json' is no .jsonl", "make it one"),
+    "data.train.source=train.json": ("data.train.source: 'train.json' is not a .jsonl", "convert it to one"),
     "data.train.source=broken.jsonl data.train.options={}": ("broken.jsonl:1: not JSON",),
     "data.train.source=text.jsonl data.train.options={}": (
         'text.jsonl:1: prompt must be text or a JSON array of messages, got 3; write [{"role"',
