@@ -161,7 +161,7 @@ def run_trl(case: Case, model: Path, updates: int, folder: Path, dtype: str = "f
         warnings.simplefilter("ignore")
         trl: Any = import_module("trl")
 
-    found: list[Update] = []
+    made: list[Update] = []
 
     class Timed(trl.GRPOTrainer):  # type: ignore[misc]
         """Notes when sampling begins and ends, and keeps the first gradient."""
@@ -184,17 +184,17 @@ def run_trl(case: Case, model: Path, updates: int, folder: Path, dtype: str = "f
             if last and len(set(self.rewards)) > 1 and not (folder / "first.json").exists():
                 gradient = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}
                 save_file(gradient, folder / "gradient.safetensors")
-                first = {"update": len(found), "prompts": self.prompt_ids, "rewards": self.rewards}
+                first = {"update": len(made), "prompts": self.prompt_ids, "rewards": self.rewards}
                 (folder / "first.json").write_text(json.dumps({**first, "completions": self.completion_ids}))
             return loss
 
         def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> Any:
             """Is called right after each optimizer step, and once more at the end."""
-            if self.state.global_step == len(found):
+            if self.state.global_step == len(made):
                 return super()._maybe_log_save_evaluate(*arguments, **named)
             tokens = mean(map(len, self.completion_ids))
-            found.append(Update.between(self.start, self.sampled, Moment.now(), mean(self.rewards), tokens))
-            print(_line(len(found), found[-1]), flush=True)
+            made.append(Update.between(self.start, self.sampled, Moment.now(), mean(self.rewards), tokens))
+            print(_line(len(made), made[-1]), flush=True)
             return super()._maybe_log_save_evaluate(*arguments, **named)
 
     def reward(completions: Any, answer: Any, **_: Any) -> list[float | None]:
@@ -240,7 +240,7 @@ def run_trl(case: Case, model: Path, updates: int, folder: Path, dtype: str = "f
         args=config,
         train_dataset=Dataset.from_list(rows),
     ).train()
-    return found
+    return made
 
 
 def run_treadle(case: Case, model: Path, updates: int, folder: Path, threads: int) -> list[Update]:
@@ -248,7 +248,7 @@ def run_treadle(case: Case, model: Path, updates: int, folder: Path, threads: in
     import treadle
     from treadle.core.types import Group
 
-    found: list[Update] = []
+    made: list[Update] = []
 
     class Clocks(treadle.Callback):
         """Notes when sampling begins and ends, and the prompts of each update."""
@@ -270,8 +270,8 @@ def run_treadle(case: Case, model: Path, updates: int, folder: Path, threads: in
 
         def publish(self, version: int) -> None:
             if version:
-                found.append(Update.between(self.began, self.ended, Moment.now(), self.reward, self.tokens))
-                print(_line(len(found), found[-1]), flush=True)
+                made.append(Update.between(self.began, self.ended, Moment.now(), self.reward, self.tokens))
+                print(_line(len(made), made[-1]), flush=True)
 
     def reward(task: treadle.Task, text: str) -> float:
         return case.grade(text, str(task.ground_truth))
@@ -290,7 +290,7 @@ def run_treadle(case: Case, model: Path, updates: int, folder: Path, threads: in
         "orchestration.updates": updates,
     }
     treadle.train(reward, tasks, model=str(model), run=folder / "treadle", settings=settings, callbacks=[Clocks()])
-    return found
+    return made
 
 
 def gradient_gap(case: Case, model: Path, folder: Path, dtype: str) -> dict[str, Any]:
@@ -426,12 +426,12 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / f"{name}.json").is_file():
             print(f"--- {name}, {dtype}, repetition {repetition}", flush=True)
-            given = ["--case", options.case, "--model", model, "--updates", updates]
-            given += ["--threads", threads, "--dtype", dtype]
-            command = [sys.executable, "-m", "benchmarks.against_trl", "--part", name, "--folder", folder, *given]
+            arguments = ["--case", options.case, "--model", model, "--updates", updates]
+            arguments += ["--threads", threads, "--dtype", dtype]
+            command = [sys.executable, "-m", "benchmarks.against_trl", "--part", name, "--folder", folder, *arguments]
             subprocess.run(list(map(str, command)), check=True, env=environment, cwd=ROOT)
-        found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-        return found
+        result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+        return result
 
     with tempfile.TemporaryDirectory() as temporary:
         parts = options.parts or Path(temporary)

@@ -136,7 +136,7 @@ async def _direct(load: Load, renderer: ChatRenderer, messages: list[Message]) -
 
     wall, cpu = time.perf_counter(), time.process_time()
     taken = await asyncio.gather(*map(play, sessions))
-    return Measured([s for own in taken for s in own], time.perf_counter() - wall, time.process_time() - cpu)
+    return Measured([s for times in taken for s in times], time.perf_counter() - wall, time.process_time() - cpu)
 
 
 async def _timed(call: Callable[[], Awaitable[object]]) -> float:
@@ -162,7 +162,7 @@ def _play_all(urls: Sequence[str], body: str, requests: int) -> list[float]:
     """Return the seconds of every request; runs in the process of the load."""
 
     async def play() -> list[float]:
-        return [s for own in await asyncio.gather(*(_play(url, body, requests) for url in urls)) for s in own]
+        return [s for times in await asyncio.gather(*(_play(url, body, requests) for url in urls)) for s in times]
 
     return asyncio.run(play())
 

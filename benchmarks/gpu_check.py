@@ -71,11 +71,11 @@ def gradient_of(learner: Learner, groups: list[Group]) -> dict[str, Tensor]:
     batch = flatten(groups)
     advantage = np.where(np.arange(len(batch)) % 2, 1.0, -0.5)
     learner.accumulate(batch, advantage)
-    found = {}
+    gradients = {}
     for name, parameter in learner.model.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = whole(parameter.grad).double().cpu()
-    return found
+        gradients[name] = whole(parameter.grad).double().cpu()
+    return gradients
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -87,18 +87,18 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 def ranks(device: str) -> Iterator[Row]:
     """One rank, sharded by FSDP2 (nccl on a GPU): the gradient is that of a learner alone, on a CPU."""
 
-    def learner(place: str, own: Ranks | None = None) -> Learner:
+    def learner(place: str, ranks: Ranks | None = None) -> Learner:
         training = TrainingConfig(max_tokens_per_microbatch=1024)
-        return Learner(small_model(place), training, AlgorithmConfig(), 10, None, own)
+        return Learner(small_model(place), training, AlgorithmConfig(), 10, None, ranks)
 
     groups = WORKLOADS["append-only"](SMALL)
     wanted = gradient_of(learner("cpu"), groups)
     with tempfile.TemporaryDirectory() as folder:
         store = FileStore(f"{folder}/store", 1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-        found = gradient_of(learner(device, ShardedRanks(init_device_mesh(device, (1,)))), groups)
+        gradients = gradient_of(learner(device, ShardedRanks(init_device_mesh(device, (1,)))), groups)
         dist.destroy_process_group()
-    gap = distance(found, wanted)
+    gap = distance(gradients, wanted)
     assert gap < 1e-4, f"the gradient is {gap:.1e} from a CPU's"
     yield {"gradient, relative distance": gap}
 
@@ -112,8 +112,8 @@ def kernels(device: str) -> Iterator[Row]:
         for name in names:
             precisions = (torch.bfloat16,) if name == "varlen" else (torch.float32, torch.bfloat16)
             for dtype in precisions if device == "cuda" else (torch.float32,):
-                logp, found = _passes(small_model(device, dtype), groups, select.KERNELS[name])
-                gap, apart = float((logp - wanted).abs().max()), distance(found, gradient)
+                logp, actual = _passes(small_model(device, dtype), groups, select.KERNELS[name])
+                gap, apart = float((logp - wanted).abs().max()), distance(actual, gradient)
                 bound = 1e-4 if dtype is torch.float32 else 0.1
                 assert gap < bound and apart < bound, f"{workload}, {name}: {gap:.1e}, {apart:.1e}"
                 yield {
@@ -152,18 +152,18 @@ def engine(device: str) -> Iterator[Row]:
             made.open_session(str(n))
         sampling = SamplingParams(max_tokens=64)
         started = time.perf_counter()
-        found = await asyncio.gather(*(made.generate(p, sampling, session=str(n)) for n, p in enumerate(prompts)))
+        completions = await asyncio.gather(*(made.generate(p, sampling, session=str(n)) for n, p in enumerate(prompts)))
         seconds = time.perf_counter() - started
         await made.close()
         learner = Forward(small_model(device), 4096)
         gap = max(
             float(np.abs(learner.exact_logprobs(np.concatenate([p, c.token_ids]))[len(p) - 1 :] - c.logprobs).max())
-            for p, c in zip(prompts, found, strict=True)
+            for p, c in zip(prompts, completions, strict=True)
         )
         assert gap < 1e-3, f"log-probabilities are {gap:.1e} from the learner's"
         return {
             "log-probability, largest gap": gap,
-            "tokens a second": sum(len(c.token_ids) for c in found) / seconds,
+            "tokens a second": sum(len(c.token_ids) for c in completions) / seconds,
         }
 
     yield asyncio.run(sample())
@@ -236,8 +236,8 @@ def run_part(name: str, device: str) -> dict[str, Any]:
         return {"failed": f"not done after {LIMIT} s"}
     if done.returncode:
         return {"failed": f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}".strip()}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
 
 
 def main() -> int:
@@ -264,13 +264,13 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}")
     for part in options.parts or PARTS:
         started = time.perf_counter()
-        found = result["parts"][part] = run_part(part, options.device)
-        [(state, what)] = found.items()
+        outcome = result["parts"][part] = run_part(part, options.device)
+        [(state, what)] = outcome.items()
         print(f"{part}: {'ok' if state == 'rows' else state} ({time.perf_counter() - started:.0f} s)", flush=True)
         print("\n".join(f"  {row}" for row in what) if state == "rows" else f"  {what}", flush=True)
     if options.device == "cuda" or options.output:
         (options.output or RESULTS).write_text(json.dumps(result, indent=2) + "\n")
-    return int(any("failed" in found for found in result["parts"].values()))
+    return int(any("failed" in outcome for outcome in result["parts"].values()))
 
 
 if __name__ == "__main__":

@@ -200,16 +200,16 @@ def simulate(world: World, count: int | None) -> Row:
 
 async def _simulate(world: World, count: int | None) -> Row:
     simulated, turns = SimulatedEngine(world), episodes(world)
-    longest = world.prompt + max(sum(t.completion + t.observation for t in own) for own in turns)
+    longest = world.prompt + max(sum(t.completion + t.observation for t in episode) for episode in turns)
     engine = BudgetedEngine(simulated, world.cache, longest) if count is None else simulated
     places = nullcontext() if count is None else asyncio.Semaphore(count)
 
-    async def play(name: str, own: Sequence[Turn]) -> None:
+    async def play(name: str, episode: Sequence[Turn]) -> None:
         async with places:
-            await _play(engine, name, world.prompt, own)
+            await _play(engine, name, world.prompt, episode)
 
-    await asyncio.gather(*(play(str(number), own) for number, own in enumerate(turns)))
-    seconds, sampled = asyncio.get_running_loop().time(), sum(turn.completion for own in turns for turn in own)
+    await asyncio.gather(*(play(str(number), episode) for number, episode in enumerate(turns)))
+    seconds, sampled = asyncio.get_running_loop().time(), sum(turn.completion for episode in turns for turn in episode)
     return {
         "admission": "KV budget" if count is None else f"{count} episodes",
         "hours": seconds / 3600,

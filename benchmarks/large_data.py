@@ -54,14 +54,14 @@ def measure(path: Path) -> dict[str, Any]:
     tasks_sha256(inputs.train)
     order = TaskOrder(inputs.train, seed=0, shuffle=True)
     first = order.at(0)[2]
-    found: dict[str, Any] = {"tasks": len(inputs.train), "first": first.task_id}
-    found |= {"cpu_seconds": time.process_time(), "of_loading": time.process_time() - began}
-    found["megabytes"] = _megabytes() - before
+    figures: dict[str, Any] = {"tasks": len(inputs.train), "first": first.task_id}
+    figures |= {"cpu_seconds": time.process_time(), "of_loading": time.process_time() - began}
+    figures["megabytes"] = _megabytes() - before
     began = time.process_time()
     for index in range(1, 1001):
         order.at(index)
-    found["ms_a_task"] = time.process_time() - began
-    return found
+    figures["ms_a_task"] = time.process_time() - began
+    return figures
 
 
 def _megabytes() -> float:
@@ -77,8 +77,8 @@ def measured(rows: int) -> dict[str, Any]:
         write_rows(path, rows)
         command = [sys.executable, __file__, "--measure", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return {**found, "file_megabytes": path.stat().st_size / 1e6}
+        figures: dict[str, Any] = json.loads(done.stdout)
+        return {**figures, "file_megabytes": path.stat().st_size / 1e6}
 
 
 def main() -> None:

@@ -94,9 +94,9 @@ def largest_error(
         best = np.sort(scores)[::-1][:TOPK]
         best = best[best > 0]
         assert len(answer) == len(best), "not as many passages as match"
-        for found, right in zip(answer, best, strict=True):
-            own = scores[int(found["document"]["id"])]
-            worst = max(worst, abs(found["score"] / right - 1), abs(found["score"] / own - 1))
+        for passage, right in zip(answer, best, strict=True):
+            score = scores[int(passage["document"]["id"])]
+            worst = max(worst, abs(passage["score"] / right - 1), abs(passage["score"] / score - 1))
     return worst
 
 
@@ -129,7 +129,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "queries_a_second": len(queries) / wall,
         "p50_ms": p50,
         "p99_ms": p99,
-        "passages_at_score_0": sum(found["score"] <= 0 for answer in answers for found in answer),
+        "passages_at_score_0": sum(passage["score"] <= 0 for answer in answers for passage in answer),
         "sample": sample,
         "largest_relative_error": largest_error(passages, queries[:sample], answers[:sample]),
     }
@@ -143,10 +143,10 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=50, help="queries compared with the definition")
     parser.add_argument("--out", type=Path, help=f"write the results there, for example {RESULTS}")
     options = parser.parse_args()
-    found = json.dumps(measure(options), indent=2)
-    print(found)
+    result = json.dumps(measure(options), indent=2)
+    print(result)
     if options.out:
-        options.out.write_text(found + "\n")
+        options.out.write_text(result + "\n")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def at_size(gpus: int, batch: int, spent: Cost, driver_ms: float) -> dict[str, A
     training, publication = batch * spent.training / learner, 2.0 if gpus <= 8 else 4.0
     capacity = engines / spent.rollout * spent.seconds  # Little's law: open episodes that keep the engines busy
     staleness = math.ceil(2 * capacity / batch)  # the longest episodes take a few times the mean
-    found = {}
+    rows = {}
     for name, bound in (("synchronous", 0), ("asynchronous", staleness)):
         world = World(
             lognormal(spent.seconds, 0.6),
@@ -121,10 +121,10 @@ def at_size(gpus: int, batch: int, spent: Cost, driver_ms: float) -> dict[str, A
             engine_capacity=max(1, round(capacity * SLICE / batch)),
             updates=20 if bound == 0 else UPDATES,
         )
-        own = figures(world, simulate(world, StalenessSettings(bound)))
-        found[name] = {key: own[key] for key in ("engine idle", "learner idle", "staleness mean", "dropped")}
-        found[name]["trajectories/s"] = own["trajectories/s"] * batch / SLICE
-    rate = found["asynchronous"]["trajectories/s"]
+        row = figures(world, simulate(world, StalenessSettings(bound)))
+        rows[name] = {key: row[key] for key in ("engine idle", "learner idle", "staleness mean", "dropped")}
+        rows[name]["trajectories/s"] = row["trajectories/s"] * batch / SLICE
+    rate = rows["asynchronous"]["trajectories/s"]
     return {
         "gpus": gpus,
         "batch": batch,
@@ -134,7 +134,7 @@ def at_size(gpus: int, batch: int, spent: Cost, driver_ms: float) -> dict[str, A
         "publication_seconds": publication,
         "open_episodes": capacity,
         "max_staleness": staleness,
-        **found,
+        **rows,
         "driver_cores": rate * driver_ms / 1e3,
         "environments": rate * Episode().turns * Episode().environment,
     }

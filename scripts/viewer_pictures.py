@@ -84,12 +84,14 @@ if __name__ == "__main__":
     parser.add_argument("trajectory")
     parser.add_argument("--task", default="", help="a held-out task")
     parser.add_argument("--every", type=Path, metavar="FOLDER")
-    given = parser.parse_args()
-    every = {k: v for k, v in routes(given.group, given.trajectory, given.task).items() if given.task or k != "task"}
-    if given.every is None:
-        take_pictures(given.run, {name: every[name] for name in IN_DOCS}, "wide", "light", IMAGES, "viewer-")
+    options = parser.parse_args()
+    every = {
+        k: v for k, v in routes(options.group, options.trajectory, options.task).items() if options.task or k != "task"
+    }
+    if options.every is None:
+        take_pictures(options.run, {name: every[name] for name in IN_DOCS}, "wide", "light", IMAGES, "viewer-")
     else:
-        given.every.mkdir(parents=True, exist_ok=True)
+        options.every.mkdir(parents=True, exist_ok=True)
         for size in SIZES:
             for theme in ("light", "dark"):
-                take_pictures(given.run, every, size, theme, given.every, f"{size}-{theme}-")
+                take_pictures(options.run, every, size, theme, options.every, f"{size}-{theme}-")

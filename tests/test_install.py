@@ -133,7 +133,7 @@ def test_a_wheel_outside_a_clone(place: Place) -> None:
     [advice] = place.advice(place.run(vllm, status=2))
     assert advice == "pip install 'treadle[vllm]'"
     place.run(advice)
-    assert "no vLLM: '.venv-vllm/bin/python' is no interpreter" in place.run(vllm, status=2)
+    assert "no vLLM: '.venv-vllm/bin/python' is not an interpreter" in place.run(vllm, status=2)
 
 
 def _ask_a_server(place: Place) -> list[str]:

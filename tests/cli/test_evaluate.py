@@ -121,7 +121,7 @@ def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
     done = treadle("eval", troubled.path, "--dump", place.path)
     assert done.status == 2 and "is a directory; name a file in it" in done.error  # before anything is played
     done = treadle("eval", troubled.path, "--dump", place.path / "no" / "such.jsonl")
-    assert done.status == 2 and "is no directory; make it first" in done.error
+    assert done.status == 2 and "is not a directory; create it first" in done.error
 
 
 @pytest.mark.parametrize("file", ["/dev/null", "/proc/played.jsonl", "x" * 255])

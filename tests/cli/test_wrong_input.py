@@ -69,7 +69,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
         "algorithm.policy_loss_options: unknown key 'scope'; known here: eps_low",
     ),
     "rollout.max_input_tokens=600": ("600 + max_completion_tokens 8 = 608", "context of 128; lower one of them"),
-    "engine.kind=vllm engine.options.python=/nowhere": ("'/nowhere' is no interpreter", "set engine.options.python"),
+    "engine.kind=vllm engine.options.python=/nowhere": ("'/nowhere' is not an interpreter; set engine.options.python",),
     # models
     "model.path=/nowhere": ("model.path=/nowhere: model: give exactly one of model.path and model.build",),
     "model.build=null model.path=/nowhere": ("model.path: no directory '/nowhere'; give the directory of",),
@@ -90,7 +90,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "data.train.source=no.jsonl": ("data.train.source: cannot read no.jsonl: No such file", "relative to"),
     "data.held_out.source=no.jsonl": ("data.held_out.source: cannot read no.jsonl: No such file",),
     "data.train.source=train.jsonl": ("takes no options, got count; remove them (data.train.options={})",),
-    "data.train.source=train.json": ("data.train.source: 'train.json' is no .jsonl", "make it one"),
+    "data.train.source=train.json": ("data.train.source: 'train.json' is not a .jsonl", "convert it to one"),
     "data.train.source=broken.jsonl data.train.options={}": ("broken.jsonl:1: not JSON",),
     "data.train.source=text.jsonl data.train.options={}": (
         'text.jsonl:1: prompt must be text or a JSON array of messages, got 3; write [{"role"',
@@ -106,6 +106,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
 }
 OTHERS: dict[str, tuple[str, ...]] = {
     "train demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
+    "train RUN": ("'RUN' is a run, not a recipe: continue it with --resume, or give its recipe, RUN/config.yaml",),
     "train mine.yaml": ("no file 'mine.yaml' (it is relative to",),
     "train broken.yaml": ("broken.yaml:1: ",),
     "train list.yaml": ("list.yaml: expected a mapping of keys to values, found a list",),
@@ -120,14 +121,14 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "eval tiny.yaml --model model data.held_out=null": ("has no held-out tasks; add data.held_out.source=",),
     "eval tiny.yaml --model model data.held_out.source=no.jsonl": ("data.held_out.source: cannot read no.jsonl",),
     "eval tiny.yaml --model model rollout.reply_parser=typo": ("rollout.reply_parser: 'typo' is not registered",),
-    "eval tiny.yaml --model model --dump no/where": ("--dump: 'no' is no directory; make it first",),
+    "eval tiny.yaml --model model --dump no/where": ("--dump: 'no' is not a directory; create it first",),
     "export RUN model": ("'model' exists already; choose another directory",),
     "serve /nowhere": ("MODEL_DIR: no directory '/nowhere'; give the directory of a Hugging Face causal LM",),
     "serve RUN": ("MODEL_DIR: 'RUN' is a run; take one of its checkpoints",),
     "serve model": ("MODEL_DIR: no tokenizer.json in 'model'",),
     "serve served --port 65536": ("--port 65536: ports are 0 to 65535",),
     "serve served --port BUSY": ("--port BUSY is in use; choose another, or --port 0 for any free one",),
-    "serve served --advertised-url box:80": ("treadle serve: advertised_url: 'box:80' is no base URL; write scheme",),
+    "serve served --advertised-url box:80": ("treadle serve: advertised_url: 'box:80' is not a base URL;",),
     "train tiny.yaml rollout.gateway.port=BUSY": ("rollout.gateway.port=BUSY is in use; choose another, or",),
     "serve served --host 203.0.113.1": ("--host 203.0.113.1: cannot listen there: ",),
     "serve served --temperature -1": ("--temperature -1.0: must be",),
@@ -147,13 +148,13 @@ OTHERS: dict[str, tuple[str, ...]] = {
 OF_RUNS: dict[str, tuple[str, ...]] = {
     "train tiny.yaml --runs . --name RUN": ("already in use; continue it with --resume or choose another --name",),
     "train tiny.yaml --resume": ("no unfinished run of 'tiny' under 'runs' to resume; start one without --resume",),
-    "train tiny.yaml --runs . --resume --name no": ("'no' is no run directory: it has no config.yaml",),
+    "train tiny.yaml --runs . --resume --name no": ("'no' is not a run directory: it has no config.yaml",),
     "train tiny.yaml --runs . --resume --name RUN": ("run 'RUN' has no checkpoint yet",),
-    "eval /nowhere": ("'/nowhere' is no run directory: it has no config.yaml",),
+    "eval /nowhere": ("'/nowhere' is not a run directory: it has no config.yaml",),
     "eval RUN": ("run 'RUN' has no checkpoint yet",),
-    "export /nowhere new": ("'/nowhere' is no run directory: it has no config.yaml",),
-    "report /nowhere": ("'/nowhere' is no run directory: it has no config.yaml",),
-    "show /nowhere g000000.0": ("'/nowhere' is no run directory: it has no config.yaml",),
+    "export /nowhere new": ("'/nowhere' is not a run directory: it has no config.yaml",),
+    "report /nowhere": ("'/nowhere' is not a run directory: it has no config.yaml",),
+    "show /nowhere g000000.0": ("'/nowhere' is not a run directory: it has no config.yaml",),
     "show RUN g9.9": ("no trajectory 'g9.9' in RUN; it has for example g000000.1",),
 }
 OFFLINE: dict[str, tuple[str, ...]] = {

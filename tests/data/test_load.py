@@ -133,7 +133,7 @@ def test_the_default_environment_is_for_tasks_that_name_none(mine: ModuleType) -
     [
         ({"count": 4, "hopps": [2]}, "'hopps'; its options are count, seed, hops, page_reward, given: count, hopps"),
         ({}, "'count'; its options are count, seed, hops, page_reward, given: none"),
-        ({"count": 1, "split": "train"}, "'split' is no option, it is always 'held_out' here"),
+        ({"count": 1, "split": "train"}, "'split' is not an option, it is always 'held_out' here"),
     ],
 )
 def test_options_a_generator_does_not_take_are_named(options: dict[str, Any], message: str) -> None:

@@ -281,7 +281,7 @@ def test_a_name_on_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(ConfigError, match=r"data\.train\.options: 'org/math' was opened as a stream"):
         load_tasks("org/math", columns=VERL, options={"streaming": True})
-    with pytest.raises(ConfigError, match=r"'split' is no option; write data\.train\.split=train"):
+    with pytest.raises(ConfigError, match=r"'split' is not an option; write data\.train\.split=train"):
         load_tasks("org/math", columns=VERL, options={"split": "train"})
 
 
@@ -291,7 +291,7 @@ def test_a_name_on_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (ConnectionError("Couldn't reach 'org/math' on the Hub\nmore"), "not in the cache .*, and the hub cannot be"),
         (
             ValueError("Config name is missing\nmore"),
-            "no data set could be loaded by this name: Config name is missing;",
+            "the hub's data set cannot be loaded: Config name is missing;",
         ),
     ],
 )
@@ -304,7 +304,7 @@ def test_a_name_that_cannot_be_loaded_is_told_in_one_line(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ConfigError, match=f"'org/math' is no file or directory here, and {message}") as caught:
+    with pytest.raises(ConfigError, match=f"'org/math' is not a file or directory here, and {message}") as caught:
         load_tasks("org/math")
     assert "\n" not in str(caught.value)
 
@@ -316,4 +316,4 @@ def test_offline_a_name_is_given_up_at_once(tmp_path: Path) -> None:
     done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, timeout=300, check=False)
     assert "Retrying in" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    assert "data.train.source: 'org/math' is no file or directory here, and not in the cache" in last
+    assert "data.train.source: 'org/math' is not a file or directory here, and not in the cache" in last

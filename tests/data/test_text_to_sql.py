@@ -106,7 +106,7 @@ def questions(folder: Path, text: str) -> dict[str, Path]:
         ("[1]", "question 0 (counted from 0): needs db_id, a text; it is 1"),
         ('[{"db_id": "geo", "question": "Which?"}]', "needs query or SQL, a text"),
         ('[{"db_id": "sea", "question": "Which?", "SQL": "x"}]', "sea/sea.sqlite'; correct the option databases"),
-        ('[{"db_id": "broken", "question": "Which?", "SQL": "x"}]', "broken.sqlite is no database: file is not"),
+        ('[{"db_id": "broken", "question": "Which?", "SQL": "x"}]', "broken.sqlite is not a database: file is not"),
     ],
 )
 def test_questions_that_are_none(tmp_path: Path, text: str, message: str) -> None:

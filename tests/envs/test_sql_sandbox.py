@@ -295,10 +295,10 @@ def test_rows_are_distinct_in_the_order_of_the_query(sandbox: Sandbox) -> None:
 def test_a_file_that_is_no_database_is_the_environments_fault(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("no database " * 100)
     for path in (tmp_path / "none.sqlite", tmp_path / "text.sqlite"):
-        with pytest.raises(TrajectoryFailure, match=f"{path.name} is no database") as caught:
+        with pytest.raises(TrajectoryFailure, match=f"{path.name} is not a database") as caught:
             select(sandbox, Database(path), "SELECT 1")
         assert caught.value.cause is Cause.ENVIRONMENT
-    with pytest.raises(TrajectoryFailure, match="a task's script is no database: near"):
+    with pytest.raises(TrajectoryFailure, match="a task's script is not a database: near"):
         select(sandbox, Database(script="CREATE TABBLE t"), "SELECT 1")
     assert [path.name for path in tmp_path.iterdir()] == ["text.sqlite"]
 

@@ -194,7 +194,7 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
         ({"server": ["false", "{port}"]}, "'false .*' ended with status 1"),
         ({"server": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
         ({}, "missing key 'server'"),
-        ({"server": "localhost:8000"}, "'localhost:8000' is no base URL"),
+        ({"server": "localhost:8000"}, "'localhost:8000' is not a base URL"),
     ],
 )
 def test_what_cannot_work_is_one_line(options: dict[str, Any], expected: str) -> None:

@@ -216,7 +216,7 @@ def test_what_fails_fails_its_attempt_alone(played: Played) -> None:
         pytest.param(
             {"arguments": {"size": 3}}, "unexpected keyword argument 'size'", marks=pytest.mark.slow, id="arguments"
         ),
-        ({"python": "/no/python"}, "verifiers: '/no/python' is no interpreter; name an interpreter that has verifiers"),
+        ({"python": "/no/python"}, "verifiers: '/no/python' is not an interpreter; name an interpreter"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(options: dict[str, Any], expected: str) -> None:

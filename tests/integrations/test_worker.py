@@ -289,7 +289,7 @@ def _parent(pid: int) -> int:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"python": "/no/such/python"}, "Test: '/no/such/python' is no interpreter; see docs"),
+        ({"python": "/no/such/python"}, "Test: '/no/such/python' is not an interpreter; see docs"),
         ({"python": "/bin/false"}, "Test in /bin/false: exited with status 1; see docs"),
         ({"handler": Path("/no/handler.py")}, "FileNotFoundError: .*'/no/handler.py'; see docs"),
         ({"options": {"raise": "no such task"}}, "RuntimeError: no such task; see docs"),

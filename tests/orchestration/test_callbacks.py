@@ -261,6 +261,11 @@ def test_what_is_no_callback_is_refused_before_there_is_a_run(given: str, messag
     assert not (tmp_path / "run").exists()
 
 
+def test_a_class_in_place_of_a_callback_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not a treadle.Callback; pass an instance, Lines\(\)"):
+        load_callbacks((), [Lines])  # type: ignore[list-item]
+
+
 def test_the_page_has_every_method_and_every_tracker() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text()
     for signature in re.findall(r"^\| `(\w+\(.*?\))` \|", page, re.MULTILINE):

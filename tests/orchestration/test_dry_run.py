@@ -54,9 +54,9 @@ def test_every_recipe_passes_but_for_models_data_and_servers_that_are_not_here(
         assert not absent.keys() - {"driver"}
     for name, text in absent.items():
         if name == "data":  # a file of the user's, or a directory
-            assert ("cannot read data/" in text and "No such file or directory" in text) or "is no directory" in text
+            assert ("cannot read data/" in text and "No such file or directory" in text) or "is not a directory" in text
         elif name == "driver":  # of a library in a Python of its own
-            assert "is no interpreter" in text or "driver_options.environment 'local' needs" in text
+            assert "is not an interpreter" in text or "driver_options.environment 'local' needs" in text
         elif name == "engine":
             assert config.engine.kind == "vllm" and "no vLLM" in text
         else:
@@ -97,7 +97,7 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     ),
     "interpreter": (
         ["engine.kind=vllm", "engine.options.python=/nowhere"],
-        {"engine": "'/nowhere' is no interpreter"},
+        {"engine": "'/nowhere' is not an interpreter"},
     ),
     "servers": (
         ["engine.kind=vllm", "engine.options.servers=['http://127.0.0.1:9']"],
@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     ),
     "driver": (
         ['environment=""', "driver=openenv", "driver_options={server: 'http://127.0.0.1:9', python: /nowhere}"],
-        {"driver": "'/nowhere' is no interpreter; name an interpreter that has openenv-core"},
+        {"driver": "'/nowhere' is not an interpreter; name an interpreter that has openenv-core"},
     ),
     "prompt": (["rollout.max_input_tokens=3"], {"first prompt": "rollout.max_input_tokens is 3"}),
     "demonstrations": (

@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read_is_one_error_and_leaves_nothing(broken: str,
         gguf_file.write_bytes(gguf_file.read_bytes()[:-10_000])
     else:
         write_gguf(gguf_file, architecture="mpt")
-    with pytest.raises(ConfigError, match=r"tiny\.Q8_0\.gguf.* (is no GGUF file|cannot be loaded|cannot be read)"):
+    with pytest.raises(ConfigError, match=r"tiny\.Q8_0\.gguf.* cannot be (loaded|read)"):
         get_model(str(gguf_file), print)
     assert [path.name for path in cache.iterdir()] == [".lock"]
 

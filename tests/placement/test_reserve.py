@@ -50,8 +50,8 @@ def test_the_first_shortage_is_named(nodes: dict[str, dict[str, float]], expecte
             "127.0.0.1:9",
             r"'127\.0\.0\.1:9': nobody answers there: .*refused; start the cluster with `ray start --head`",
         ),
-        ("auto", "'auto' is no address and port; write it as 10.0.0.1:6379"),
-        ("10.0.0.1:", "is no address and port"),
+        ("auto", "'auto' is not an address and port; write it as 10.0.0.1:6379"),
+        ("10.0.0.1:", "is not an address and port"),
     ],
 )
 def test_an_address_without_a_cluster_is_told_at_once(address: str, message: str) -> None:

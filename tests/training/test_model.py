@@ -45,7 +45,7 @@ def test_a_built_model_is_a_function_of_the_seed() -> None:
     ("fields", "message"),
     [
         ({"model_type": "qwen33"}, r"knows no model_type 'qwen33'; did you mean 'qwen3'\?"),
-        ({"model_type": "vit"}, "model.build: model_type 'vit' is no causal language model"),
+        ({"model_type": "vit"}, "model.build: model_type 'vit' is not a causal language model"),
         ({"model_type": "qwen3_moe", "head_dims": 8}, r"model.build: qwen3_moe knows no \['head_dims'\]"),
         ({"hiden_size": 8}, r"model.build: qwen3 knows no \['hiden_size'\]"),
         ({"hidden_size": "8"}, "model.build: .*hidden_size"),

@@ -1,9 +1,13 @@
 """Only who has the link reads, by GET alone, under a known name; and whatever is asked, nothing answers with a 500."""
 
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -63,6 +67,27 @@ HOSTS = {"localhost:99": 200, "[::1]:8321": 200, "127.0.0.1": 200, "evil.example
 @pytest.mark.parametrize(("host", "status"), [*HOSTS.items(), ("", 421)])
 def test_other_names_are_refused(recorded: Path, host: str, status: int) -> None:
     assert opened(recorded).get("/api/runs", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize("host", ["Box.example", "fd00::1", "192.0.2.7"])
+def test_the_address_that_it_listens_on_is_admitted(recorded: Path, host: str) -> None:
+    browser = TestClient(guarded_app([recorded], TOKEN, [host]), base_url=BASE, follow_redirects=False)
+    named = {"host": f"{f'[{host}]' if ':' in host else host}:8321"}
+    assert browser.get("/", params={"token": TOKEN}, headers=named).status_code == 303
+
+
+@pytest.mark.slow
+def test_the_printed_link_opens_until_ctrl_c(recorded: Path) -> None:
+    command = [sys.executable, "-m", "treadle.cli.main", "view", str(recorded), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            answer = httpx.get(server.stdout.readline().split()[-1], follow_redirects=False)
+            server.send_signal(signal.SIGINT)
+            assert (answer.status_code, server.wait()) == (303, 0)
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.view.conftest import asking
 from treadle.core.status import ProcessId
-from treadle.orchestration.reporting.live_status import RunStatus
+from treadle.orchestration.reporting.live_status import LiveStatus, RunStatus
 from treadle.view.recorded_run import RecordedRun
 
 STATUS = RunStatus(
@@ -39,6 +39,18 @@ def test_it_is_said_in_words(
     monkeypatch.setattr(time, "time", lambda: 1001.0)
     now = run.now()
     assert doing in now["doing"] and left in (now["left"], None)
+
+
+def test_a_publication_begins_when_the_update_has_ended(tmp_path: Path) -> None:
+    live, file = LiveStatus(), tmp_path / "status.json"
+    live.publish(3)
+    live.phase("update", 0, 1)
+    ended = time.time()
+    with live.writing(file):
+        live.interval({"phase": "update"})
+    status = RunStatus.read(file)
+    assert status is not None and (status.phase, status.trained, status.published) == ("publish", 4, 3)
+    assert status.since >= ended
 
 
 def test_the_pages_are_told_what_a_run_does(recorded: Path, tmp_path: Path) -> None:

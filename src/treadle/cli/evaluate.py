@@ -15,7 +15,7 @@ from treadle.orchestration.reporting.metrics import shown
 
 _EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
-  treadle eval runs/demo --checkpoint step-000100 data.held_out.options.count=64
+  treadle eval runs/demo --checkpoint step-000030 data.held_out.options.count=64
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
   treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
@@ -28,7 +28,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "eval", run, "play the held-out tasks with a run's checkpoint or a model", _EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
-    parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000100, best or latest (the default)")
+    parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000030, best or latest (the default)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory, or a name of model.path")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
     add_json(parser)

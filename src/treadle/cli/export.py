@@ -14,7 +14,7 @@ from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 _EXAMPLES = """examples:
   treadle export runs/demo models/demo                        its latest checkpoint
   treadle export runs/demo models/best --checkpoint best      the one with the best held-out evaluation
-  treadle export runs/demo models/early --checkpoint step-000100
+  treadle export runs/demo models/early --checkpoint step-000030
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
 The run may still be in progress.
@@ -26,7 +26,7 @@ def add_parser(commands: Commands) -> None:
     add_run(parser)
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
     parser.add_argument(
-        "--checkpoint", default="latest", metavar="NAME", help="such as step-000100, best or latest (default: latest)"
+        "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"
     )
 
 

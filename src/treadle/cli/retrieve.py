@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from rich.progress import TaskID
@@ -31,7 +31,7 @@ server has no password: keep it on loopback or in a private network. Press Ctrl-
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a corpus until interrupted; returns the exit status."""
+    """Serve a corpus until Ctrl-C; returns the exit status."""
     return exit_status(_run, _parse(arguments), "treadle-retrieve")
 
 
@@ -82,7 +82,8 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         # a client comes back when its model has written the next query
         config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=60)
-        uvicorn.Server(config).run(sockets=[listening])
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 

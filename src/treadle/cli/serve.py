@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from treadle.training.trainer import EmbeddedSource
 
 _EXAMPLES = """examples:
-  treadle serve runs/demo/checkpoints/step-000040
+  treadle serve runs/demo/checkpoints/step-000045
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm engine.kind=vllm engine.options.servers=2
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   treadle show runs/demo                   the newest trajectories
   treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
-  treadle show runs/demo e000120-0007.0    held-out task 7 after 120 updates
+  treadle show runs/demo e000045-0007.0    held-out task 7 after 45 updates
 """
 _NEWEST = 20
 

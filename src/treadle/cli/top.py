@@ -64,7 +64,7 @@ def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
 
     state, status = directory.state(), RunStatus.read(directory.status_file)
     if status is None:
-        return [f"{directory.path}: {state}; it has no status.json yet"]
+        return [f"{directory.path}: {state}; it has no status.json{' yet' if state == 'in progress' else ''}"]
     lines: list[str | Table] = [
         f"{directory.path}: {state}, update {status.update} of {status.updates}",
         status.doing(state),

@@ -28,7 +28,7 @@ _EXAMPLES = """examples:
   treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
   treadle train demo --resume                 the newest unfinished run of that recipe
   treadle train runs/short --resume orchestration.updates=200             a certain run, with more updates
-  treadle train demo --resume-from step-000040 --name short               back to a checkpoint that was kept
+  treadle train demo --resume-from step-000030 --name short               back to a checkpoint that was kept
 
 Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Continue with --resume.
 """

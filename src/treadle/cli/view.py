@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 
 from treadle.cli.console import Console
@@ -54,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         if options.open:
             webbrowser.open(link)
-        config = uvicorn.Config(
-            guarded_app(paths, token, [options.host]), log_config=None, ws="none", timeout_graceful_shutdown=1
-        )
-        uvicorn.Server(config).run(sockets=[listening])
+        app = guarded_app(paths, token, [options.host, listening.getsockname()[0]])  # the link has the latter
+        config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
     return 0

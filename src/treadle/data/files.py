@@ -47,7 +47,7 @@ def find_files(source: str, split: str, setting: str) -> Files | None:
         return _in_directory(path, split, setting)
     if path.suffix not in SUFFIXES:
         if path.suffix in _OTHERS or path.is_file():
-            raise ConfigError(f"{setting}.source: {source!r} is no .jsonl or .parquet file; make it one")
+            raise ConfigError(f"{setting}.source: {source!r} is not a .jsonl or .parquet file; convert it to one")
         return None
     if split not in ("", ALL):
         raise ConfigError(f"{setting}.split: the file {source} has no split {split!r}; write all, or a part: all[:90%]")

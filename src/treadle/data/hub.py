@@ -20,7 +20,7 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
     Raises ConfigError: there is no such data set or split, or `datasets` is not installed.
     """
     if "split" in options:
-        raise ConfigError(f"{setting}.options: 'split' is no option; write {setting}.split={options['split']}")
+        raise ConfigError(f"{setting}.options: 'split' is not an option; write {setting}.split={options['split']}")
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -55,14 +55,14 @@ def _load(datasets: Any, source: str, options: Mapping[str, Any], setting: str) 
         return datasets.load_dataset(source, **options)
     except ConnectionError as error:
         raise ConfigError(
-            f"{setting}.source: {source!r} is no file or directory here, and not in the cache "
+            f"{setting}.source: {source!r} is not a file or directory here, and not in the cache "
             f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and the hub cannot be reached or "
             "HF_HUB_OFFLINE is set; load it once where it can be reached and bring the cache here, or give the "
             "directory of one that save_to_disk wrote"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}.source: {source!r} is no file or directory here, and no data set could be loaded by this name: "
+            f"{setting}.source: {source!r} is not a file or directory here, and the hub's data set cannot be loaded: "
             f"{(str(error).splitlines() or [type(error).__name__])[0]}; check the name, and HF_TOKEN for one that is "
             "private or gated"
         ) from error

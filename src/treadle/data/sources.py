@@ -102,7 +102,7 @@ def _open_generator(section: SourceConfig, split: str, setting: str, name: str, 
             f"{setting}.split: {source!r} is a generator, without a split {name!r}; write all, or a part: all[:90%]"
         )
     if "split" in section.options:
-        raise ConfigError(f"{where}: 'split' is no option, it is always {split!r} here; remove it")
+        raise ConfigError(f"{where}: 'split' is not an option, it is always {split!r} here; remove it")
     if "file_split" in parameters and (file_split := section.options.get("file_split")) is not None:
         raise ConfigError(f"{setting}.options: write {setting}.split={file_split} in place of 'file_split'")
     defaults = {"seed": seed, "file_split": name}

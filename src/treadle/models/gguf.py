@@ -52,5 +52,5 @@ def _read_text(file: Path, key: str) -> str:
     try:
         field = gguf.GGUFReader(file).get_field(key)
     except Exception as error:  # as above
-        raise ConfigError(f"{str(file)!r} is no GGUF file that can be read: {error}") from error
+        raise ConfigError(f"{str(file)!r} cannot be read as a GGUF file: {error}") from error
     return "" if field is None else str(field.contents())

@@ -175,7 +175,7 @@ def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"model.build: transformers knows no model_type {model_type!r}{hint}")
     if CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"model.build: model_type {model_type!r} is no causal language model")
+        raise ConfigError(f"model.build: model_type {model_type!r} is not a causal language model")
     try:
         model_config = AutoConfig.for_model(model_type, **fields)
     except (ValueError, StrictDataclassError) as error:

@@ -64,14 +64,14 @@ class OrchestrationConfig(Config):
     max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
     stale_policy: StalePolicy = Field(
         "mask_steps",
-        description="what becomes of steps that would be trained later than that: mask_steps leaves those out, "
-        "drop_group their whole group, wait waits for a group before it can happen",
+        description="how to treat steps that would be trained later than that: mask_steps drops them, drop_group "
+        "drops their whole group, wait makes the learner wait for a group before it can happen",
     )
     max_concurrent_groups: int | None = Field(
         None,
         ge=1,
-        description="most groups sampled side by side, for example because each needs a container; without, as many as "
-        "keep engine.batch full (synchronous: all of a batch)",
+        description="limit on groups sampled at once, for example if each needs a container; default: as many as keep "
+        "engine.batch full (synchronous: all of a batch)",
     )
     traced_groups: float = Field(
         0.03,
@@ -88,11 +88,11 @@ class OrchestrationConfig(Config):
     )
     keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
     keep_every: int | None = Field(
-        None, ge=1, description="checkpoints are also made at multiples of this many updates, and kept for ever"
+        None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
     )
     keep_best: KeepBest | None = Field(
         None,
-        description="a checkpoint is also made after each evaluation that is better than all before; the best is kept",
+        description="also save a checkpoint after each evaluation better than all before, and keep the best",
     )
 
 
@@ -174,25 +174,24 @@ class RunConfig(Config):
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
     seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
-    environment: str = Field("", description="environment of tasks that name nothing that plays them")
-    environment_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
+    environment: str = Field("", description="default environment, for tasks that name none")
+    environment_options: dict[str, Any] = Field(default_factory=dict, description="arguments of its constructor")
     reward: str = Field(
         "",
-        description="what grades one reply to each of such tasks, instead of an environment: a registered name or "
-        "module:function",
+        description="instead of an environment: function that grades one reply, a registered name or module:function",
     )
-    agent: str = Field("", description="agent program of such tasks, instead of an environment")
-    driver: str = Field("", description="attempt driver of such tasks, instead of either")
-    driver_options: dict[str, Any] = Field(default_factory=dict, description="what it is made with")
+    agent: str = Field("", description="instead of an environment: agent program, module:function")
+    driver: str = Field("", description="instead of either: attempt driver, a registered name or module:Class")
+    driver_options: dict[str, Any] = Field(default_factory=dict, description="its options")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
-    rewards: RewardsConfig = Field(RewardsConfig(), description="from what was given to what is trained")
+    rewards: RewardsConfig = Field(RewardsConfig(), description="from given rewards to trained ones")
     algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="from rewards to a loss")
     training: TrainingConfig = Field(TrainingConfig(), description="the learner")
     engine: EngineConfig = Field(EngineConfig(), description="what samples")
-    failures: FailuresConfig = Field(FailuresConfig(), description="what becomes of failed attempts")
+    failures: FailuresConfig = Field(FailuresConfig(), description="handling of failed attempts")
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
     placement: PlacementConfig = Field(PlacementConfig(), description="processes")
@@ -362,6 +361,11 @@ def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
     where, folder = (f"{extending}: extends: ", extending.parent) if extending else ("", Path())
     path = folder / recipe
+    if (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, "
+            f"{path / 'config.yaml'}"
+        )
     if path.suffix not in (".yaml", ".yml"):
         near = difflib.get_close_matches(recipe, recipe_names(), n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""

@@ -18,10 +18,10 @@ def check_dump(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"--dump: {str(path)!r} is a directory; name a file in it")
     if not path.parent.is_dir():
-        raise ConfigError(f"--dump: {str(path.parent)!r} is no directory; make it first")
+        raise ConfigError(f"--dump: {str(path.parent)!r} is not a directory; create it first")
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"--dump: {str(path)!r} is no ordinary file, and would be replaced by one; name another")
+            raise ConfigError(f"--dump: {str(path)!r} is not a regular file, and would be replaced; choose another")
         check_writable(path)
     except OSError as error:
         raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error

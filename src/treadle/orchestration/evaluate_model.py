@@ -86,7 +86,7 @@ def find_subject(
     elif run_or_recipe in recipe_names() or run.suffix in (".yaml", ".yml"):
         raise ConfigError(f"{run_or_recipe!r} is a recipe: add --model DIR, or give the directory of a run of it")
     else:
-        raise RunError(f"{run_or_recipe!r} is no run directory: it has no config.yaml")
+        raise RunError(f"{run_or_recipe!r} is not a run directory: it has no config.yaml")
     if model is None:
         found = find_checkpoint(run, checkpoint or "latest").directory
         return Subject(config, found, checkpoint_update(found))

@@ -64,7 +64,7 @@ def _check_listens(address: str) -> None:
     """Raise PlacementError where nobody listens: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise PlacementError(f"placement.address {address!r} is no address and port; write it as 10.0.0.1:6379")
+        raise PlacementError(f"placement.address {address!r} is not an address and port; write it as 10.0.0.1:6379")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
     except OSError as error:

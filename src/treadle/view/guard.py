@@ -37,12 +37,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 class Guard:
     """Middleware that admits requests with the token's cookie, a known host name and a reading method.
 
-    hosts: names by which browsers may reach the server, without ports: a tunnel may have any port.
+    hosts: names or addresses by which browsers may reach the server, without ports: a tunnel may have any port.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Iterable[str] = ()) -> None:
         self._app, self._token = app, token
-        self._hosts = {*LOOPBACK, *hosts}
+        self._hosts = {*LOOPBACK, *(f"[{host}]" if ":" in host else host.lower() for host in hosts)}
         self._cookie = f"treadle_view_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # ports share their cookies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -40,7 +40,7 @@ class RecordedRun:
 
     def release(self) -> None:
         """Forget what was read, except the line in the list of runs: there may be hundreds of runs."""
-        self._kept = {name: value for name, value in self._kept.items() if name == "summary"}
+        self._kept = {"summary": self._kept["summary"]} if "summary" in self._kept else {}
 
     def signature(self) -> str:
         """Return a text that changes whenever anything that is shown may have changed."""

@@ -70,7 +70,7 @@ def view_counts(run: Run) -> Json:
         return {"splits": [], "states": [], "failures": []}
 
     def count() -> Json:
-        failures = run.ledger.failures()[:_MAX_FAILURES]
+        failures = run.ledger.failures(_MAX_FAILURES)
         states = run.ledger.step_states()
         return {
             "splits": run.ledger.splits(),

@@ -240,8 +240,8 @@ def search_update(run: Run, update: Number, text: Annotated[str, Query(min_lengt
     """
     rows = run.ledger.trained_by(run.versions_of(update), f"e{update:06d}")
     texts, problem = run.texts()
-    found: list[Json] = []
-    result: Json = {"found": found, "searched": 0, "is_complete": True, "problems": [problem] if problem else []}
+    places: list[Json] = []
+    result: Json = {"found": places, "searched": 0, "is_complete": True, "problems": [problem] if problem else []}
     for shard, members in itertools.groupby(rows, lambda row: row["shard"]):
         try:
             steps = read_shard(run.directory.rollouts, run.ledger.shard(shard))
@@ -250,9 +250,9 @@ def search_update(run: Run, update: Number, text: Annotated[str, Query(min_lengt
             steps = {}
         for row in members:
             result["searched"] += 1
-            found += _places(row["trajectory_id"], steps.get(row["trajectory_id"], []), text, texts)
-            if len(found) > _MAX_FOUND:
-                return {**result, "found": found[:_MAX_FOUND], "is_complete": False}
+            places += _places(row["trajectory_id"], steps.get(row["trajectory_id"], []), text, texts)
+            if len(places) > _MAX_FOUND:
+                return {**result, "found": places[:_MAX_FOUND], "is_complete": False}
     return result
 
 

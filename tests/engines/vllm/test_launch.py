@@ -70,10 +70,10 @@ def test_the_interpreter_is_found_or_missed_by_name(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TREADLE_VLLM_VENV", raising=False)
     with pytest.raises(
-        ConfigError, match=r"'\.venv-vllm/bin/python' is no interpreter; set engine\.options\.python to"
+        ConfigError, match=r"'\.venv-vllm/bin/python' is not an interpreter; set engine\.options\.python to"
     ):
         find_python(None)
-    with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
+    with pytest.raises(ConfigError, match="'/nowhere/python' is not an interpreter"):
         find_python("/nowhere/python")
     for name in (".venv-vllm", "elsewhere"):
         (tmp_path / name / "bin").mkdir(parents=True)

@@ -44,7 +44,7 @@ def test_a_run_trains_what_a_server_samples(servers: Servers, tmp_path: Path) ->
 
 
 def test_a_run_without_vllm_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'/nowhere/python' is no interpreter"):
+    with pytest.raises(ConfigError, match="'/nowhere/python' is not an interpreter"):
         start(tmp_path / "run", *overrides(python="/nowhere/python"))
     assert not (tmp_path / "run").exists()
 

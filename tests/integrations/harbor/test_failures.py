@@ -192,7 +192,7 @@ def lost_in_trials(call: Any) -> Any:
 def test_missing_parts_are_one_line_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = write_task(tmp_path / "task")
     bare = str(Path(sys.base_prefix) / "bin" / "python3")
-    without = {"/nowhere/python": "is no interpreter", bare: "No module named '(litellm|harbor)'"}
+    without = {"/nowhere/python": "is not an interpreter", bare: "No module named '(litellm|harbor)'"}
     for python, what in without.items():
         with pytest.raises(ConfigError, match=rf"{what}; set driver_options\.python .*make harbor-env") as told:
             asyncio.run(play(scripted(playing(*WELL)), [task], harbor(tmp_path / "t", python=python)))

@@ -62,6 +62,6 @@ def test_what_harbor_lacks_is_said_before_a_warm_start(tmp_path: Path, capsys: p
     command = ["train", "harbor-small", "driver_options.python=/nowhere/python", "--runs", str(tmp_path)]
     assert main(command) == 2
     said = capsys.readouterr()
-    assert "is no interpreter" in said.err or "driver_options.environment 'local' needs" in said.err
+    assert "is not an interpreter" in said.err or "driver_options.environment 'local' needs" in said.err
     assert "warm start" not in said.out
     assert not any(tmp_path.iterdir())

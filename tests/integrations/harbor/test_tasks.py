@@ -64,7 +64,7 @@ def test_shipped_tasks_are_found_with_their_instructions() -> None:
 
 
 def test_what_is_no_directory_of_tasks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         list(harbor_tasks("train", str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match=r"a task is a directory with a task\.toml"):
         list(harbor_tasks("train", str(tmp_path)))

@@ -48,7 +48,7 @@ def find_python(configured: str | None) -> str:
     if not configured and importlib.util.find_spec("vllm") is not None:
         return sys.executable
     raise ConfigError(
-        f"no vLLM: {str(python)!r} is no interpreter; set engine.options.python to that of an environment with it, "
+        f"no vLLM: {str(python)!r} is not an interpreter; set engine.options.python to that of an environment with it, "
         f"or make one: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm=={VERSION} "
         "(in a clone, on a CPU: make vllm-env)"
     )

@@ -118,7 +118,7 @@ def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
         raise (QueryTimeout if error.late else QueryError)(str(error)) from error
     if "fault" in answer:
         where = database.file or "a task's script"
-        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} is no database: {answer['fault']}")
+        raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} is not a database: {answer['fault']}")
     if answer.get("late"):
         limit = f"{query.seconds:g} s" if query.operations is None else f"{query.operations} operations"
         raise QueryTimeout(f"it took more than {limit}")

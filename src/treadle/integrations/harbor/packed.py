@@ -62,7 +62,7 @@ def _rows(parquet: Path) -> Iterator[tuple[str, Path, bytes]]:
     try:
         table = pq.ParquetFile(parquet)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"{str(parquet)!r} is no Parquet file that can be read: {error}") from error
+        raise ConfigError(f"{str(parquet)!r} cannot be read as a Parquet file: {error}") from error
     if missing := [name for name in COLUMNS if name not in table.schema_arrow.names]:
         have = ", ".join(table.schema_arrow.names)
         raise ConfigError(
@@ -119,4 +119,4 @@ def _unpack_task(packed: bytes, directory: Path, where: str) -> None:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{where}: task_binary cannot be unpacked: {error}") from error
     if not (directory / "task.toml").is_file():
-        raise DataError(f"{where}: no task.toml in the archive, so it is no task of Harbor's")
+        raise DataError(f"{where}: no task.toml in the archive, so it is not a Harbor task")

@@ -48,7 +48,7 @@ def harbor_tasks(
         return
     root = _unpacked(Path(path)) if path.endswith(".parquet") else Path(path)
     if not root.is_dir():
-        raise ConfigError(f"data.{split}: {path!r} is no directory (it is relative to {Path.cwd()})")
+        raise ConfigError(f"data.{split}: {path!r} is not a directory (it is relative to {Path.cwd()})")
     tasks = [root] if (root / _TASK).is_file() else sorted(file.parent for file in root.rglob(_TASK))
     if not tasks:
         raise ConfigError(f"data.{split}: no tasks below {path!r}: a task is a directory with a {_TASK}")

@@ -46,5 +46,5 @@ class OpenEnvConfig(Config):
                 raise ValueError(f"the command {' '.join(value)!r} has no {PORT}, the port that the server must take")
             return value
         if not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} is no base URL; write it as in http://127.0.0.1:8000")
+            raise ValueError(f"{value!r} is not a base URL; write it as in http://127.0.0.1:8000")
         return value.rstrip("/")

@@ -99,7 +99,7 @@ class WorkerProcess:
     async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
         """Start a process and wait until the library is imported. Raises ConfigError where that fails."""
         if shutil.which(program.python) is None:
-            raise ConfigError(f"{program.name}: {program.python!r} is no interpreter; {program.remedy}")
+            raise ConfigError(f"{program.name}: {program.python!r} is not an interpreter; {program.remedy}")
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=program.limits.output + _ENVELOPE)

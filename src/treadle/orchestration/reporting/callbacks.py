@@ -161,8 +161,8 @@ for _event in EVENTS[1:-1]:  # `around` calls `start` and `end`
     setattr(Callbacks, _event, _passing_on(_event))
 
 
-def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = ()) -> dict[str, Callback]:
-    """Return name -> callback: those configured, then the user's `own`. Raises ConfigError."""
+def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callback] = ()) -> dict[str, Callback]:
+    """Return name -> callback: those configured, then the user's `instances`. Raises ConfigError."""
     members: dict[str, Callback] = {}
     for config in configs:
         if config.name in members:
@@ -173,11 +173,14 @@ def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = 
         except TypeError as error:
             raise ConfigError(f"callbacks: {config.name!r} does not accept these options: {error}") from error
         members[config.name] = make(**config.options)
-    for number, callback in enumerate(own, 1):
+    for number, callback in enumerate(instances, 1):
         members[f"{type(callback).__qualname__} ({number} of callbacks=)"] = callback
     for name, callback in members.items():
         if not isinstance(callback, Callback):
-            raise ConfigError(f"callbacks: {name!r} made {callback!r}, not a treadle.Callback; subclass that")
+            raise ConfigError(
+                f"callbacks: {name!r} gives {callback!r}, not a treadle.Callback; "
+                + (f"pass an instance, {callback.__name__}()" if isinstance(callback, type) else "subclass that")
+            )
         waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
         if waiting:
             raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")

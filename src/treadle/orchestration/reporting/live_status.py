@@ -126,7 +126,8 @@ class LiveStatus(Callback):
     def interval(self, row: Mapping[str, Any]) -> None:
         """End of a phase: the learner is a version ahead of the engines until its weights are published."""
         if row["phase"] == "update" and self._status.published is not None:
-            self._change(trained=self._status.published + 1, phase="publish", done=0, total=0)
+            self._change(trained=self._status.published + 1)
+            self.phase("publish", 0, 0)
         elif row["phase"] == "publish":
             self._change(published=self._status.trained)
 

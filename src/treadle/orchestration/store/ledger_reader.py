@@ -249,13 +249,14 @@ class LedgerReader:
             f"SELECT split, stop_reason, count(*) AS count FROM {_STEPS} GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
         )
 
-    def failures(self) -> list[Row]:
-        """Every cause and message, the most frequent first, each with an example trajectory and its traceback."""
+    def failures(self, limit: int = -1) -> list[Row]:
+        """Causes and messages, the most frequent first, each with an example trajectory and its traceback; -1: all."""
         return self.query(
             "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
             "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
             "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2) "
-            "JOIN trajectories USING (trajectory_id) ORDER BY count DESC, cause, message"
+            "JOIN trajectories USING (trajectory_id) ORDER BY count DESC, cause, message LIMIT ?",
+            limit,
         )
 
     def blocked(self) -> Row:

@@ -88,7 +88,7 @@ class RunDirectory:
         """Open an existing run without locking it. Raises RunError if there is none."""
         run = cls(path)
         if not run.config_file.is_file():
-            raise RunError(f"{str(path)!r} is no run directory: it has no config.yaml")
+            raise RunError(f"{str(path)!r} is not a run directory: it has no config.yaml")
         return run
 
     def write(self, name: str, content: bytes) -> None:

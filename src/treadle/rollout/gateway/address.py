@@ -36,7 +36,7 @@ class GatewayConfig(Config):
             url = AnyHttpUrl(value)
             if not (url.query or url.fragment):
                 return value.rstrip("/").removesuffix("/v1")
-        raise ValueError(f"{value!r} is no base URL; write scheme and host, as in http://host.docker.internal:8123")
+        raise ValueError(f"{value!r} is not a base URL; write scheme and host, as in http://host.docker.internal:8123")
 
     @model_validator(mode="after")
     def _has_port(self) -> GatewayConfig:

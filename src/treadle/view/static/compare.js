@@ -8,7 +8,7 @@ import {Problems, SettingName, Waiting, useChoice} from "pages/parts.js";
 import {panelsOf, pointsOf, shortName} from "pages/run.js";
 import {link} from "pages/sequence.js";
 
-const FIRST = ["Reward", "Success in training", "Sampled tokens a trajectory", "Steps a trajectory", "Entropy",
+const FIRST = ["Reward", "Success in training", "Sampled tokens per trajectory", "Steps per trajectory", "Entropy",
   "Log-prob gap, engine and learner", "KL", "Clipped and corrected", "Gradient norm"];
 
 /** @param {any[][]} runs rows of each run @param {string} name @param {string} kind @param {number} [temperature] */
@@ -59,7 +59,7 @@ export function ComparePage({query}) {
     </div>
     ${evaluations.length > 0 && keys.length > 1 && html`<p><a href=${link(["evaluations"], {before: keys[0], after: keys[1]})}>held-out tasks, task by task: gained and lost</a></p>`}
     <section><h2>Settings that differ</h2>
-      ${shared.length === 0 ? html`<p class="faint">None that all of them have.</p>` : html`<${Differences} runs=${data.runs} rows=${shared} />`}
+      ${shared.length === 0 ? html`<p class="faint">No setting that all of them have.</p>` : html`<${Differences} runs=${data.runs} rows=${shared} />`}
       ${some.length > 0 && html`<details><summary>${counted(some.length, "setting")} that only some of them have</summary><${Differences} runs=${data.runs} rows=${some} /></details>`}
     </section>`;
 }

@@ -15,7 +15,7 @@ export function ConfigPage({run, query}) {
   const [changed, setChanged] = useChoice("changed");
   const key = query.get("key");
   const tabs = html`<div class="bar-row run-bar"><${Tabs} run=${run} here="config" /><span class="grow"></span>
-    <label class="control"><input type="checkbox" checked=${Boolean(changed)} onChange=${() => setChanged(changed ? "" : "true")} /> not the default only</label>
+    <label class="control"><input type="checkbox" checked=${Boolean(changed)} onChange=${() => setChanged(changed ? "" : "true")} /> changed only</label>
     <input type="search" placeholder="setting" aria-label="search settings" value=${search} onInput=${(/** @type {any} */ e) => setSearch(e.target.value)} /></div>`;
   useEffect(() => { if (key && data) document.getElementById(`set-${key}`)?.scrollIntoView({block: "center"}); }, [key, data]);
   if (!data) return html`${tabs}${error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`}`;
@@ -44,19 +44,19 @@ export function TokensPage({run}) {
   const {data, error} = useAnswer(`runs/${encodeURIComponent(run)}/breaks`, asked);
   if (!data) return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="tokens" /></div>${error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="counting every recorded token" />`}`;
   const {packing, relations} = data;
-  const ways = [["step", "step: nothing shared"], ["chain", "chain: a step goes on with the one it extends"], ["tree", "tree, within trajectories"], ["group_tree", "tree, within groups"]];
+  const ways = [["step", "step: nothing shared"], ["chain", "chain: a step continues the one it extends"], ["tree", "tree, within trajectories"], ["group_tree", "tree, within groups"]];
   return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="tokens" /></div>
     <${Problems} problems=${[relations.no_tokenizer && `Breaks are not counted: ${relations.no_tokenizer}`,
       data.missing_shards.length && `Missing, not counted: ${data.missing_shards.join(", ")}`,
       data.damaged_shards.length && `Damaged, not counted: ${data.damaged_shards.join(", ")}`]} />
     <section><h2>Tokens that training computes</h2>
       <p class="faint">${counted(packing.trajectories, "trajectory", "trajectories")} of ${counted(packing.groups, "group")}
-        ${version !== asked && html` <button class="quiet" onClick=${() => setAsked(version)}>the run went on: count again</button>`}</p>
+        ${version !== asked && html` <button class="quiet" onClick=${() => setAsked(version)}>the run has gone on: count again</button>`}</p>
       <div class="packing">${ways.map(([way, label]) => html`<div><span>${label}</span>
         <span class="barline"><span style=${{width: `${packing.step ? Math.max(0.5, 100 * packing[way] / packing.step) : 0}%`}}></span></span>
         <b>${figure(packing[way])}</b><span class="faint">${packing.ratios[way] ? `${figure(packing.ratios[way])}× fewer` : ""}</span></div>`)}</div>
       ${data.updates.length > 1 && html`<${TokensByUpdate} rows=${data.updates} />`}</section>
-    <section><h2>How steps go on</h2><div class="scroll"><table class="plain"><thead><tr><th></th><th>steps</th><th>opens</th><th>extends</th><th>fork</th><th>break</th><th>computed again</th></tr></thead>
+    <section><h2>How steps relate to earlier ones</h2><div class="scroll"><table class="plain"><thead><tr><th></th><th>steps</th><th>opens</th><th>extends</th><th>fork</th><th>break</th><th>computed again</th></tr></thead>
       <tbody>${relations.splits.map((/** @type {any} */ row) => html`<tr><td>${row.split === "train" ? "training" : "held-out"}</td>
         ${["steps", "opens", "extends", "fork", "break", "extra_tokens"].map((name) => html`<td>${figure(row[name])}</td>`)}</tr>`)}</tbody></table></div></section>
     ${relations.breaks.length > 0 && html`<section><h2>Breaks and their price</h2>${relations.breaks.map((/** @type {any} */ row) => html`
@@ -73,7 +73,7 @@ export function SearchPage({run, query}) {
   return html`<div class="bar-row run-bar"><${Tabs} run=${run} here="search" /><span class="grow"></span>
       <input class="narrow" type="number" min="0" placeholder="update" aria-label="update" value=${update} onChange=${(/** @type {any} */ e) => change({update: e.target.value})} />
       <input type="search" placeholder="text of that update" aria-label="search text" value=${text} onChange=${(/** @type {any} */ e) => change({text: e.target.value})} /></div>
-    ${!path ? html`<p class="empty">Give an update and a text: all that was read and sampled for that update, or its evaluation, is searched.</p>`
+    ${!path ? html`<p class="empty">Enter an update and a text to search everything read and sampled for that update, or in its evaluation.</p>`
       : !data ? error ? html`<${Problems} error=${error} />` : html`<${Waiting} what="searching" />`
       : html`<${Problems} problems=${data.problems} /><p class="faint">${counted(data.found.length, "step")} in ${counted(data.searched, "trajectory", "trajectories")}${data.is_complete ? "" : ", and more"}</p>
         <ul class="found">${data.found.map((/** @type {any} */ found) => html`<li><a href=${link(["run", run, "trajectory", found.trajectory_id], {step: found.step})}>${found.trajectory_id} step ${found.step}</a> <span class="snippet">${found.before}<mark>${found.match}</mark>${found.after}</span></li>`)}</ul>`}`;

@@ -11,7 +11,7 @@ import {Cost, Tree} from "pages/tree.js";
 /** @param {{run: string, view: any, attempts: any[], from: number, when: any}} props attempts: of one group, all the same */
 function Siblings({run, view, attempts, from, when}) {
   const [open, setOpen] = useState(false);
-  const fold = attempts.length > 1 && html`<button class="fold" aria-expanded=${open} onClick=${() => setOpen(!open)}>${attempts.length} × the same</button>
+  const fold = attempts.length > 1 && html`<button class="fold" aria-expanded=${open} onClick=${() => setOpen(!open)}>${attempts.length} × identical</button>
     <${AttemptCells} run=${run} attempts=${attempts} />`;
   return (open ? attempts : attempts.slice(0, 1)).map((attempt, n) => html`<${Sibling} key=${attempt.trajectory_id} run=${run} view=${view} attempt=${attempt}
     from=${from} when=${when} fold=${n === 0 && fold} />`);
@@ -29,7 +29,7 @@ function Sibling({run, view, attempt, from, when, fold}) {
       <div class="faint">${attempt.status}, ${counted(attempt.steps, "step")}, ${counted(attempt.completion_tokens, "token")}, ${Object.entries(attempt.states)
         .map(([state, count]) => `${count} ${state}`).join(", ")}</div>
       ${attempt.failure_cause && html`<div class="bad">${attempt.failure_cause}: ${attempt.failure_message}</div>`}${fold}</header>
-    ${last && from > 0 && html`<p class="faint shared">${counted(from, "token")} as the others</p>`}
+    ${last && from > 0 && html`<p class="faint shared">first ${counted(from, "token")} shared</p>`}
     <div class="body">${runs.map((piece) => html`<span class=${piece.kind}>${piece.text}</span>`)}</div></article>`;
 }
 
@@ -83,7 +83,7 @@ export function SideBySide({run, view, groups}) {
         const step = view.steps[call];
         location.hash = link(["run", run, "trajectory", step.trajectory_id], {step: step.step, ...kept()});
       }} /><${Cost} cost=${view.cost} of="group" />
-    <h2>Side by side${from === Infinity ? html`<span class="faint"> all the same, token for token</span>` : ""}</h2>
+    <h2>Side by side${from === Infinity ? html`<span class="faint"> identical, token for token</span>` : ""}</h2>
     <div class="siblings">${folds.map(({group, attempts}) => html`<${Siblings} key=${attempts[0].trajectory_id} run=${run} view=${view}
       attempts=${attempts} from=${from === Infinity ? 0 : from} when=${groups.length > 1 ? update(group) : ""} />`)}</div>`;
 }

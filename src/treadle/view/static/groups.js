@@ -108,7 +108,7 @@ export function GroupsPage({run, query}) {
       <div class="lines" ref=${scroller}><div style=${{height: `${Math.max(0, table.total) * LINE}px`}}>
         ${lines.map(({index, row}) => row ? html`<${Line} key=${row.group_id} run=${run} row=${row} top=${index * LINE} selected=${index === at} />`
           : html`<div class="line pending" key=${index} style=${{transform: `translateY(${index * LINE}px)`}}>…</div>`)}
-      </div>${table.total === 0 && html`<p class="empty">${/split|preset|search|update|reason|cause|status/.test(path) ? "No group is like that." : "No group is on record yet."}</p>`}</div>
+      </div>${table.total === 0 && html`<p class="empty">${/split|preset|search|update|reason|cause|status/.test(path) ? "No matching groups." : "No groups are recorded yet."}</p>`}</div>
     </div>`;
 }
 

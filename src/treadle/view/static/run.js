@@ -12,8 +12,8 @@ export const PANELS = [
   {title: "Reward", names: ["reward_mean", "shaped_reward_mean"]},
   {title: "Reward by component", names: [/^reward_.+_mean$/]},
   {title: "Success in training", names: ["success", /^pass_at_/], share: true},
-  {title: "Sampled tokens a trajectory", names: ["completion_tokens_mean", "completion_tokens_max"]},
-  {title: "Steps a trajectory", names: ["steps_mean", "steps_max"]},
+  {title: "Sampled tokens per trajectory", names: ["completion_tokens_mean", "completion_tokens_max"]},
+  {title: "Steps per trajectory", names: ["steps_mean", "steps_max"]},
   {title: "Entropy", names: ["entropy"]},
   {title: "Log-prob gap, engine and learner", names: ["logprob_gap_mean", "logprob_gap_max", /^logprob_gap_lag_/]},
   {title: "KL", names: ["kl", "logprob_gap_kl"]},
@@ -22,14 +22,14 @@ export const PANELS = [
   {title: "Staleness in versions", names: ["staleness_mean", "staleness_max", "trained_staleness_mean", "token_staleness_mean"]},
   {title: "Dropped steps by reason", names: [/^dropped_/]},
   {title: "Attempts that failed", names: ["failed", /^failed_/, "refused", "warnings"]},
-  {title: "Groups that teach nothing", names: ["zero_advantage_groups", "equal_reward_groups"], share: true},
+  {title: "Groups without a signal", names: ["zero_advantage_groups", "equal_reward_groups"], share: true},
   {title: "Tokens computed and trained", names: ["packed_tokens", "trainable_tokens"]},
   {title: "Gradient norm", names: ["gradient_norm"]},
   {title: "Learning rate", names: ["learning_rate"]},
   {title: "How attempts end", names: [/^ended_/], share: true},
   {title: "How completions end", names: [/^last_stop_/], share: true},
   {title: "The engine's share of an attempt", names: ["engine_share"], share: true},
-  {title: "The environment's own", names: [/^env\//]},
+  {title: "Environment metrics", names: [/^env\//]},
 ];
 const NEVER = /^(kind|update|version|wall_seconds|cpu_seconds|seconds_)/;
 
@@ -137,7 +137,7 @@ export function RunPage({run}) {
       ["updates", html`${detail.update}<span class="faint"> of ${detail.updates}</span>`],
       ["held-out, last", detail.last ? percent(detail.last.success) : "–"],
       ["best", detail.best ? html`${percent(detail.best.success)}<span class="faint"> at ${detail.best.update}</span>` : "–"],
-      ["reward", figure(detail.reward)], ["an update", duration(detail.seconds_per_update)], ["in all", duration(detail.wall_seconds)],
+      ["reward", figure(detail.reward)], ["per update", duration(detail.seconds_per_update)], ["total time", duration(detail.wall_seconds)],
       ...(counts?.splits || []).map((/** @type {any} */ s) => [s.split === "train" ? "training" : "held-out",
         html`${counted(s.trajectories, "attempt")}<span class="faint">, ${figure(s.completion_tokens)} tokens</span>`]),
     ]} />
@@ -146,7 +146,7 @@ export function RunPage({run}) {
       ${held.length > 0 && html`<${Chart} title="Held-out success" series=${held} share log=${Boolean(log)} onPick=${pickEvaluation} />`}
       ${panels.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${help(panel.own)} share=${panel.share} log=${Boolean(log)}
         smooth=${Number(smooth)} onPick=${pick} series=${panel.own.map((name) => ({label: shortName(name), name, points: pointsOf(updates, name)}))} />`)}
-      ${updates.length > 1 && html`<${Chart} title="Seconds of an update by phase" stacked series=${secondsByPhase(updates)} onPick=${pick}
+      ${updates.length > 1 && html`<${Chart} title="Seconds per update by phase" stacked series=${secondsByPhase(updates)} onPick=${pick}
         help="Phases of asynchronous runs overlap." />`}
       ${all && rest.map((name) => html`<${Chart} key=${name} title=${name} help=${help([name])} log=${Boolean(log)} smooth=${Number(smooth)} onPick=${pick}
         series=${[{label: name, points: pointsOf(updates, name)}]} />`)}

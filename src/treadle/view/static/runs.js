@@ -46,7 +46,7 @@ export function RunsPage() {
         href=${chosen.length < 2 ? null : `#/compare?${chosen.map((key) => `run=${encodeURIComponent(key)}`).join("&")}`}>
         overlay ${chosen.length || ""}</a>
     </div>
-    ${data.runs.length > 0 && rows.length === 0 && html`<p class="empty">No run is like that.</p>`}
+    ${data.runs.length > 0 && rows.length === 0 && html`<p class="empty">No matching runs.</p>`}
     ${data.runs.length === 0 && html`<p class="empty">No runs in ${data.roots.join(", ")} yet. <code>treadle train demo</code> starts one.</p>`}
     <div class="runs">
       ${rows.map((/** @type {any} */ run, /** @type {number} */ index) => html`
@@ -61,7 +61,7 @@ export function RunsPage() {
           <dl><div><dt>reward</dt><dd>${figure(run.reward)}</dd></div>
             <div><dt>held-out, last</dt><dd><${HeldOut} held=${run.last} /></dd></div>
             <div><dt>best</dt><dd><${HeldOut} held=${run.best} /></dd></div>
-            <div><dt>an update</dt><dd>${duration(run.seconds_per_update)}</dd></div></dl>
+            <div><dt>per update</dt><dd>${duration(run.seconds_per_update)}</dd></div></dl>
           ${run.state !== "finished" && html`<${DoesNow} now=${now[run.key]} />`}
           <${Problems} problems=${run.problems} />
         </article>`)}

@@ -22,7 +22,7 @@ function RelationLine({relation, onStep}) {
   if (relation.kind === "break") {
     return html`<p class="relation break"><b>Break</b> from ${base} at token ${figure(relation.shared)}: ${relation.cause}. <b>${counted(relation.extra_tokens, "token")} computed again.</b> <span class="swap"><del>${relation.was}</del> → <ins>${relation.now}</ins></span></p>`;
   }
-  if (relation.kind === "fork") return html`<p class="relation">Fork of ${base}: shares ${counted(relation.shared, "token")}, and leaves its replies alone.</p>`;
+  if (relation.kind === "fork") return html`<p class="relation">Fork of ${base} after ${counted(relation.shared, "shared token")}.</p>`;
   if (relation.kind === "opens") return html`<p class="relation">Opens a conversation: shares nothing with the steps before it.</p>`;
   return null;
 }
@@ -47,7 +47,7 @@ function Step({run, view, number, column, range, pin, onToken, onStep, selected}
     ${number > 0 || step.relation.kind !== "opens" ? html`<${RelationLine} relation=${step.relation} onStep=${onStep} />` : ""}
     <${Fate} run=${run} fate=${step.fate} />
     ${step.relation.shared > 0 && html`<button class="quiet shared" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>${whole
-      ? "hide what it shares" : `${counted(step.relation.shared, "token")} as in step ${step.relation.base}`}</button>`}
+      ? "hide shared tokens" : `${counted(step.relation.shared, "token")} shared with step ${step.relation.base}`}</button>`}
     <${Conversation} from=${from} shown=${shown} />
   </section>`;
 }
@@ -114,9 +114,9 @@ export function TrajectoryPage({run, id, query}) {
         <${Facts} items=${[
           ["task", embedded ? view.group.task_id : html`<a href=${link(["run", run, "task", view.group.task_id], {split: view.split})}>${view.group.task_id}</a>`],
           ["split", view.split === "train" ? "training" : "held-out"],
-          ["played by", view.group.played_by || "the recipe's"],
+          ["played by", view.group.played_by || "the recipe's default"],
           ["update", view.group.update ?? view.group.when],
-          ["advantage", signed(attempt.advantage), "what its trained tokens are weighed with"],
+          ["advantage", signed(attempt.advantage), "weight of its trained tokens in the loss"],
           ...(attempt.trained_reward !== null && attempt.trained_reward !== attempt.reward ? [["in training", figure(attempt.trained_reward)]] : []),
           ...Object.entries(attempt.components).filter(([name]) => name !== "reward").map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
           ...Object.entries(view.metrics).map(([name, value]) => [name, figure(/** @type {any} */ (value))]),
