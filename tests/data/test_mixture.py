@@ -109,8 +109,8 @@ def test_every_task_comes_up_within_the_longest_wait() -> None:
     ("data", "message"),
     [
         ({"train": {}}, r"missing key 'train\.source'"),
-        ({"train": []}, "train: got .*at least 1 item"),
-        ({"train": [{"weight": 1}]}, r"missing key 'train\.0\.source'"),
+        ({"train": []}, "train is an empty list; give at least one source"),
+        ({"train": [{"weight": 1}]}, r"^missing key 'train\.0\.source'.*$"),
         ({"train": [{"source": "a.jsonl", "weight": 0}]}, r"train\.0\.weight: got 0"),
         (
             {"train": {"source": "a"}, "held_out": [{"source": "b.jsonl", "weight": 2}]},

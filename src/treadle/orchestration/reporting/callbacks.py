@@ -161,8 +161,8 @@ for _event in EVENTS[1:-1]:  # `around` calls `start` and `end`
     setattr(Callbacks, _event, _passing_on(_event))
 
 
-def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = ()) -> dict[str, Callback]:
-    """Return name -> callback: those configured, then the user's `own`. Raises ConfigError."""
+def load_callbacks(configs: Sequence[CallbackConfig], more: Sequence[Callback] = ()) -> dict[str, Callback]:
+    """Return name -> callback: those configured, then `more` of the user's. Raises ConfigError."""
     members: dict[str, Callback] = {}
     for config in configs:
         if config.name in members:
@@ -173,7 +173,7 @@ def load_callbacks(configs: Sequence[CallbackConfig], own: Sequence[Callback] = 
         except TypeError as error:
             raise ConfigError(f"callbacks: {config.name!r} does not accept these options: {error}") from error
         members[config.name] = make(**config.options)
-    for number, callback in enumerate(own, 1):
+    for number, callback in enumerate(more, 1):
         members[f"{type(callback).__qualname__} ({number} of callbacks=)"] = callback
     for name, callback in members.items():
         if not isinstance(callback, Callback):
