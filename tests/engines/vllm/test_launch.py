@@ -130,7 +130,7 @@ async def test_a_server_is_asked_for_experts_where_they_are_replayed(tmp_path: P
 @pytest.mark.parametrize(
     ("printed", "message"),
     [
-        ("0.31", r"vLLM 0\.31 \(tested is 0\.32\.0\) of .*/python, 1 to be started, on the"),
+        ("vllm 0.31 True", r"vLLM 0\.31 \(tested is 0\.32\.0\) of .*/python, 1 to be started, on the"),
         ("", "has no vLLM; set engine.opt"),
     ],
 )

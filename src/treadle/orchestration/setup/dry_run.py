@@ -165,7 +165,7 @@ def _reference(algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tup
 
 
 def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple[object, str]:
-    check_engine_config(config.engine)
+    check_engine_config(config.engine, config.training.routing_replay)
     if config.engine.kind == "vllm":
         from treadle.engines.vllm.start import describe_servers  # httpx, which only this needs
 

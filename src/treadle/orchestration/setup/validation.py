@@ -8,7 +8,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.extras import how_to_install
 from treadle.core.registry import check_name
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.launch import find_python
+from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rendering.replies import AUTO, reply_parser
@@ -20,7 +20,7 @@ from treadle.training.validation import check_algorithm
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError for a configuration with which no run could work."""
     check_settings(config)
-    check_engine_config(config.engine)
+    check_engine_config(config.engine, config.training.routing_replay)
     check_model_files(config.model)
     if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
         require_model(config.algorithm.kl.model, "algorithm.kl.model")
@@ -76,12 +76,17 @@ def check_context(config: RunConfig, context: int) -> None:
         )
 
 
-def check_engine_config(config: EngineConfig) -> None:
-    """Raise ConfigError for a configuration with which no engine could be started."""
+def check_engine_config(config: EngineConfig, routing: bool = False) -> None:
+    """Raise ConfigError for a configuration with which no engine could be started.
+
+    routing: it is to report the experts it chose.
+    """
     check_name("engines", config.kind, "engine.kind")
     if config.kind != "vllm":
         return
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError(f"engine.kind=vllm needs httpx; {how_to_install('httpx')}")
     if not config.vllm.urls:
-        find_python(config.vllm.python)
+        python = find_python(config.vllm.python)
+        if routing:
+            check_reports_experts(python)
