@@ -91,6 +91,14 @@ def test_every_page_fits_and_complains_of_nothing(
     viewer.close()
 
 
+def test_an_address_that_changes_while_the_first_page_is_drawn_is_followed(browser: Any, base: str) -> None:
+    viewer = Viewer(browser, base, WIDE)
+    viewer.context.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/run/recorded'; })")
+    viewer.page.goto(base)
+    viewer.page.wait_for_selector(".chart .u-over")
+    viewer.close()
+
+
 def test_a_double_click_on_a_chart_leads_nowhere(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded", ".chart .u-over")
     chart = page.locator(".chart", has_text="Entropy").locator(".u-over").first

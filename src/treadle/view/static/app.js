@@ -117,6 +117,7 @@ function App() {
       setHash(location.hash);
     };
     addEventListener("hashchange", follow);
+    setHash(address());  // it may have changed since the first render, before anyone listened
     return () => removeEventListener("hashchange", follow);
   }, []);
   usePlaces(hash);
