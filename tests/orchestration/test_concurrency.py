@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import make_step
+from tests.worlds import make_step, tiny
 from treadle.core.types import Status, Trajectory
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
 from treadle.testing import VirtualLoop
@@ -24,6 +24,11 @@ def test_attempts_that_are_partly_elsewhere_leave_room_for_others(share: float, 
         limit.observe(trajectory(seconds, share * seconds / 2, share * seconds / 2))
     assert limit.engine_share == pytest.approx(share)
     assert limit.limit == pytest.approx(64 / share, rel=1e-6, abs=1.001)
+
+
+def test_groups_that_are_scarce_are_so_in_evaluations_too() -> None:
+    assert tiny().evaluated_together == 256
+    assert tiny("orchestration.max_concurrent_groups=2").evaluated_together == 2 * tiny().training.group_size
 
 
 @pytest.mark.quick(2)

@@ -110,7 +110,7 @@ def sampling(
     staleness: int = 0,
     backlog: Backlog | None = None,
     left_out: Sequence[str] = (),
-    retries: FailuresConfig | None = None,
+    causes: str = "{}",
     world: type[Environment] = Slow,
     engine: FakeEngine | None = None,
 ) -> Sampling:
@@ -122,11 +122,12 @@ def sampling(
         f"orchestration.max_concurrent_groups={max_groups or 'null'}",
         *(["training.min_group_size=1"] if group_size == 1 else []),
         "failures.max_failed_fraction=1",
+        f"failures.causes={causes}",
     )
     engine, queue, store = engine or saying("a"), make_queue(backlog, left_out), Unrecorded()
     groups = Judged(config, queue, store, judge)
     runner = plain_rollouts(engine, world)
-    scheduler = RolloutScheduler(config, queue, runner, groups, retries or FailuresConfig(), Full(attempts))
+    scheduler = RolloutScheduler(config, queue, runner, groups, Full(attempts))
     return Sampling(scheduler, groups, store, engine)
 
 
@@ -230,8 +231,8 @@ def test_a_failed_attempt_of_a_restored_group_is_retried_if_it_would_have_been(
     gone = Failure(Cause.INFRASTRUCTURE, "gone")
     made = tuple(Trajectory(f"g000001.{n}", "t1", n, (make_step(),), None, Status.FAILED, gone) for n in (0, 2))
     restored = {1: Group("g000001", 1, 0, 1, make_tasks(2)[1], made)}
-    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=retries)})
-    group = one_batch(backlog=Backlog(restored=restored), retries=policy)[1]
+    causes = f"{{infrastructure: {{retries: {retries}}}}}"
+    group = one_batch(backlog=Backlog(restored=restored), causes=causes)[1]
     assert [t.attempt for t in group.trajectories] == attempts
 
 
@@ -261,8 +262,7 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
     class World(Flaky):
         left = failures
 
-    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=2, backoff=0.001)})
-    [group] = one_batch(size=1, group_size=1, world=World, retries=policy)
+    [group] = one_batch(size=1, group_size=1, world=World, causes="{infrastructure: {retries: 2, backoff: 0.001}}")
     assert [t.reward for t in group.trajectories] == expected
     assert [t.attempt for t in group.trajectories] == list(range(len(expected)))
     seeds = {s.sampling.seed for t in group.trajectories for s in t.steps}
@@ -341,8 +341,8 @@ def test_an_attempt_whose_engine_cancels_a_call_fails_alone(staleness: int) -> N
         async def step(self, text: str) -> EnvStep:
             return EnvStep(reward=1.0, done=True)
 
-    policy = FailuresConfig(causes={Cause.ENGINE: FailurePolicy(retries=0)})
-    batch = one_batch(engine=Cancelling(saying("a").reply), world=Even, retries=policy, staleness=staleness)
+    engine = Cancelling(saying("a").reply)
+    batch = one_batch(engine=engine, world=Even, causes="{engine: {retries: 0}}", staleness=staleness)
     failures = [t.failure for group in batch for t in group.trajectories if t.failure]
     assert [failure.cause for failure in failures] == [Cause.ENGINE]
     assert sum(t.reward == 1.0 for group in batch for t in group.trajectories) == 5
@@ -366,8 +366,8 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
             if part.trajectories[0].reward is not None:
                 raise ZeroDivisionError("a bug")
 
-    policy = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(retries=1, backoff=0)})
-    made = sampling(world=World, size=1, max_groups=1, retries=policy, staleness=1)
+    causes = "{infrastructure: {retries: 1, backoff: 0}}"
+    made = sampling(world=World, size=1, max_groups=1, causes=causes, staleness=1)
     made.groups._store = Failing()
     with pytest.raises(ZeroDivisionError):
         async with made.scheduler.sampling():

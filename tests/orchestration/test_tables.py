@@ -111,6 +111,13 @@ def test_a_damaged_row_is_not_changed_either(path: Path) -> None:
     assert not LedgerReader(path).query("SELECT 1 FROM trajectories WHERE advantage = 1 AND trajectory_id > 'g000006'")
 
 
+def test_a_text_that_is_none_is_damage_for_the_writer_too(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE trajectories SET warning = CAST(x'ff' AS TEXT) WHERE trajectory_id = 'g000007.0'")
+    with closing(Ledger(path)) as ledger, pytest.raises(DamageError, match="its text is not UTF-8; restore it"):
+        ledger.note_trained(1, [], {"g000007.0": 1.0})
+
+
 def test_only_what_is_asked_for_is_proven(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE trajectories SET reward = 5 WHERE trajectory_id = 'g000007.0'")

@@ -30,7 +30,7 @@ Location = tuple[int | str, ...]
 
 
 class Config(pydantic.BaseModel):
-    """Is the base of every configuration: immutable, no unknown keys, no coercion ("yes" is no int, true is no 1).
+    """Base of every configuration: immutable, no unknown keys, no coercion ("yes" is no int, true is no 1).
 
     Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
     with `build`, which also takes YAML lists for tuples and strings for enums and paths.
@@ -46,11 +46,11 @@ class Config(pydantic.BaseModel):
 
 
 REQUIRED: Any = pydantic_core.PydanticUndefined
-"""Stands for the default of a field that has none."""
+"""The default of a field that has none."""
 
 
 class FieldLine(NamedTuple):
-    """Describes one leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...", 1e-6)`."""
+    """One leaf of a configuration: `FieldLine("training.learning_rate", 5e-4, False, "peak ...", 1e-6)`."""
 
     path: str
     value: Any
@@ -145,8 +145,8 @@ def parse_yaml(content: bytes, source: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: not UTF-8 text ({error})") from error
     if not isinstance(data, dict):
-        found = "nothing" if data is None else f"a {type(data).__name__}"
-        raise ConfigError(f"{source}: expected a mapping of keys to values, found {found}")
+        kind = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{source}: expected a mapping of keys to values, found {kind}")
     return data
 
 
@@ -232,15 +232,15 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
     """
     changed = apply_overrides(data, overrides)
     try:
-        plain = _plain_json(changed)
+        plain = pydantic_core.to_json(changed)  # strict rules for JSON suit YAML: lists are tuples, strings enums
     except ValueError as error:
         raise ConfigError(f"{source}: not plain data: {error}" if source else f"not plain data: {error}") from error
     try:
         return cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
-        found = dict.fromkeys(_problems(cls, plain, error))
-        own = _own_problems(cls, data) if overrides else found
-        lines = [p.line(source if p in own else _blamed(p.path, overrides) or source) for p in found]
+        problems = dict.fromkeys(_problems(cls, plain, error))
+        without_overrides = _problems_of(cls, data) if overrides else problems
+        lines = [p.line(source if p in without_overrides else _blamed(p.path, overrides) or source) for p in problems]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -260,17 +260,8 @@ class _Problem(NamedTuple):
         return ": ".join(part for part in (origin, path, self.text) if part)
 
 
-def _plain_json(data: Mapping[str, Any]) -> bytes:
-    """Return the data as JSON, whose strict rules are what YAML needs: lists are tuples, strings enums.
-
-    Raises ValueError.
-    """
-    return pydantic_core.to_json(data)
-
-
-def _own_problems(cls: type[Config], data: Mapping[str, Any]) -> dict[_Problem, None]:
-    """What is wrong with the data as they are."""
-    plain = _plain_json(data)
+def _problems_of(cls: type[Config], data: Mapping[str, Any]) -> dict[_Problem, None]:
+    plain = pydantic_core.to_json(data)
     try:
         cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
@@ -301,9 +292,9 @@ def _problems(cls: type[Config], plain: bytes, error: pydantic.ValidationError) 
         elif problem["type"] == "missing":
             yield _Problem(path, f"missing key {path!r}{_purpose(cls, keys)}", named=False)
         else:
-            refused.setdefault(path, (_found(problem), []))[1].append(_expected(problem))
-    for path, (found, expected) in refused.items():
-        yield _Problem(path, f"{found}{' or '.join(dict.fromkeys(expected))}", named=True)
+            refused.setdefault(path, (_got(problem), []))[1].append(_expected(problem))
+    for path, (got, expected) in refused.items():
+        yield _Problem(path, f"{got}{' or '.join(dict.fromkeys(expected))}", named=True)
 
 
 def _keys(cls: type[Config], data: Any, location: Location) -> Location:
@@ -320,8 +311,8 @@ def _keys(cls: type[Config], data: Any, location: Location) -> Location:
     return tuple(keys)
 
 
-def _found(problem: Mapping[str, Any]) -> str:
-    """Nothing for a validator's own message: it names the value that matters, or no single one does."""
+def _got(problem: Mapping[str, Any]) -> str:
+    """`got 'x', expected `; "" for a validator's own message, which names the value itself where one is to blame."""
     return "" if problem["type"] == "value_error" else f"got {_short(problem['input'])}, expected "
 
 
@@ -343,9 +334,9 @@ _ALIASES = {
     **dict.fromkeys(("max_turns", "max_assistant_turns"), "max_steps"),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "coef"),
     **dict.fromkeys(
-        ("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_high"), "policy_loss_options"
+        ("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_low", "eps_high"), "policy_loss_options"
     ),
-    **dict.fromkeys(("lam", "gae_lam", "lambda_", "gae_lambda"), "advantage_options"),
+    **dict.fromkeys(("lam", "gae_lam", "lambda_", "gae_lambda", "gamma"), "advantage_options"),
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), "advantage"),
     **dict.fromkeys(("loss_type", "loss", "policy_loss_type"), "policy_loss"),
 }
@@ -368,15 +359,15 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     section = _config_at(cls, keys[:-1])
     if instead := cls.removed_keys.get(".".join([*parents, leaf])) or (section and section.removed_keys.get(leaf)):
         return f"there is no key {'.'.join([*parents, leaf])!r} any more; {instead}"
-    known = list(_fields_at(cls, keys[:-1]))
+    siblings = list(_fields_at(cls, keys[:-1]))
     if meant := [path for path in _paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
         meant = [path for path in meant if path.rpartition(".")[0] == ".".join(parents)] or meant
         return f"unknown key {'.'.join([*parents, leaf])!r}; did you mean {' or '.join(map(repr, meant))}?"
-    near = difflib.get_close_matches(leaf, known, n=1) or [name for name in known if leaf in name.split("_")]
+    near = difflib.get_close_matches(leaf, siblings, n=1) or [name for name in siblings if leaf in name.split("_")]
     hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
     elsewhere = [path for path in _paths(cls) if path.rpartition(".")[2] == leaf]
     hints += [f"{leaf!r} exists as {' and '.join(map(repr, elsewhere))}"] if elsewhere else []
-    return f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(known)}"
+    return f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(siblings)}"
 
 
 # What a Config is made of
@@ -418,13 +409,13 @@ def describe(config: Config) -> list[FieldLine]:
 
 def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
     """Return path -> help of every nested Config present: `{"training": "the learner", "training.optimizer": ...}`."""
-    found = {}
+    sections = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         if isinstance(value, Config):
-            found[prefix + name] = field.description or ""
-            found |= describe_sections(value, f"{prefix}{name}.")
-    return found
+            sections[prefix + name] = field.description or ""
+            sections |= describe_sections(value, f"{prefix}{name}.")
+    return sections
 
 
 def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[FieldLine]:

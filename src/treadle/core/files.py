@@ -13,8 +13,8 @@ def cache_directory() -> Path:
 
     The user's cache is `$XDG_CACHE_HOME`, which must be absolute to count, or `~/.cache`.
     """
-    if own := os.environ.get("TREADLE_CACHE"):
-        return Path(own)
+    if directory := os.environ.get("TREADLE_CACHE"):
+        return Path(directory)
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (configured if configured.is_absolute() else Path.home() / ".cache") / "treadle"
 

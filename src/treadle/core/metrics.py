@@ -120,8 +120,8 @@ class Measures(Mapping[str, Any]):
     def __init__(self, tallies: Iterable[Tally] = ()) -> None:
         self._tallies: dict[str, Tally] = {}
         for tally in tallies:
-            known = self._tallies.get(tally.metric.name)
-            self._tallies[tally.metric.name] = tally if known is None else known + tally
+            earlier = self._tallies.get(tally.metric.name)
+            self._tallies[tally.metric.name] = tally if earlier is None else earlier + tally
 
     def __add__(self, other: Measures) -> Measures:
         return Measures((*self.tallies, *other.tallies))

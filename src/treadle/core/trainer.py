@@ -59,7 +59,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Reports what one optimizer update did.
+    """What one optimizer update did.
 
     metrics: of what it trained (`training.metrics`). advantage: trajectory_id -> mean over its trainable tokens, if it
     has any. refused: trajectory_id -> why it could not be trained. traces: of the steps of traced groups, in order.

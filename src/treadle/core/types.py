@@ -250,7 +250,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Records one LLM call, exactly as the engine saw and answered it.
+    """One LLM call, exactly as the engine saw and answered it.
 
     prompt_ids      int32[P]    the prompt really sent
     completion_ids  int32[C]    the sampled tokens, nothing else
@@ -337,7 +337,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """Records one attempt at a task: its steps in call order and its reward. `core.outcomes` says what follows.
+    """One attempt at a task: its steps in call order and its reward. `core.outcomes` says what follows.
 
     `reward is None` says that the attempt could not be graded; it is not 0.0 and enters no baseline.
     warning: something that went wrong without touching the reward (an environment that failed to close).

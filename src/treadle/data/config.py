@@ -66,23 +66,14 @@ class WeightedSourceConfig(SourceConfig):
     )
 
 
-def _not_empty(sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
-    if not sources:
-        raise ValueError("the list is empty; name at least one source")
-    return sources
-
-
 _OneOrSeveral = Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one")
 TrainSources = Annotated[
-    Annotated[WeightedSourceConfig, Tag("one")]
-    | Annotated[tuple[WeightedSourceConfig, ...], AfterValidator(_not_empty), Tag("several")],
+    Annotated[WeightedSourceConfig, Tag("one")] | Annotated[tuple[WeightedSourceConfig, ...], Tag("several")],
     _OneOrSeveral,
 ]
 """One source, or a mixture of several: `[{source: a.jsonl, weight: 3}, {source: b.parquet}]`."""
 HeldOutSources = Annotated[
-    Annotated[SourceConfig, Tag("one")]
-    | Annotated[tuple[SourceConfig, ...], AfterValidator(_not_empty), Tag("several")],
-    _OneOrSeveral,
+    Annotated[SourceConfig, Tag("one")] | Annotated[tuple[SourceConfig, ...], Tag("several")], _OneOrSeveral
 ]
 """One source or several; every evaluation plays all of their tasks."""
 
@@ -108,6 +99,8 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _shares_are_of_several(self) -> DataConfig:
         for split, section in (("train", self.train), ("held_out", self.held_out)):
+            if section == ():
+                raise ValueError(f"{split} is an empty list; give at least one source")
             if isinstance(section, SourceConfig) and (section.name or getattr(section, "weight", 1) != 1):
                 raise ValueError(f"{split}: name and weight are for a list of several sources; leave them out")
         return self

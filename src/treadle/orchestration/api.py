@@ -64,13 +64,13 @@ def train(
     Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
     kind, name, player = _player(environment)
-    given = {"train": _given(tasks, "tasks"), "held_out": _given(held_out, "held_out")}
+    sources = {"train": _source_or_tasks(tasks, "tasks"), "held_out": _source_or_tasks(held_out, "held_out")}
     data: dict[str, Any] = {
         "recipe": Path(run).name,
         kind: name,
         "data": {
-            "train": {"source": _source(given["train"])},
-            "held_out": {"source": _source(given["held_out"])} if given["held_out"] else None,
+            "train": {"source": _source(sources["train"])},
+            "held_out": {"source": _source(sources["held_out"])} if sources["held_out"] else None,
         },
         "model": _model(model),
     }
@@ -83,7 +83,7 @@ def train(
             check_environment(made_class(player), name, config.environment_options), **config.environment_options
         )
     environments = {name: player} if kind == "environment" else {}
-    train_tasks, held_out_tasks = (_tasks(given[split], split, config, environments) for split in SPLITS)
+    train_tasks, held_out_tasks = (_tasks(sources[split], split, config, environments) for split in SPLITS)
     check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
     inputs = make_inputs(
         train_tasks,
@@ -117,39 +117,39 @@ def _loop_is_running() -> bool:
     return True
 
 
-def _player(given: Any) -> tuple[str, str, Any]:
+def _player(player: Any) -> tuple[str, str, Any]:
     """Return the configuration's key for what plays, its name, and itself: `("environment", "Larger", Larger)`.
 
     Raises ConfigError for what plays nothing.
     """
-    if isinstance(given, str):
-        return "environment", given, load_environment(given)
-    kind = type(given).__name__
-    name = str(getattr(given, "__name__", kind))
-    if is_reward_function(given):
-        return "environment", name, partial(SingleTurn, given)
-    if is_agent(given):
-        return "agent", name, check_agent(given, name)
-    if is_driver(given):
-        return "driver", name, check_driver(given, name)
-    if inspect.isclass(given):
-        return "environment", name, check_environment(given, name)
-    if not callable(given):
+    if isinstance(player, str):
+        return "environment", player, load_environment(player)
+    kind = type(player).__name__
+    name = str(getattr(player, "__name__", kind))
+    if is_reward_function(player):
+        return "environment", name, partial(SingleTurn, player)
+    if is_agent(player):
+        return "agent", name, check_agent(player, name)
+    if is_driver(player):
+        return "driver", name, check_driver(player, name)
+    if inspect.isclass(player):
+        return "environment", name, check_environment(player, name)
+    if not callable(player):
         raise ConfigError(
             f"environment is one {kind}, and each attempt needs its own; give the class, or a function that makes one: "
             f"lambda: {kind}(...)"
         )
     try:
-        inspect.signature(given).bind()
+        inspect.signature(player).bind()
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"environment {name!r} is called without arguments, to make one, but: {error}; write a reward function as "
             "def reward(task, text), an agent as def agent(task, client), each async or not"
         ) from error
-    return "environment", name, given
+    return "environment", name, player
 
 
-def _given(tasks: Any, name: str) -> str | list[Any]:
+def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
     """Return what a recipe could name, or the tasks and rows themselves. Raises ConfigError for neither."""
     if isinstance(tasks, str | os.PathLike):
         return os.fspath(tasks)
@@ -160,23 +160,23 @@ def _given(tasks: Any, name: str) -> str | list[Any]:
     return list(tasks or ())
 
 
-def _source(given: str | list[Any]) -> str:
+def _source(tasks: str | list[Any]) -> str:
     """Return the `source` of the tasks; `IN_MEMORY` for tasks made in Python, which no configuration could name."""
-    return given if isinstance(given, str) else IN_MEMORY
+    return tasks if isinstance(tasks, str) else IN_MEMORY
 
 
 def _tasks(
-    given: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
+    tasks: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
 ) -> Sequence[Task]:
     """Return the tasks of a split. Raises ConfigError or DataError."""
-    if isinstance(given, str):
+    if isinstance(tasks, str):
         return load_split(config, split, environments)
     name = "tasks" if split == "train" else split
     return [
         row
         if isinstance(row, Task)
         else make_task(Row(row, f"{name}[{number}]", _place(split, number)), config.data.columns)
-        for number, row in enumerate(given)
+        for number, row in enumerate(tasks)
     ]
 
 
@@ -192,14 +192,14 @@ def _without_ids(tasks: Sequence[Task], split: Split) -> list[Task]:
     return [task for number, task in enumerate(tasks) if task.task_id == _place(split, number)]
 
 
-def _model(given: Any) -> dict[str, Any]:
+def _model(model: Any) -> dict[str, Any]:
     """Return the `model` section. Raises ConfigError."""
-    if isinstance(given, str | os.PathLike):
-        return {"path": os.fspath(given)}
-    if not isinstance(given, Mapping):
-        kind = type(given).__name__
+    if isinstance(model, str | os.PathLike):
+        return {"path": os.fspath(model)}
+    if not isinstance(model, Mapping):
+        kind = type(model).__name__
         raise ConfigError(f"model is of type {kind}; give its directory, or a `model` section as a dict")
-    return dict(given)
+    return dict(model)
 
 
 def _several(callbacks: Sequence[Callback]) -> Sequence[Callback]:

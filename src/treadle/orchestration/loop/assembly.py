@@ -48,19 +48,12 @@ def make_loop(
     weight_sync: makes the engines that `runner` plays with serve the trainer's weights.
     """
     reporter, state = Reporter(config, callbacks, start.clock), start.state
-    backlog = Backlog(
-        state.cursor, state.outstanding, start.restored, store.ledger.times_sampled(), failed_tasks=state.failed_tasks
-    )
+    times_sampled = store.ledger.times_sampled()
+    backlog = Backlog(state.cursor, state.outstanding, start.restored, times_sampled, state.failed_tasks)
     order = TaskOrder(inputs.train, config.seed, config.data.shuffle)
     queue = TaskQueue(order, config.failures.task_limit, backlog)
-    scheduler = RolloutScheduler(
-        config,
-        queue,
-        runner,
-        Groups(config, queue, store, reporter),
-        config.failures,
-        ConcurrencyController(config.engine_capacity),
-    )
+    groups = Groups(config, queue, store, reporter)
+    scheduler = RolloutScheduler(config, queue, runner, groups, ConcurrencyController(config.engine_capacity))
     evaluator = Evaluator(config, runner, inputs.held_out, store, reporter)
     checkpointer = Checkpointer(config, trainer, store, reporter)
     return Loop(config, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)

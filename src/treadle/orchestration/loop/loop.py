@@ -13,9 +13,7 @@ any other, groups go on beside all of it.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from treadle.core.errors import TrainingStopped
 from treadle.core.outcomes import leave_out
@@ -31,8 +29,6 @@ from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.stop_conditions import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.loop_state import LoopState
-
-T = TypeVar("T")
 
 
 class Loop:
@@ -104,18 +100,15 @@ class Loop:
                 await self._save()
 
     async def _next_batch(self) -> Batch | None:
-        """Wait for the next batch; None if a stop is requested first."""
+        """Wait for the next batch; None if a stop is requested first: what has finished until then is on record.
+
+        At max_staleness 0 it would be sampled again, so that a stop waits for the batch.
+        """
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout", self.state.update + 1):
             self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
-            return await self._unless_stopped(self.scheduler.next_batch(self.state))
-
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result, or None if a stop is requested first: what has finished until then is on record and restored.
-
-        At max_staleness 0 it would be sampled again, so that it is worth waiting for.
-        """
-        return await (work if self.config.orchestration.max_staleness == 0 else self.stop.unless_requested(work))
+            batch = self.scheduler.next_batch(self.state)
+            return await (self.stop.unless_requested(batch) if self.config.orchestration.max_staleness else batch)
 
     async def _train_batch(self, batch: Batch) -> None:
         groups, before = batch.groups, self.state

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treadle.core.config import as_override, describe
+from treadle.core.config import as_override
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import COMPLETION_TOKENS_MEAN, REWARD_MEAN, STEPS_MEAN
-from treadle.orchestration.setup.config_diff import changes
+from treadle.orchestration.setup.config_diff import changes, leaves
 
 WIDTH = 9  # updates of the moving average
 ALL = "all"  # the label of a curve over all held-out tasks
@@ -130,7 +130,7 @@ def _compared(one: RunConfig, other: RunConfig) -> list[str]:
 
 def _labels(configs: Sequence[RunConfig]) -> list[str]:
     """Return what tells the configurations apart: `training.packing=tree, orchestration.updates=60, 4 more keys`."""
-    values = [{line.path: as_override(line.value) for line in describe(config)} for config in configs]
+    values = [{path: as_override(value) for path, value in leaves(config).items()} for config in configs]
     paths = list(dict.fromkeys(chain.from_iterable(_compared(configs[0], other) for other in configs[1:])))
 
     def told_apart(by: Sequence[str]) -> int:

@@ -29,11 +29,11 @@ def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantag
             f"there are rewards of single tokens, of which algorithm.advantage {name} "
             f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
         )
-    given = {component for t in trajectories for component in as_played(t).components}
+    names = {component for t in trajectories for component in as_played(t).components}
     judged = config.evaluation.success_of
     named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
     for option, components in named.items():
-        unknown = [component for component in components if component not in given]
+        unknown = [component for component in components if component not in names]
         if first and unknown and any(t.reward is not None for t in trajectories):
-            had = ", ".join(sorted(given)) or "none"
+            had = ", ".join(sorted(names)) or "none"
             yield f"{option}: nothing in the first batch was given as {', '.join(unknown)}; components: {had}"

@@ -17,7 +17,6 @@ from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
-from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.stop_conditions import StopConditionMet
 from treadle.orchestration.sampling.task_queue import TaskQueue
@@ -51,11 +50,10 @@ class RolloutScheduler:
         queue: TaskQueue,
         runner: RolloutRunner,
         groups: Groups,
-        failures: FailuresConfig,
         concurrency: ConcurrencyController,
     ) -> None:
         self._config, self._queue, self._runner, self._groups = config, queue, runner, groups
-        self._failures, self._concurrency = failures, concurrency
+        self._failures, self._concurrency = config.failures, concurrency
         self._synchronous = config.orchestration.max_staleness == 0
         self._group_size = config.training.group_size
         self._version = self._playing = 0

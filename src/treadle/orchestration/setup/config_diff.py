@@ -66,25 +66,27 @@ class Change(NamedTuple):
 
 def changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Differences between two configurations, in order of declaration."""
-    old, new = (_leaves(config) for config in (before, after))
+    old, new = (leaves(config) for config in (before, after))
     return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
 
 
-def _leaves(config: RunConfig) -> dict[str, Any]:
+def leaves(config: RunConfig) -> dict[str, Any]:
     """Path -> value; options of what is registered (`driver_options`) each by itself."""
-    leaves: dict[str, Any] = {}
-    for path, value in ((line.path, line.value) for line in describe(config)):
-        opened = isinstance(value, dict) and path.endswith("options")
-        leaves |= {f"{path}.{name}": part for name, part in value.items()} if opened else {path: value}
-    return leaves
+    values: dict[str, Any] = {}
+    for line in describe(config):
+        if isinstance(line.value, dict) and line.path.endswith("options"):
+            values |= {f"{line.path}.{name}": value for name, value in line.value.items()}
+        else:
+            values[line.path] = line.value
+    return values
 
 
-def check_changes(found: Sequence[Change], updates_done: int = 0) -> None:
+def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
     """Raise ConfigError, naming the first one, for changes that would make it another run.
 
-    updates_done: those that the checkpoint has; 0 if it is not known yet.
+    updates_done: of the checkpoint; 0 if unknown so far.
     """
-    for path, old, new in found:
+    for path, old, new in changed:
         if not _may_change(path):
             reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
             raise ConfigError(

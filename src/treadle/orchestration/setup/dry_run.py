@@ -42,7 +42,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Holds what came of trying one part: `Check("engine", "no vLLM: ...", is_missing=True)`."""
+    """The result of trying one part: `Check("engine", "no vLLM: ...", is_missing=True)`."""
 
     name: str
     text: str
@@ -51,7 +51,7 @@ class Check:
 
 @dataclass(slots=True)
 class DryRun:
-    """Holds what a dry run found. chat, prompt: None where they could not be made; agents make their own prompts."""
+    """The result of a dry run. chat, prompt: None where they could not be made; agents make their own prompts."""
 
     checks: list[Check] = field(default_factory=list)
     memory: list[MemoryPart] = field(default_factory=list)
@@ -64,7 +64,7 @@ class DryRun:
         return not any(check.is_missing for check in self.checks)
 
     def attempt(self, name: str, work: Callable[[], tuple[T, str]]) -> T | None:
-        """Return what `work` makes, its text being what the check says; None where it is missing, which is noted."""
+        """Do the work, which returns a part and the check's text; return the part, None if it is missing."""
         try:
             made, text = work()
         except TreadleError as error:
@@ -85,26 +85,26 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
 
     runs: directory that would hold the run's. log: takes lines about environments that block the event loop.
     """
-    found = DryRun()
-    found.attempt("settings", lambda: _settings(config))
-    inputs = found.attempt("data", lambda: _data(config))
+    result = DryRun()
+    result.attempt("settings", lambda: _settings(config))
+    inputs = result.attempt("data", lambda: _data(config))
     if config.callbacks:
-        found.attempt("callbacks", lambda: _callbacks(config))
-    found.chat = chat = found.attempt("tokenizer", lambda: _chat(config))
-    model = found.attempt("model", lambda: _model(config, chat))
-    reference = found.attempt("reference", lambda: _reference(config.algorithm, model)) if _kl_model(config) else None
-    found.attempt("engine", lambda: _engine(config, model, log))
+        result.attempt("callbacks", lambda: _callbacks(config))
+    result.chat = chat = result.attempt("tokenizer", lambda: _chat(config))
+    model = result.attempt("model", lambda: _model(config, chat))
+    reference = result.attempt("reference", lambda: _reference(config.algorithm, model)) if _kl_model(config) else None
+    result.attempt("engine", lambda: _engine(config, model, log))
     if inputs is not None and inputs.players.drivers and chat is not None:
-        found.attempt("driver", lambda: _drivers(inputs, chat, config, log))
+        result.attempt("driver", lambda: _drivers(inputs, chat, config, log))
     if inputs is not None and chat is not None:
-        found.prompt = found.attempt("first prompt", lambda: _prompt(inputs, chat, config, log))
+        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, chat, config, log))
     if config.warm_start is not None and chat is not None:
-        found.attempt("warm start", lambda: _demonstrations(config, chat))
+        result.attempt("warm start", lambda: _demonstrations(config, chat))
     if model is not None and (reference is not None or not _kl_model(config)):
-        found.memory = estimate_memory(config, model, reference)
-        found.attempt("memory", lambda: _memory(found.memory))
-        found.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
-    return found
+        result.memory = estimate_memory(config, model, reference)
+        result.attempt("memory", lambda: _memory(result.memory))
+        result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
+    return result
 
 
 def _kl_model(config: RunConfig) -> str | None:
@@ -210,9 +210,9 @@ def _demonstrations(config: RunConfig, chat: ChatInterface) -> tuple[object, str
 
 
 def _memory(parts: list[MemoryPart]) -> tuple[object, str]:
-    needed, there = sum(part.bytes for part in parts), machine_memory()
-    text = f"about {_size(needed)} at the peak, of {_size(there)} here"
-    if needed > there:
+    needed, available = sum(part.bytes for part in parts), machine_memory()
+    text = f"about {_size(needed)} at the peak, of {_size(available)} here"
+    if needed > available:
         largest = max(parts, key=lambda part: part.bytes)
         raise ConfigError(
             f"{text}; most for {largest.name} ({_size(largest.bytes)}): take a smaller model, or lower "
@@ -224,9 +224,9 @@ def _memory(parts: list[MemoryPart]) -> tuple[object, str]:
 def _disk(config: RunConfig, checkpoint: int, runs: Path) -> tuple[object, str]:
     section = config.orchestration
     number = section.keep_last + (section.keep_best is not None) + 1
-    there = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
-    free, needed = shutil.disk_usage(there).free, number * checkpoint
-    text = f"{number} checkpoints of {_size(checkpoint)} each, {_size(free)} free at {there}"
+    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
+    free, needed = shutil.disk_usage(folder).free, number * checkpoint
+    text = f"{number} checkpoints of {_size(checkpoint)} each, {_size(free)} free at {folder}"
     if free < needed:
         raise RunError(f"{text}; free some space, lower orchestration.keep_last or choose another --runs directory")
     return None, text

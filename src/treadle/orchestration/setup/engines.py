@@ -168,11 +168,11 @@ async def open_vllm(
     from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
     from treadle.engines.vllm.start import open_engine as start
 
-    config, known = spec.config, spec.source.model
+    config, model = spec.config, spec.source.model
     if spec.routing:
         args = {"enable-return-routed-experts": True, **config.vllm.args}
         config = config.model_copy(update={"options": {**config.options, "args": args}})
-    ids = np.random.default_rng(0).integers(0, known.vocabulary, min(_PROBE, known.context - 1)).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
     connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
     if config.vllm.urls:  # servers that have a model

@@ -76,8 +76,8 @@ def load_held_out(config: RunConfig) -> Inputs:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
     environments = configured_environments(config)
     held_out = load_split(config, "held_out", environments)
-    given = Players(environments, drivers=configured_drivers(config))
-    return Inputs([], held_out, load_players(held_out, given=given))
+    configured = Players(environments, drivers=configured_drivers(config))
+    return Inputs([], held_out, load_players(held_out, loaded=configured))
 
 
 def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
@@ -111,15 +111,15 @@ def make_inputs(
     if not train:
         raise DataError("there are no training tasks")
     check_disjoint(train, held_out)
-    given = {"environment": environments, "agent": agents, "driver": drivers}
-    default = next(((kind, name) for kind, named in given.items() for name in named), ("environment", ""))
+    by_kind = {"environment": environments, "agent": agents, "driver": drivers}
+    default = next(((kind, name) for kind, named in by_kind.items() for name in named), ("environment", ""))
     train, held_out = (with_players(tasks, default) for tasks in (train, held_out))
-    found = load_players(train, held_out, given=Players(environments, agents, drivers))
-    return Inputs(train, held_out, found, dict(callbacks))
+    loaded = load_players(train, held_out, loaded=Players(environments, agents, drivers))
+    return Inputs(train, held_out, loaded, dict(callbacks))
 
 
-def load_players(*tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
-    """Return the environments, agents and drivers that the tasks name, loaded where not given. Raises ConfigError."""
+def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
+    """Load the environments, agents and drivers that the tasks name, but for those in `loaded`. Raises ConfigError."""
     named = sorted(set[Player]().union(*map(players, tasks)))
     if ("environment", "") in named:
         raise ConfigError(
@@ -127,13 +127,13 @@ def load_players(*tasks: Sequence[Task], given: Players = _NOBODY) -> Players:
             "set 'environment', 'reward' or 'agent' in the recipe, or one in each task"
         )
 
-    def found(wanted: str, known: Mapping[str, T], load: Callable[[str], T]) -> dict[str, T]:
-        return {name: known.get(name) or load(name) for kind, name in named if kind == wanted}
+    def of_kind(wanted: str, before: Mapping[str, T], load: Callable[[str], T]) -> dict[str, T]:
+        return {name: before.get(name) or load(name) for kind, name in named if kind == wanted}
 
-    environments = found("environment", given.environments, load_environment)
+    environments = of_kind("environment", loaded.environments, load_environment)
     check_metrics(environments)
-    agents = found("agent", given.agents, load_agent)
-    return Players(environments, agents, found("driver", given.drivers, load_driver))
+    agents = of_kind("agent", loaded.agents, load_agent)
+    return Players(environments, agents, of_kind("driver", loaded.drivers, load_driver))
 
 
 def load_split(
@@ -153,8 +153,8 @@ def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
     """What all sources of a run have in common. Raises ConfigError for what does not exist."""
-    known = {**configured_environments(config), **environments}
-    return LoadContext(config.data.columns, config.player, known, config.seed)
+    environments = {**configured_environments(config), **environments}
+    return LoadContext(config.data.columns, config.player, environments, config.seed)
 
 
 @dataclass(frozen=True, slots=True)

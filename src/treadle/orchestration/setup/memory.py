@@ -52,8 +52,8 @@ def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTra
     ]
     if config.algorithm.kl is not None:
         other = model if reference is None else reference
-        own = sum(t.numel() for _, t in published(other)) * _FLOAT32
-        parts.append(MemoryPart("reference", own, "4 bytes x R" if reference else "4 bytes x P, a copy"))
+        size = sum(t.numel() for _, t in published(other)) * _FLOAT32
+        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else "4 bytes x P, a copy"))
     return [*parts, *_engine_parts(config, model, weights), *_activations(config, model)]
 
 
@@ -128,8 +128,8 @@ def _widths(text: PretrainedConfig) -> _Widths | None:
     """A decoder's widths; None if its configuration does not have them."""
 
     def number(*names: str) -> int | None:
-        found: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
-        return found if isinstance(found, int) else None
+        first: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+        return first if isinstance(first, int) else None
 
     layers, hidden = number("num_hidden_layers"), number("hidden_size")
     intermediate, heads = number("intermediate_size"), number("num_attention_heads")

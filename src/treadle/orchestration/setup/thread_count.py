@@ -41,8 +41,8 @@ def default_threads(parameters: int, cores: int, environment: Mapping[str, str] 
 
     Raises ConfigError where `OMP_NUM_THREADS` is no number.
     """
-    if given := environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip():  # a list is by level of nesting
-        if not given.isdecimal() or int(given) < 1:
-            raise ConfigError(f"OMP_NUM_THREADS is {given!r}; give the number of threads, or unset it")
-        return int(given)
+    if configured := environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip():  # a list is by level of nesting
+        if not configured.isdecimal() or int(configured) < 1:
+            raise ConfigError(f"OMP_NUM_THREADS is {configured!r}; give the number of threads, or unset it")
+        return int(configured)
     return 1 if parameters < SMALL else cores

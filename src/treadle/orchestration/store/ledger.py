@@ -11,7 +11,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
 from treadle.orchestration.schema import SCHEMA_VERSION
-from treadle.orchestration.store.ledger_reader import UNTAKEN, LedgerReader, manifest_name, trace_file
+from treadle.orchestration.store.ledger_reader import UNTAKEN, LedgerReader, manifest_name, shows_damage, trace_file
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.tables import SCHEMA, insert, journal_mode, update
 
@@ -49,14 +49,16 @@ class Ledger(LedgerReader):
     def __init__(self, path: Path, copy: Path | None = None) -> None:
         super().__init__(path, f"remove it: the run then goes on with its copy {copy}" if copy else "")
         self._copy, self._lock = copy, threading.Lock()
-        with self._damage_named():
+        with self._damage_named(), ExitStack() as on_failure:
             try:
                 self._db = sqlite3.connect(path, check_same_thread=False)  # the lock sees to that
+                on_failure.callback(self._db.close)
                 if not self._db.execute("SELECT 1 FROM sqlite_schema").fetchone():
                     self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
                 self._check_version(self._db)
                 self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # no effect where it cannot be had
                 self._db.execute("PRAGMA synchronous=EXTRA")  # FULL, and as durable without WAL
+                on_failure.pop_all()
             except sqlite3.OperationalError as error:
                 raise RunError(f"the ledger {path} cannot be opened: {error}; {self.remedy}") from error
 
@@ -73,6 +75,8 @@ class Ledger(LedgerReader):
                 with self._db:
                     yield self._db
             except sqlite3.OperationalError as error:
+                if shows_damage(error):
+                    raise
                 raise RunError(f"the ledger could not be written: {error}; free disk space, then --resume") from error
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class LedgerReader:
                 with self._opened() as db:
                     yield db
             except sqlite3.OperationalError as error:
-                if _shows_damage(error):
+                if shows_damage(error):
                     raise
                 raise RunError(f"the ledger {self.path} cannot be read: {error}; {self.remedy}") from error
 
@@ -119,7 +119,7 @@ class LedgerReader:
         try:
             yield
         except (Damaged, *_ERRORS) as error:
-            if isinstance(error, sqlite3.Error) and not _shows_damage(error):
+            if isinstance(error, sqlite3.Error) and not shows_damage(error):
                 raise
             raise DamageError(f"the ledger {self.path} is damaged: {_what(error)}; {self.remedy}") from error
 
@@ -391,7 +391,7 @@ def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
     return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-def _shows_damage(error: BaseException) -> bool:
+def shows_damage(error: BaseException) -> bool:
     """Whether an error is about the file's content, not about the disk, other processes or a statement."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or _is_no_text(error)
