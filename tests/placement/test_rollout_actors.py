@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,7 +20,8 @@ from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Ids, SamplingParams, Task, Trajectory, trajectory_id
-from treadle.placement import actors as placement_actors
+from treadle.engines.supervised import Supervised
+from treadle.placement import rollout_actors
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import RolloutPool, open_workers
@@ -119,7 +121,7 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     reservation: Reservation, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how is signal.SIGSTOP:
-        monkeypatch.setattr(placement_actors, "_SILENCE", 8.0)
+        monkeypatch.setattr(rollout_actors, "Supervised", partial(Supervised, silence=8.0))
     engine, said = saying(), list[str]()
     async with workers(reservation, engine, said=said) as pool:
         await asyncio.gather(*start(pool, 1))
