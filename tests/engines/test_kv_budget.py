@@ -21,8 +21,8 @@ SIZES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 90)), min_size=1, 
 def simulated_peak(episodes: list[Episode]) -> int:
     """All grow by a token at a time, and leave when they are done."""
     peak = 0
-    for t in range(max((episode.left for episode in episodes), default=0) + 1):
-        peak = max(peak, sum(episode.held + t for episode in episodes if episode.left >= t))
+    for t in range(max((episode.remaining for episode in episodes), default=0) + 1):
+        peak = max(peak, sum(episode.held + t for episode in episodes if episode.remaining >= t))
     return peak
 
 
@@ -66,7 +66,7 @@ def test_episodes_that_grow_as_expected_never_exceed_the_budget(sizes: list[tupl
         running |= {admitted: known[admitted] for admitted in budget.request(name, episode)}
     while running:
         assert sum(episode.held for episode in running.values()) <= capacity or len(running) == 1
-        ended = [name for name, episode in running.items() if episode.left == 0]
+        ended = [name for name, episode in running.items() if episode.remaining == 0]
         running = {name: Episode(e.held + 1, e.final) for name, e in running.items() if name not in ended}
         budget._admitted = {**running, **{name: known[name] for name in ended}}  # all of them at once
         for name in ended:

@@ -1,6 +1,7 @@
 """Engines of other processes, with workers of this one: the same waves, and what becomes of calls when one ends."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from tests.until import until
 from treadle.core.errors import EngineEnded, EngineError, WorkerLost
 from treadle.core.types import SamplingParams
 from treadle.engines.remote import EngineService, RemoteEngine
+from treadle.engines.supervised import Supervised
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
@@ -137,6 +139,31 @@ async def test_a_process_that_scores_otherwise_does_not_serve() -> None:
         for reason in ("engine 0 ended: killed", "log-probabilities differ by .* on average"):
             with pytest.raises(EngineEnded, match=reason):
                 await engine.score(PROMPT)
+
+
+class Silent(Here):
+    """Answers no ping."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        await asyncio.wait([self.dead])
+        raise WorkerLost("it ended")
+
+
+async def test_closing_it_amid_a_ping_leaves_no_error_behind() -> None:
+    errors: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+    async def open_nothing(worker: Silent) -> None:
+        pass
+
+    place = Supervised("it", Silent, open_nothing, print)
+    await place.ready()
+    await asyncio.sleep(0)
+    await place.close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not errors
 
 
 async def test_an_engine_that_always_ends_is_given_up() -> None:

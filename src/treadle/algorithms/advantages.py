@@ -193,12 +193,12 @@ def returns(rewards: Doubles, owner: Indices, gamma: float) -> Doubles:
 
     rewards float64[n], owner int64[n]; returns float64[n].
     """
-    found = np.zeros(len(rewards))
+    totals = np.zeros(len(rewards))
     running = 0.0
     for i, (reward, last) in reversed(list(enumerate(zip(rewards.tolist(), _is_last(owner).tolist(), strict=True)))):
         running = reward + (0.0 if last else gamma * running)
-        found[i] = running
-    return found
+        totals[i] = running
+    return totals
 
 
 def whiten(values: Doubles) -> Doubles:

@@ -59,7 +59,7 @@ def _between(value: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Holds what corrections make of the weights of a loss.
+    """What corrections make of the weights of a loss.
 
     weight [N]: of each token's loss, 0 where it is left out. factor [N]: of its policy loss alone. keep bool[N]: tokens
     that no mask leaves out.

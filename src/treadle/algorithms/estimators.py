@@ -36,7 +36,7 @@ from treadle.packing.flat import Doubles, FlatBatch, Indices
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signals:
-    """Holds what an estimator may use beside the batch.
+    """What an estimator may use beside the batch.
 
     penalty float64[N]: taken off the reward of each token (KL in the reward). values float64[N]: a value head's.
     """
@@ -47,7 +47,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
-    """Holds the same rewards at three levels: trajectory float64[J], step float64[K], token float64[N].
+    """The same rewards at three levels: trajectory float64[J], step float64[K], token float64[N].
 
     The rewards of a trajectory's steps sum up to its own. `token` holds the rewards given to single tokens, and the
     rest of each step's reward on its last trainable token. The reward of an untrainable token or step goes to the
@@ -79,7 +79,7 @@ Estimator = Callable[[FlatBatch, Signals, Any], Doubles]
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """Describes a registered advantage estimator (entry points `treadle.advantages`).
+    """A registered advantage estimator (entry points `treadle.advantages`).
 
     per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens are of no effect.
     options_type: the type of `options`, into which a recipe's `algorithm.advantage_options` are built.
@@ -101,10 +101,12 @@ class Advantage:
 @cache
 def by_name(name: str) -> Advantage:
     """Return the advantage of a registered name or module:attribute. Raises ConfigError."""
-    found = resolve("advantages", name, "algorithm.advantage")
-    if not isinstance(found, Advantage):
-        raise ConfigError(f"algorithm.advantage: {name!r} is of type {type(found).__name__}; make it an `Advantage`")
-    return found
+    advantage = resolve("advantages", name, "algorithm.advantage")
+    if not isinstance(advantage, Advantage):
+        raise ConfigError(
+            f"algorithm.advantage: {name!r} is of type {type(advantage).__name__}; make it an `Advantage`"
+        )
+    return advantage
 
 
 def options_of(config: AlgorithmConfig) -> Config:
@@ -157,8 +159,8 @@ def _by_main_step(
         rewards, caller = Rewards.of(batch, signals.penalty), parent_steps(batch)
         main = np.flatnonzero(caller == np.arange(len(caller)))
         paid = np.asarray(np.bincount(caller, rewards.step, len(caller))[main], np.float64)
-        found = estimate(replace(rewards, step=paid), batch, main, options)
-        return found[np.searchsorted(main, caller)][batch.played_id]
+        advantage = estimate(replace(rewards, step=paid), batch, main, options)
+        return advantage[np.searchsorted(main, caller)][batch.played_id]
 
     return per_token
 
@@ -190,9 +192,9 @@ def parent_tokens(batch: FlatBatch) -> Indices:
     own, played, caller = np.arange(len(batch)), batch.played_id, parent_steps(batch)[batch.played_id]
     trained = np.flatnonzero(batch.mask & (caller == played))
     last = np.searchsorted(played[trained], caller, side="right") - 1
-    found = np.where(last >= 0, trained[last], own) if len(trained) else own
-    called = batch.mask & (caller != played) & (batch.trajectory_id[found] == batch.trajectory_id)
-    return np.where(called, found, own)
+    parent = np.where(last >= 0, trained[last], own) if len(trained) else own
+    called = batch.mask & (caller != played) & (batch.trajectory_id[parent] == batch.trajectory_id)
+    return np.where(called, parent, own)
 
 
 def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, options: DiscountConfig) -> Doubles:
@@ -211,9 +213,9 @@ def _gae(batch: FlatBatch, signals: Signals, options: GaeConfig) -> Doubles:
     source = parent_tokens(batch)
     main = batch.mask & (source == np.arange(len(batch)))
     token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
-    found = gae(token, signals.values, main, batch.trajectory_id, options.gamma, options.gae_lambda)
-    togo = (found + signals.values)[source]  # of a sub-agent's token: the return of the step that called it
-    return np.where(batch.mask & ~main, togo - signals.values, found)
+    advantage = gae(token, signals.values, main, batch.trajectory_id, options.gamma, options.gae_lambda)
+    togo = (advantage + signals.values)[source]  # of a sub-agent's token: the return of the step that called it
+    return np.where(batch.mask & ~main, togo - signals.values, advantage)
 
 
 def _grpo(rewards: Doubles, group: Indices, options: NormConfig) -> Doubles:

@@ -48,7 +48,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2,
 
 @dataclass(frozen=True, slots=True)
 class KlController:
-    """Holds the coefficient of KL, and the rule by which it changes.
+    """The coefficient of KL, and the rule by which it changes.
 
     target: mean KL per token to steer towards, None for a fixed coefficient. horizon: about how many trajectories that
     takes. For example, at twice the target or more, an update of 100 trajectories with a horizon of 10000 raises the

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Holds what a loss may use of N completion tokens, in canonical order and without gradient.
+    """What a loss may use of N completion tokens, in canonical order and without gradient.
 
     logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
     advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
@@ -66,7 +66,7 @@ TokenFunction: TypeAlias = "Callable[[Tensor, Tokens, Any], Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Describes a registered policy loss (entry points `treadle.policy_losses`).
+    """A registered policy loss (entry points `treadle.policy_losses`).
 
     per_token: (logp [N], tokens, options) -> loss of each token [N].
     options_type: the type of `options`, into which a recipe's `algorithm.policy_loss_options` are built.
@@ -88,10 +88,10 @@ class PolicyLoss:
 @cache
 def by_name(name: str) -> PolicyLoss:
     """Return the policy loss of a registered name or module:attribute. Raises ConfigError."""
-    found = resolve("policy_losses", name, "algorithm.policy_loss")
-    if not isinstance(found, PolicyLoss):
-        raise ConfigError(f"algorithm.policy_loss: {name!r} is of type {type(found).__name__}; make it a `PolicyLoss`")
-    return found
+    loss = resolve("policy_losses", name, "algorithm.policy_loss")
+    if not isinstance(loss, PolicyLoss):
+        raise ConfigError(f"algorithm.policy_loss: {name!r} is of type {type(loss).__name__}; make it a `PolicyLoss`")
+    return loss
 
 
 def options_of(config: AlgorithmConfig) -> Config:

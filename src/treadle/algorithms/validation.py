@@ -14,9 +14,8 @@ from treadle.core.errors import ConfigError
 
 def check(config: AlgorithmConfig, filtered_sampling: bool = False) -> None:
     """Raise ConfigError with every problem, one a line."""
-    found = problems(config, filtered_sampling)
-    if found:
-        raise ConfigError("\n".join(f"algorithm.{problem}" for problem in found))
+    if lines := problems(config, filtered_sampling):
+        raise ConfigError("\n".join(f"algorithm.{line}" for line in lines))
 
 
 def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """Holds what a value head learns. old [n]: values at the batch's start. target [n]: returns, `old` + advantage."""
+    """What a value head learns. old [n]: values at the batch's start. target [n]: returns, `old` + advantage."""
 
     old: Tensor
     target: Tensor

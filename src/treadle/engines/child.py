@@ -95,8 +95,8 @@ class ChildProcess:
             raise WorkerLost(self._ended)
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._channel.send((number, method, arguments))
         try:
+            self._channel.send((number, method, arguments))
             return await answer
         except asyncio.CancelledError:
             self._channel.send((number, "", ()))

@@ -44,9 +44,9 @@ class VLLMConfig(Config):
 
     @model_validator(mode="after")
     def _running_or_started(self) -> VLLMConfig:
-        if self.urls and (given := [k for k in ("python", "args", "environment") if getattr(self, k)]):
+        if self.urls and (unused := [k for k in ("python", "args", "environment") if getattr(self, k)]):
             raise ValueError(
-                f"engine.options.{given[0]} is for servers that Treadle starts, and engine.options.servers names "
+                f"engine.options.{unused[0]} is for servers that Treadle starts, and engine.options.servers names "
                 "running ones; leave it out"
             )
         return self

@@ -22,13 +22,13 @@ _MEMORY, _FEW = 200, 8  # episodes
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Says that an episode holds so many tokens in the cache now, and is expected to hold `final` at its end."""
+    """Tokens of an episode: `held` in the cache now, and `final`, expected at its end."""
 
     held: int
     final: int
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Return how many tokens it is expected to grow by."""
         return self.final - self.held
 
@@ -36,13 +36,13 @@ class Episode:
 def peak_tokens(episodes: Iterable[Episode]) -> int:
     """Return the most tokens that these episodes will hold together, if all grow at one pace and leave at their end.
 
-    The most is reached just before one of them ends: `left` tokens from now, with those that have more left. Source:
-    Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", who do it for single calls.
+    The most is reached just before one of them ends: `remaining` tokens from now, with those that have more to come.
+    Source: Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", who do it for single calls.
     """
-    ending = sorted(episodes, key=lambda episode: episode.left)
+    ending = sorted(episodes, key=lambda episode: episode.remaining)
     peak, held = 0, sum(episode.held for episode in ending)
     for ended, episode in enumerate(ending):
-        peak = max(peak, held + (len(ending) - ended) * episode.left)
+        peak = max(peak, held + (len(ending) - ended) * episode.remaining)
         held -= episode.held
     return peak
 
@@ -211,8 +211,8 @@ class BudgetedEngine:
         """Return what the engine does now, and how many episodes are admitted, and wait."""
         budget = self._budget
         share = budget.peak / budget.capacity
-        own = ComponentStatus("budget", "episodes", running=budget.admitted, waiting=budget.waiting, cache=share)
-        return [*self._engine.status(), own]
+        status = ComponentStatus("budget", "episodes", running=budget.admitted, waiting=budget.waiting, cache=share)
+        return [*self._engine.status(), status]
 
     async def close(self) -> None:
         """Close the engine. Idempotent."""

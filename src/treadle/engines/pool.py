@@ -20,7 +20,7 @@ from treadle.engines.staging import Staged
 
 
 class Member(Engine, Protocol):
-    """Is an engine in a process of its own, which may end and be replaced: `RemoteEngine`, or a fake."""
+    """An engine in a process of its own, which may end and be replaced: `RemoteEngine`, or a fake."""
 
     @property
     def is_down(self) -> bool:
@@ -115,22 +115,22 @@ class EnginePool:
         async def stage() -> Staged:
             return staged
 
-        left = [engine for engine in self._engines if engine.over is None]
-        found = await asyncio.gather(*(e.update_weights(stage, version) for e in left), return_exceptions=True)
-        errors = [error for error in found if isinstance(error, BaseException)]
+        usable = self._usable()
+        results = await asyncio.gather(*(e.update_weights(stage, version) for e in usable), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
-            if not isinstance(error, EngineEnded) or len(errors) == len(left):
+            if not isinstance(error, EngineEnded) or len(errors) == len(usable):
                 raise error
-        if not left:
-            self._least_busy()
+        if not usable:
+            self._least_busy()  # raises
 
     async def sleep(self) -> None:
         """Have every engine give back its memory until weights are published, or `wake`. Raises EngineError."""
-        await asyncio.gather(*(engine.sleep() for engine in self._engines if engine.over is None))
+        await asyncio.gather(*(engine.sleep() for engine in self._usable()))
 
     async def wake(self) -> None:
         """Have every engine serve again what was published last. Raises EngineError."""
-        await asyncio.gather(*(engine.wake() for engine in self._engines if engine.over is None))
+        await asyncio.gather(*(engine.wake() for engine in self._usable()))
 
     def status(self) -> list[ComponentStatus]:
         """Return what each engine does now, by number."""
@@ -155,16 +155,16 @@ class EnginePool:
             self._sessions[session] = engine = other
         return engine
 
-    def _least_busy(self) -> Member:
-        """Return the engine that is up and has the fewest sessions; if none is up, of those that will be.
+    def _usable(self) -> list[Member]:
+        """Return the engines that are up or will be again."""
+        return [engine for engine in self._engines if engine.over is None]
 
-        Raises EngineError if there are none.
-        """
-        left = [engine for engine in self._engines if engine.over is None]
-        if not left:
+    def _least_busy(self) -> Member:
+        """Return the engine that is up, or else will be, with the fewest sessions. Raises EngineError if none will."""
+        if not (usable := self._usable()):
             raise EngineError("no engine is left: " + "; ".join(engine.over or "" for engine in self._engines))
         sessions = list(self._sessions.values())
-        return min(left, key=lambda engine: (engine.is_down, sessions.count(engine)))
+        return min(usable, key=lambda engine: (engine.is_down, sessions.count(engine)))
 
 
 @dataclass(frozen=True, slots=True)

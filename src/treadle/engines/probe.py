@@ -24,7 +24,7 @@ _number = count()
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Holds what the probe found. prompt_ids, sampled: one call at temperature 1, for comparison with a learner.
+    """Result of the probe. prompt_ids, sampled: one call at temperature 1, for comparison with a learner.
 
     gap, tempered_gap: most by which reported log-probabilities differ from the engine's own scoring pass, at
     temperature 1 and 0.7. tokens: sampled in all.
@@ -145,13 +145,13 @@ class _Probe:
 
     def _check_versions(self, answer: Completion) -> None:
         try:
-            found = set(answer.versions_per_token().tolist())
+            versions = set(answer.versions_per_token().tolist())
         except EngineError as error:
             raise self._refused(f"reports impossible versions: {error}", "spans must cover each token once") from error
-        if len(found) > 1 or (self.version is not None and found != {self.version}):
+        if len(versions) > 1 or (self.version is not None and versions != {self.version}):
             wanted = "one version" if self.version is None else f"version {self.version}"
             raise self._refused(
-                f"reports versions {sorted(found)} where {wanted} serves", "its publication did not reach it"
+                f"reports versions {sorted(versions)} where {wanted} serves", "its publication did not reach it"
             )
 
     async def _gap(self, answer: Completion, temperature: float) -> float:

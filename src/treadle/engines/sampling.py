@@ -17,7 +17,7 @@ from treadle.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Says how each of B rows is sampled; None where every row has the neutral value.
+    """How each of B rows is sampled; None where every row has the neutral value.
 
     temperature float32[B, 1], 1 for greedy rows; greedy bool[B]; min_p float32[B, 1]; top_k int64[B, 1], 0: all;
     top_p float64[B, 1].

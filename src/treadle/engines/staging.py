@@ -45,7 +45,7 @@ class Staged(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """Holds weights in a file, until they are discarded. shapes: by name."""
+    """Weights in a file, until they are discarded. shapes: by name."""
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]

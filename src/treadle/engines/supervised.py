@@ -160,11 +160,13 @@ class Supervised(Generic[W]):
         """Return when the worker has ended or falls silent."""
         while not self._ending.done():
             ping = asyncio.ensure_future(worker.call("ping"))
-            for _ in range(_PARTS):  # one of them may pass while this event loop is blocked, and the answer waits
-                if not ping.done():
-                    await asyncio.wait([ping, self._ending], timeout=self._silence / _PARTS)
-            if not ping.done():
-                ping.cancel()
+            try:
+                for _ in range(_PARTS):  # one of them may pass while this event loop is blocked, and the answer waits
+                    if not ping.done():
+                        await asyncio.wait([ping, self._ending], timeout=self._silence / _PARTS)
+            finally:
+                answered = not ping.cancel()
+            if not answered:
                 self._lose(worker, f"{self._name} did not answer for {self._silence:g} s{worker.tail()}")
             elif isinstance(error := ping.exception(), WorkerLost):
                 self._lose(worker, str(error))

@@ -15,7 +15,7 @@ _PREFIX = f"{_KIND}{socket.gethostname()}-"
 def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
     """Make a directory that lives as long as this process at most, and remove those of processes that were killed.
 
-    key: unique, by which other processes find it (`with_key`). mode: who can read it; if not told, only this user.
+    key: unique, by which other processes find it (`with_key`). mode: permissions; default: this user's alone.
     """
     remove_orphans(folder)
     directory = folder / f"{_PREFIX}{os.getpid()}-{key or uuid4().hex}"

@@ -27,38 +27,38 @@ from treadle.packing.flat import FlatBatch, Indices, PackedCall
 
 def parent_steps(batch: FlatBatch) -> Indices:
     """Return int64[K], for each played step the step that called it; itself on its trajectory's main branch."""
-    found = np.arange(len(batch.played))
+    parents = np.arange(len(batch.played))
     start = np.searchsorted(batch.trajectory_of_played, np.arange(len(batch.trajectories) + 1))
     for first, end in pairwise(start.tolist()):
-        found[first:end] = first + calling_steps(batch.played[first:end])
-    return found
+        parents[first:end] = first + calling_steps(batch.played[first:end])
+    return parents
 
 
 def calling_steps(steps: Sequence[Step]) -> Indices:
     """Return int64[T], the same for the T steps of one trajectory, in call order."""
     conversation = _conversations(steps)
     last = {name: number for number, name in enumerate(conversation)}
-    found = np.arange(len(steps))
+    parents = np.arange(len(steps))
     main = latest = 0  # the conversation, and the step, that the main branch has reached
     caller: dict[int, int] = {}  # sub-agents' conversations
     for number, name in enumerate(conversation):
         if name != main and name not in caller and last[main] > number:
             caller[name] = latest
         if name in caller:
-            found[number] = caller[name]
+            parents[number] = caller[name]
         else:
             main, latest = name, number
-    return found
+    return parents
 
 
 def _conversations(steps: Sequence[Step]) -> list[int]:
     """Return for each step the first step of its conversation."""
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
-    found: list[int] = []
+    firsts: list[int] = []
     for number, relation in enumerate(relations(calls, _no_text, [step.break_cause for step in steps])):
         base = None if relation.kind is Kind.FORK else relation.base
-        found.append(number if base is None else found[base])
-    return found
+        firsts.append(number if base is None else firsts[base])
+    return firsts
 
 
 def _no_text(ids: Ids) -> str:

@@ -54,7 +54,7 @@ _PIECE = "\ufffd"  # what an unfinished character decodes to
 
 
 class Kind(StrEnum):
-    """Names how a step relates to the earlier sequences of its trajectory."""
+    """How a step relates to the earlier sequences of its trajectory."""
 
     OPENS = "opens"
     EXTENDS = "extends"
@@ -64,7 +64,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Holds some tokens: their ids and what they decode to."""
+    """Some tokens: their ids and what they decode to."""
 
     ids: tuple[int, ...]
     text: str
@@ -72,7 +72,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Describes how one step relates to its trajectory's earlier sequences.
+    """How one step relates to its trajectory's earlier sequences.
 
     base: the step whose sequence (prompt and completion) it is compared with; None if it opens.
     shared: leading tokens of its prompt that are that sequence's.
@@ -91,7 +91,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequence:
-    """Holds a sequence that nothing extends yet. replies: (start, end) of all that was sampled on the way to it."""
+    """A sequence that nothing extends yet. replies: (start, end) of all that was sampled on the way to it."""
 
     ids: Ids
     replies: tuple[tuple[int, int], ...]
@@ -113,14 +113,14 @@ def relations(
     It takes one comparison a call where each extends the one before it, else one for each call and open sequence.
     """
     sequences: dict[int, _Sequence] = {}  # those that are open, by their last step, oldest first
-    found = []
+    made = []
     for number, (call, cause) in enumerate(zip(calls, causes or [None] * len(calls), strict=True)):
         relation = _relation(call.token_ids[: call.prompt_length], sequences, decode, cause)
         extended = sequences.pop(relation.base) if relation.base is not None and relation.kind is Kind.EXTENDS else None
         replies = extended.replies if extended else ()
         sequences[number] = _Sequence(call.token_ids, (*replies, (call.prompt_length, len(call.token_ids))))
-        found.append(relation)
-    return found
+        made.append(relation)
+    return made
 
 
 def _relation(prompt: Ids, sequences: dict[int, _Sequence], decode: Decode, recorded: BreakCause | None) -> Relation:

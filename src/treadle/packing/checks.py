@@ -29,11 +29,11 @@ def split_untrainable(
     faults: dict[str, str] = {}
     for group in groups:
         graded = [t for t in group.trajectories if as_trained(t).reward is not None]
-        found = {t.trajectory_id: why for t in graded if (why := _fault(t, vocabulary, context, routing)) is not None}
-        if found and (left := len(graded) - len(found)) < least:
-            why = f"only {left} of its group can be trained, training.min_group_size is {least}"
-            found = {t.trajectory_id: found.get(t.trajectory_id, why) for t in graded}
-        faults |= {ident: f"task {group.task.task_id}, trajectory {ident}, {why}" for ident, why in found.items()}
+        unfit = {t.trajectory_id: why for t in graded if (why := _fault(t, vocabulary, context, routing)) is not None}
+        if unfit and (fit := len(graded) - len(unfit)) < least:
+            why = f"only {fit} of its group can be trained, training.min_group_size is {least}"
+            unfit = {t.trajectory_id: unfit.get(t.trajectory_id, why) for t in graded}
+        faults |= {ident: f"task {group.task.task_id}, trajectory {ident}, {why}" for ident, why in unfit.items()}
     return [leave_out(group, DropReason.REFUSED, faults) for group in groups] if faults else list(groups), faults
 
 
@@ -50,12 +50,13 @@ def _fault(
 
 
 def _routing_fault(step: Step, layers: int, top_k: int, experts: int) -> str | None:
-    found = step.routing
-    if found is None or not len(found) or (found.shape[1:] == (layers, top_k) and found.max() < experts):
+    recorded = step.routing
+    if recorded is None or not len(recorded) or (recorded.shape[1:] == (layers, top_k) and recorded.max() < experts):
         return None
     return (
-        f"its routing is of {found.shape[1]} layers and {found.shape[2]} experts up to {found.max(initial=0)}, the "
-        f"model has {layers} layers with {top_k} of {experts} experts; was it recorded with another model?"
+        f"its routing is of {recorded.shape[1]} layers and {recorded.shape[2]} experts up to "
+        f"{recorded.max(initial=0)}, the model has {layers} layers with {top_k} of {experts} experts; was it "
+        "recorded with another model?"
     )
 
 

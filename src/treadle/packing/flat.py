@@ -26,7 +26,7 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
-    """Holds the trained part of some groups: trajectories with a reward to train, and their steps.
+    """The trained part of some groups: trajectories with a reward to train, and their steps.
 
     groups, trajectories, steps: in canonical order; trajectories without a reward to train are left out.
     step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
@@ -143,7 +143,7 @@ def _token_rewards(step: Step) -> Doubles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCall:
-    """Holds what packing needs of one step.
+    """What packing needs of one step.
 
     token_ids int32[L]: prompt, then completion, which begins at `prompt_length`.
     first: where the completion's first token stands in the flat arrays.
@@ -188,4 +188,4 @@ def _with_routing(batch: FlatBatch, made: Sequence[PackedCall]) -> list[PackedCa
         )
         if step_drop_reason(trajectory, step) is None
     ]
-    return [replace(call, keys=own[:, None], routing=table) for call, own in zip(made, keys, strict=True)]
+    return [replace(call, keys=where[:, None], routing=table) for call, where in zip(made, keys, strict=True)]

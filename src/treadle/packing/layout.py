@@ -21,7 +21,7 @@ from treadle.packing.tree import PrefixTree, depth_first
 
 
 class Packing(StrEnum):
-    """Names how steps share tokens in the forward pass."""
+    """How steps share tokens in the forward pass."""
 
     STEP = "step"  # every step is a sequence of its own
     CHAIN = "chain"  # a step whose prompt begins with an earlier step's tokens continues its sequence
@@ -29,7 +29,7 @@ class Packing(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Names within what `tree` packing shares prefixes."""
+    """Within what `tree` packing shares prefixes."""
 
     TRAJECTORY = "trajectory"
     GROUP = "group"
@@ -38,7 +38,7 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
-    """Holds calls in the order in which they are computed.
+    """Calls in the order in which they are computed.
 
     shared int64[calls]: the first `shared[i]` tokens of call i are those of call i - 1.
     """
@@ -153,7 +153,7 @@ def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Holds nodes [start, start + T) of a tree, computed in one forward pass over the keys and values of C ancestors.
+    """Nodes [start, start + T) of a tree, computed in one forward pass over the keys and values of C ancestors.
 
     token_ids int32[T]; position_ids int64[T].
     context int64[C]: nodes of the tree, root first: the ancestors of its first node. Key j < C has position j.
@@ -183,14 +183,14 @@ def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
     pairs = np.argsort(tree.source, kind="stable")
     sources = tree.source[pairs]
     context = np.empty(0, np.int64)
-    found = []
+    pieces = []
     for start in range(0, len(tree), budget):
         end = min(start + budget, len(tree))
         first, last = np.searchsorted(sources, (start, end))
-        found.append(_chunk(tree, start, end, context, np.sort(pairs[first:last])))
+        pieces.append(_chunk(tree, start, end, context, np.sort(pairs[first:last])))
         keys = np.concatenate([context, np.arange(start, end)])
         context = keys[tree.subtree_end[keys] > end]
-    return found + [_padding(len(tree) + i) for i in range(count - len(found))]
+    return pieces + [_padding(len(tree) + i) for i in range(count - len(pieces))]
 
 
 def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indices) -> MicroBatch:

@@ -36,18 +36,18 @@ def replayed(steps: Sequence[Step], recorded: Sequence[Ids]) -> list[Ids]:
     cache, with the choices made then. So those are inherited, from the step that shares most and, of these, the latest;
     unless the weights changed in between, which empties the cache. Other tokens of prompts have no recorded choices.
     """
-    found: list[Ids] = []
-    for number, (step, own) in enumerate(zip(steps, recorded, strict=True)):
+    places: list[Ids] = []
+    for number, (step, choices) in enumerate(zip(steps, recorded, strict=True)):
         last = len(step.prompt_ids) - 1
         keys = np.full(last + 1 + len(step.completion_ids), -1, np.int32)
         shared = [min(common_prefix(earlier.full_ids, step.prompt_ids), last) for earlier in steps[:number]]
         usable = [at for at, earlier in enumerate(steps[:number]) if _one_version(earlier, step)]
         if usable:
             origin = max(usable, key=lambda at: (shared[at], at))
-            keys[: shared[origin]] = found[origin][: shared[origin]]
-        keys[last : last + len(own)] = own
-        found.append(keys)
-    return found
+            keys[: shared[origin]] = places[origin][: shared[origin]]
+        keys[last : last + len(choices)] = choices
+        places.append(keys)
+    return places
 
 
 def _one_version(earlier: Step, step: Step) -> bool:

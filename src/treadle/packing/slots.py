@@ -23,7 +23,7 @@ _NO_TREE = PrefixTree.of((), np.empty(0, np.int64))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Holds what all ranks compute side by side: one tree each, an empty one where there are no more.
+    """What all ranks compute side by side: one tree each, an empty one where there are no more.
 
     passes: how many forward passes every tree is computed in, the most that one of them needs.
     padded: passes that train nothing, of all ranks together.
@@ -44,13 +44,13 @@ def slots(trees: Sequence[PrefixTree], ranks: int, passes_of: Callable[[PrefixTr
     needed = [passes_of(tree) for tree in trees]
     order = sorted(range(len(trees)), key=lambda i: (-needed[i], -cost(trees[i]), i))
     dealt = [order[at : at + ranks] for at in range(0, len(order), ranks)]
-    found = []
-    for own in sorted(dealt, key=min):
-        passes = max(needed[i] for i in own)
-        fill = (_NO_TREE,) * (ranks - len(own))
-        padded = passes * ranks - sum(needed[i] for i in own)
-        found.append(Slot((*(trees[i] for i in own), *fill), passes, padded))
-    return found
+    made = []
+    for members in sorted(dealt, key=min):
+        passes = max(needed[i] for i in members)
+        fill = (_NO_TREE,) * (ranks - len(members))
+        padded = passes * ranks - sum(needed[i] for i in members)
+        made.append(Slot((*(trees[i] for i in members), *fill), passes, padded))
+    return made
 
 
 def cost(tree: PrefixTree) -> int:
@@ -58,8 +58,8 @@ def cost(tree: PrefixTree) -> int:
     return int((tree.depth + 1).sum()) + _LINEAR * len(tree)
 
 
-def balance(found: Sequence[Slot]) -> float:
+def balance(laid_out: Sequence[Slot]) -> float:
     """Return the share of the ranks' time in which they compute trees rather than wait for the slowest of a slot."""
-    costs = [[cost(tree) for tree in slot.trees] for slot in found]
+    costs = [[cost(tree) for tree in slot.trees] for slot in laid_out]
     slowest = sum(max(each) * len(each) for each in costs)
     return sum(map(sum, costs)) / slowest if slowest else 1.0

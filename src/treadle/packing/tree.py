@@ -58,7 +58,7 @@ def _width(calls: Sequence[PackedCall]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixTree:
-    """Holds the unique nodes of some calls, in depth-first order.
+    """The unique nodes of some calls, in depth-first order.
 
     token_ids int32[T]; depth int64[T]: tokens before it in its sequence, its position id.
     subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].

@@ -127,9 +127,9 @@ def _folder() -> Path:
     """A new directory for Ray's logs and sockets, whose paths may have 107 bytes; those of killed processes go."""
     parent = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
-    for left in parent.iterdir():
-        if left.name.isdigit() and not is_running(int(left.name)):
-            shutil.rmtree(left, ignore_errors=True)
+    for path in parent.iterdir():
+        if path.name.isdigit() and not is_running(int(path.name)):
+            shutil.rmtree(path, ignore_errors=True)
     folder = parent / str(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -109,8 +109,8 @@ class RankActor(Placed):
 
 def _interface(address: str) -> str:
     """Return the name of the network interface that has the address."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, own in found if any(each.address == address for each in own)), "")
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, places in interfaces if any(each.address == address for each in places)), "")
 
 
 class RankActors:

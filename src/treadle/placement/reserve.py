@@ -25,7 +25,7 @@ _SURE = 2.0  # seconds for which Ray must find a group infeasible: nodes may jus
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Says what one process needs, on one node: `Bundle("learner rank", 1, {"CPU": 4, "GPU": 1})`.
+    """What one process needs, on one node: `Bundle("learner rank", 1, {"CPU": 4, "GPU": 1})`.
 
     beside: the number of the rank whose place it shares, if it does.
     """
@@ -45,7 +45,7 @@ def bundles_of(config: PlacementConfig) -> list[Bundle]:
     gpus = (1.0 if learner.device == "cuda" else 0.0), float(engines.gpus)
     if config.colocate:
         gpus = gpus[0] / 2, gpus[0] / 2
-    of_rank, of_engine = ({"CPU": 1.0} | ({"GPU": own} if own else {}) for own in gpus)
+    of_rank, of_engine = ({"CPU": 1.0} | ({"GPU": share} if share else {}) for share in gpus)
     return [
         *(Bundle("learner rank", number, of_rank) for number in range(learner.ranks)),
         *(Bundle("engine", n, of_engine, beside=n if config.colocate else None) for n in range(engines.count)),
@@ -60,7 +60,7 @@ def places_of(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
 
 
 class Reservation:
-    """Holds resources for each bundle. Processes are started with the `options` of theirs."""
+    """Resources held for each bundle. Processes are started with the `options` of theirs."""
 
     def __init__(self, group: Any, bundles: Sequence[Bundle]) -> None:
         self._group, self.bundles = group, bundles
@@ -122,12 +122,12 @@ def _wait_for(group: Any, bundles: Sequence[Bundle], wait: float | None) -> None
 
 def shortage(bundles: Sequence[Bundle], nodes: Mapping[str, Resources]) -> str:
     """Return what the first bundle lacks for which no node has room beside those before it; "" if all have room."""
-    left = {node: dict(resources) for node, resources in nodes.items()}
+    free = {node: dict(resources) for node, resources in nodes.items()}
     for bundle in bundles:
         needs = bundle.resources
-        fits = [own for own in left.values() if all(own.get(name, 0) >= amount for name, amount in needs.items())]
+        fits = [node for node in free.values() if all(node.get(name, 0) >= amount for name, amount in needs.items())]
         if not fits:
-            rest = "; ".join(f"{node}: {_amounts(resources, needs)}" for node, resources in left.items())
+            rest = "; ".join(f"{node}: {_amounts(resources, needs)}" for node, resources in free.items())
             beside = f" beside the {len(bundles[: bundles.index(bundle)])} before it" if bundle != bundles[0] else ""
             return f"{bundle} needs {_amounts(needs, needs)}, and no node has that{beside} ({rest or 'there are none'})"
         for name, amount in needs.items():

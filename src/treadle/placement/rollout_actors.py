@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import Cause, TreadleError, WorkerLost
+from treadle.core.errors import Cause, EngineError, TreadleError, WorkerLost
 from treadle.core.status import ComponentStatus
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
 from treadle.engines.supervised import Supervised
@@ -338,7 +338,8 @@ class _Worker:
         self._calls, self._answers = {}, []
 
     def open_session(self, session: str) -> None:
-        self._engine.open_session(session)
+        with suppress(EngineError):  # calls of a session that is not open are refused
+            self._engine.open_session(session)
 
     def close_session(self, session: str) -> None:
         self._engine.close_session(session)

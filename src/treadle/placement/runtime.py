@@ -18,7 +18,7 @@ from treadle.placement.reserve import Reservation, bundles_of, reserve
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Holds what is reserved, and what was found at the place of each bundle."""
+    """A reservation, and what was found at the place of each bundle."""
 
     reservation: Reservation
     places: list[Place]
@@ -49,9 +49,9 @@ def check_transfer(config: RunConfig, placement: Placement) -> None:
         if bundle.role == "engine" or str(bundle) == "learner rank 0"
     }
     if len(set(nodes.values())) > 1:
-        told = ", ".join(f"{name} on {node}" for name, node in nodes.items())
+        where = ", ".join(f"{name} on {node}" for name, node in nodes.items())
         raise PlacementError(
-            f"engine.options.transfer 'shared_memory' hands weights over on one node, and there are {told}; set "
+            f"engine.options.transfer 'shared_memory' hands weights over on one node, and there are {where}; set "
             "engine.options.transfer=collective"
         )
 

@@ -23,7 +23,7 @@ from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.admission import Admission, Admitted
 from treadle.engines.vllm.calls import check_call, sample
-from treadle.engines.vllm.launch import ServerProcess, tail
+from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.server import Server
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
@@ -118,9 +118,6 @@ class PlacedServer:
         """Whether neither the server nor its actor has ended."""
         ended, _ = ray.wait([self._ended], timeout=0)
         return not ended
-
-    def tail(self) -> str:
-        return tail(self.log)
 
     async def hold(self) -> None:
         await self._call("hold")

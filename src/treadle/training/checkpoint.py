@@ -70,8 +70,8 @@ def model_files(
             yield name, path.read_bytes()
     origin = Path(model.name_or_path) if model.name_or_path else tokenizer
     if ends := end_tokens(vars(model.generation_config or GenerationConfig())):
-        known = read_generation_config(origin)
-        generation = known if set(end_tokens(known)) == set(ends) else {**known, "eos_token_id": ends}
+        original = read_generation_config(origin)
+        generation = original if set(end_tokens(original)) == set(ends) else {**original, "eos_token_id": ends}
         yield GENERATION_CONFIG, json.dumps(generation, indent=2).encode()
     for path in sorted(origin.iterdir()) if model.name_or_path else ():
         written = path.name in _WRITTEN or _OF_TOKENIZER.fullmatch(path.name)
@@ -126,13 +126,13 @@ def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
 
     Raises DamageError for a file that is not as it was written, RemovedError for a checkpoint that was removed.
     """
-    own = (_FACTS, *(f"{part}{end}" for part in _PARTS for end in (".", "/")))
-    return {name: checkpoint.read(name) for name in checkpoint.sha256 if not name.startswith(own)}
+    parts = (_FACTS, *(f"{part}{end}" for part in _PARTS for end in (".", "/")))
+    return {name: checkpoint.read(name) for name in checkpoint.sha256 if not name.startswith(parts)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Holds the content of checkpoint.json."""
+    """The content of checkpoint.json."""
 
     updates_done: int
     kl_coef: float | None
@@ -172,7 +172,7 @@ def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
 
         def end(_: Iterator[None]) -> str:
             with _as_checkpoint_error(directory):
-                for name, sha256 in chain.from_iterable(own.items() for own in written):
+                for name, sha256 in chain.from_iterable(digests.items() for digests in written):
                     new.note(name, sha256)
                 new.write(_FACTS, _facts(learner))
             writing.close()
@@ -180,7 +180,7 @@ def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
 
         new = ranks.first(begin, gathered(saved(learner.model)))
         folder = ranks.every(lambda: new.path if ranks.rank == 0 else Path())[0]
-        written = [own for part in _parts(learner).items() for own in ranks.every(partial(write, *part))]
+        written = [digests for part in _parts(learner).items() for digests in ranks.every(partial(write, *part))]
         return ranks.first(end, iter(()))
 
 
@@ -253,11 +253,11 @@ def copy_weights(model: nn.Module, weights: TensorSource, source: str) -> None:
     """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they do not fit it."""
     mine = saved(model)
     for name in sorted(mine.keys() | weights.shapes.keys()):
-        have, given = mine.get(name), weights.shapes.get(name)
-        if have is None or given is None or have.shape != given:
+        ours, theirs = mine.get(name), weights.shapes.get(name)
+        if ours is None or theirs is None or ours.shape != theirs:
             raise CheckpointError(
-                f"{source} holds another model: {name} is {_shape(given)} there, "
-                f"{_shape(None if have is None else have.shape)} in the configured model"
+                f"{source} holds another model: {name} is {_shape(theirs)} there, "
+                f"{_shape(None if ours is None else ours.shape)} in the configured model"
             )
     weights.read_into(mine)
 
@@ -290,15 +290,15 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 def _restore_moments(learner: Learner, moments: TensorSource) -> None:
     """Restore AdamW's moments. Parameters that never had a gradient have none; the SHA-256 shows that none is lost."""
-    state, found = learner.optimizer.state, dict[str, Tensor]()
+    state, restored = learner.optimizer.state, dict[str, Tensor]()
     state.clear()
     for name, parameter in trained(learner.trained):
         if f"{_MOMENTS[0]}.{name}" in moments.shapes:
             step = torch.zeros((), device=parameter.device)
-            own = (torch.zeros_like(parameter), torch.zeros_like(parameter), step)
-            state[parameter] = dict(zip(_MOMENTS, own, strict=True))
-            found |= {f"{moment}.{name}": tensor for moment, tensor in state[parameter].items()}
-    moments.read_into(found)
+            zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter), step)
+            state[parameter] = dict(zip(_MOMENTS, zeros, strict=True))
+            restored |= {f"{moment}.{name}": tensor for moment, tensor in state[parameter].items()}
+    moments.read_into(restored)
 
 
 @contextmanager

@@ -44,9 +44,9 @@ def write_shards(directory: Path, part: str, tensors: Mapping[str, Tensor], rank
     folder = directory / part
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     _raising_os_error(lambda: save(dict(tensors), storage_writer=writer))
-    own = {f"{part}/{file.name}": sync_file(file) for file in sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))}
+    digests = {f"{part}/{file.name}": sync_file(file) for file in sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))}
     sync_directory(folder)
-    return own
+    return digests
 
 
 def _write_none(path: Path, ranks: Ranks) -> dict[str, str]:
@@ -68,7 +68,7 @@ class TensorSource(Protocol):
 
 
 class InMemory:
-    """Holds tensors that have been read already (a `TensorSource`)."""
+    """Tensors that have been read already (a `TensorSource`)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -182,46 +182,51 @@ class Learner:
         return self.scores(batch).logp.cpu().numpy()
 
     def update(self, batch: FlatBatch, start: TokenScores | None = None) -> UpdateResult:
-        """Make one optimizer update on the batch. An update without a trainable token leaves the weights as they are.
+        """Make one optimizer update: scores -> advantages -> weights of tokens -> forward and backward -> step.
 
-        start: `scores` at the batch's start; None: those of now, computed only if needed.
+        start: `scores` at the batch's start; None: those of now, computed only if needed. Without a trainable token the
+        weights stay as they are. Raises ConfigError for advantages, and TrainingStopped for a loss or a gradient, that
+        are not finite; then no weights have changed.
         """
         if start is None and (self.value_head is not None or self._penalises()):
             start = self.scores(batch)
         logp_old = None if start is None else start.logp.cpu().numpy()
-        value_old = None if start is None or start.value is None else start.value.cpu().numpy()
+        values = None if start is None or start.value is None else start.value.cpu().numpy()
         logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
-        exact_values = None if value_old is None else value_old.astype(np.float64)
-        signals = Signals(self._penalty(logp_old, logp_ref), exact_values)
-        advantage = self._checked(self.advantage.per_token(batch, signals, self.advantage_options), batch)
-        rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
-        objective = self.objective(batch, advantage, logp_old, logp_ref, value_old)
+
+        advantage = self._advantages(batch, logp_old, logp_ref, values)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
         scores, layout = self._backward(batch, objective)
         totals = objective.metrics(scores) + layout
-        loss = totals["loss"]
-        if loss is not None and not math.isfinite(loss) and bool(torch.isfinite(scores.logp).all()):
-            raise TrainingStopped(
-                f"algorithm.policy_loss: {self.algorithm.policy_loss!r} gave the loss {loss} in update "
-                f"{self.updates_done + 1}, though all log-probabilities are finite; no weights were changed"
-            )
+        self._check_loss(totals["loss"], scores)
+        rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
+
         self.updates_done += 1
-        values = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
+        measures = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
         if self.kl is not None:
-            values[KL_COEF] = [self.kl.coef]
+            measures[KL_COEF] = [self.kl.coef]
             if (kl := totals["kl"]) is not None:
                 self.kl = self.kl.after(kl, len(batch.trajectories))
         section = self.algorithm.kl
         if section is not None and section.reset_every and self.updates_done % section.reset_every == 0:
             self._refresh_reference()
         return UpdateResult(
-            metrics=measured("run", values) + totals + _batch_metrics(batch, advantage),
+            metrics=measured("run", measures) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
 
-    def _checked(self, advantage: NDArray[np.float64], batch: FlatBatch) -> NDArray[np.float64]:
-        """Return the advantages. Raises ConfigError unless they are one finite number a token."""
+    def _advantages(
+        self,
+        batch: FlatBatch,
+        logp_old: NDArray[np.floating] | None,
+        logp_ref: NDArray[np.floating] | None,
+        values: NDArray[np.floating] | None,
+    ) -> NDArray[np.float64]:
+        """Return the advantage of each token [N]. Raises ConfigError unless it is one finite number a token."""
+        signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
+        advantage = self.advantage.per_token(batch, signals, self.advantage_options)
         name, tokens = self.algorithm.advantage, len(batch.mask)
         if np.shape(advantage) != (tokens,):
             raise ConfigError(
@@ -232,6 +237,14 @@ class Learner:
             at = int(np.flatnonzero(~np.isfinite(advantage) & batch.mask)[0])
             raise ConfigError(f"algorithm.advantage: {name!r} gave {advantage[at]} for token {at}; it must be finite")
         return advantage
+
+    def _check_loss(self, loss: float | None, scores: TokenScores) -> None:
+        """Raise TrainingStopped if the loss is not finite though all log-probabilities are."""
+        if loss is not None and not math.isfinite(loss) and bool(torch.isfinite(scores.logp).all()):
+            raise TrainingStopped(
+                f"algorithm.policy_loss: {self.algorithm.policy_loss!r} gave the loss {loss} in update "
+                f"{self.updates_done + 1}, though all log-probabilities are finite; no weights were changed"
+            )
 
     def _penalty(
         self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None

@@ -1,4 +1,4 @@
-"""Makes what holds a model from a configuration: a `Trainer`, or a source of weights that are not trained."""
+"""From a configuration to a `Trainer`, or to a source of weights that are not trained."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
 
 def _check_device(placement: LearnerPlacement) -> None:
     """Raise ConfigError if there are fewer GPUs than ranks that want one."""
-    if placement.device == "cuda" and placement.ranks > (found := torch.cuda.device_count()):
+    if placement.device == "cuda" and placement.ranks > (count := torch.cuda.device_count()):
         raise ConfigError(
             f"placement.learner.device is 'cuda' for {placement.ranks} rank(s), and this torch ({torch.__version__}) "
-            f"sees {found} GPUs; set placement.learner.device to cpu, or ranks to the number of GPUs"
+            f"sees {count} GPUs; set placement.learner.device to cpu, or ranks to the number of GPUs"
         )
 
 

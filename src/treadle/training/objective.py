@@ -164,27 +164,27 @@ class Objective:
         """Return metrics over the trainable tokens, as far as they can be computed. scores: of all N, in order."""
         index, tokens = self._tokens(scores)
         mask = tokens.mask
-        found = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
+        values = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
         if self.first or not self.anchored:
             ratio = (scores.logp - tokens.logp_old)[mask].double().exp()  # in float64, which no ratio leaves
-            found |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
+            values |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
-            found[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.loss_options)[mask]
+            values[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.loss_options)[mask]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
-            found[CORRECTION_MASKED] = ~correction.keep[mask]
-            found[CORRECTION_WEIGHT] = correction.factor[mask]
+            values[CORRECTION_MASKED] = ~correction.keep[mask]
+            values[CORRECTION_WEIGHT] = correction.factor[mask]
         if tokens.logp_ref is not None:
-            found[KL] = self._kl(scores.logp, tokens)[mask]
+            values[KL] = self._kl(scores.logp, tokens)[mask]
         of_values = Measures()
         if self.values is not None and scores.value is not None:
             clip, value, targets = self.config.value.clip, scores.value[mask], self.values.at(index[mask])
-            found[VALUE_LOSS] = value_loss(value, targets, clip)
+            values[VALUE_LOSS] = value_loss(value, targets, clip)
             of_values = measured("run", {VALUE_EXPLAINED: [explained_variance(value, targets.target)]})
             if clip is not None:
-                found[VALUE_CLIPPED] = value_clipped(value, targets, clip)
+                values[VALUE_CLIPPED] = value_clipped(value, targets, clip)
         loss = Tally(LOSS, float(self.loss(scores)), len(mask))
-        return Measures([loss, *(tally(metric, values) for metric, values in found.items())]) + of_values
+        return Measures([loss, *(tally(metric, each) for metric, each in values.items())]) + of_values
 
     def _gaps(self, index: Tensor, tokens: Tokens) -> dict[Metric, Tensor]:
         """Return gaps between the engine's log-probabilities and the learner's at the batch's start."""

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class RankTrainer(EmbeddedTrainer):
-    """Is the part of the group's trainer that one rank has."""
+    """One rank's part of the group's trainer."""
 
     def facts(self) -> tuple[ModelInfo, int, ProcessId]:
         """Return what the group tells of the trainer, and the process that this rank is."""

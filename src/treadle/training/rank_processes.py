@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -112,11 +112,24 @@ class RankProcesses:
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
         """Return every rank's answer. All ranks failing with Treadle's own errors leave the ranks as they are."""
-        return self._exchange(name, [_packed(name, arguments)] * len(self._ranks))
-
-    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return every rank's answer to a call with arguments of its own. Raises as `call`."""
-        return self._exchange(name, [_packed(name, each) for each in arguments])
+        if self.over is not None:
+            raise RankError(self.over)
+        message = pickle.dumps(
+            RankCall(name, arguments, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+        )
+        self.busy = True
+        try:
+            for rank in self._ranks:
+                rank.send(message)
+            return self._answers()
+        except TreadleError:
+            raise
+        except BaseException:  # interrupted: answers that were not read would be taken for those of the next call
+            self.over = f"the call {name!r} to the ranks was interrupted"
+            self._end()
+            raise
+        finally:
+            self.busy = False
 
     def kill(self) -> None:
         """End the ranks at once, also while a call waits for them, which then fails."""
@@ -137,23 +150,6 @@ class RankProcesses:
         for rank in self._ranks:
             rank.end()
         self._folder.cleanup()
-
-    def _exchange(self, name: str, messages: Sequence[bytes]) -> list[Any]:
-        if self.over is not None:
-            raise RankError(self.over)
-        self.busy = True
-        try:
-            for rank, message in zip(self._ranks, messages, strict=True):
-                rank.send(message)
-            return self._answers()
-        except TreadleError:
-            raise
-        except BaseException:  # interrupted: answers that were not read would be taken for those of the next call
-            self.over = f"the call {name!r} to the ranks was interrupted"
-            self._end()
-            raise
-        finally:
-            self.busy = False
 
     def _answers(self) -> list[Any]:
         """Return the answers of all ranks; after a first failure, wait for `_GRACE` seconds at most."""
@@ -224,9 +220,3 @@ class _Rank:
         lines = self.output.read().decode(errors="replace").splitlines()[-_TAIL:]
         said = "\n".join(["; its output ends:", *lines]) if lines else ""
         return f"rank {self._number} ended with {exit_in_words(self.process.returncode)}{said}"
-
-
-def _packed(name: str, arguments: tuple[Any, ...]) -> bytes:
-    return pickle.dumps(
-        RankCall(name, arguments, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
-    )

@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from inspect import iscoroutine
 from multiprocessing.connection import Connection
@@ -47,13 +48,10 @@ def serve(channel: Connection, folders: list[str]) -> None:
         store = FileStore(setup.store, setup.size)
         served = setup.make(join(store, setup.rank, setup.size, setup.replicas, setup.device, setup.limit))
 
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, suppress(EOFError, ConnectionError):  # the caller closed it, or was killed
         channel.send_bytes(_answer(setup.rank, start))
         while True:
-            try:
-                message = channel.recv_bytes()
-            except EOFError:
-                break
+            message = channel.recv_bytes()
             channel.send_bytes(_answer(setup.rank, partial(_call, served, message, runner)))
     if parent_has_ended():
         shutil.rmtree(folders[0], ignore_errors=True)

@@ -71,7 +71,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """Is the default: this process trains the whole model."""
+    """The default: this process trains the whole model."""
 
     rank, size = 0, 1
 

@@ -78,10 +78,10 @@ class ShardedRanks:
         self._shard(forward.scorer, half)
         if read is not None:
             read(forward.model)
-        found = forward.exact_logprobs(ids)
+        actual = forward.exact_logprobs(ids)
 
         def check() -> None:
-            if wanted is not None and not (gap := np.abs(found - wanted).max()) <= (_HALF if half else _TOLERANCE):
+            if wanted is not None and not (gap := np.abs(actual - wanted).max()) <= (_HALF if half else _TOLERANCE):
                 raise ConfigError(
                     f"{type(forward.model).__name__} has other log-probabilities spread over {self.size} ranks than in "
                     f"one process (they differ by {gap:.1e}); set placement.learner.ranks to 1"
@@ -91,8 +91,8 @@ class ShardedRanks:
 
     def _shard(self, scorer: Scorer, half: bool) -> None:
         """Wrap the scorer, and fill it with the values that the first rank has, one parameter after the other."""
-        own = scorer.named_parameters() if self.rank == 0 else iter(())
-        values = {name: parameter.detach() for name, parameter in own if not parameter.is_meta}
+        parameters = scorer.named_parameters() if self.rank == 0 else iter(())
+        values = {name: parameter.detach() for name, parameter in parameters if not parameter.is_meta}
         names = self.every(lambda: list(values))[0]
         missing = self.rank > 0 or any(tensor.is_meta for tensor in chain(scorer.parameters(), scorer.buffers()))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
@@ -142,30 +142,30 @@ class ShardedRanks:
 
     def every(self, work: Callable[[], Result]) -> list[Result]:
         """Return what `work` returns on each rank; see `Ranks`."""
-        own: tuple[Result | None, TreadleError | None]
+        outcome: tuple[Result | None, TreadleError | None]
         try:
-            own = work(), None
+            outcome = work(), None
         except TreadleError as error:
-            own = None, error
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own)
-        if errors := [error for _, error in found if error is not None]:
+            outcome = None, error
+        outcomes: list[Any] = [None] * self.size
+        dist.all_gather_object(outcomes, outcome)
+        if errors := [error for _, error in outcomes if error is not None]:
             raise errors[0]
-        return [value for value, _ in found]
+        return [value for value, _ in outcomes]
 
     def first(self, take: Callable[[Iterator[Item]], Result], items: Iterator[Item]) -> Result:
         """Have the first rank alone do something with the items; see `Ranks`."""
-        found: Any = None
+        result: Any = None
 
         def work() -> None:
-            nonlocal found
+            nonlocal result
             try:
-                found = take(items) if self.rank == 0 else None
+                result = take(items) if self.rank == 0 else None
             finally:
                 deque(items, maxlen=0)  # to the end, as the other ranks do
 
         self.every(work)
-        return found  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
 
 def _units(model: PreTrainedModel) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.models import distance, exact, norm, random_groups, tiny
 from tests.training.reference import accumulated, earlier_policy, make_learner
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.child_process import parent_has_ended
 from treadle.core.errors import TrainingStopped
 from treadle.core.types import Group
 from treadle.models.weights import published, trained, weights_digest, whole
@@ -183,6 +184,10 @@ class Parity:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "sleep":
                 time.sleep(1000)
+            case "outlive":
+                while not parent_has_ended():
+                    pass
+                return self.ranks.add(1.0)
             case "unpicklable":
                 self.ranks.add(1.0)
                 return lambda: None  # type: ignore[return-value]

@@ -19,11 +19,12 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 CALLER = """
+import sys
 from tests.training.ranks.service import Parity
 from treadle.training.rank_processes import RankProcesses
 ranks = RankProcesses(Parity, 2)
 print(*ranks.call("pid"), flush=True)
-ranks.call("fail", 0, "sleep")
+ranks.call("fail", 0, sys.argv[1])
 """
 
 
@@ -37,10 +38,6 @@ def test_ranks_compute_as_their_caller_does(pair: RankProcesses) -> None:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-
-
-def test_each_rank_can_get_arguments_of_its_own(pair: RankProcesses) -> None:
-    assert pair.call_each("echo", [(1, "a"), (2, "b")]) == [(1, "a"), (2, "b")]
 
 
 def test_an_error_of_all_ranks_leaves_them_as_they_are(pair: RankProcesses) -> None:
@@ -99,10 +96,11 @@ def test_a_rank_that_does_not_begin_is_named_and_nothing_stays() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_caller(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["sleep", "outlive"])
+def test_ranks_end_with_their_caller(tmp_path: Path, how: str) -> None:
     """Also while they compute, and with one that is killed: their standard input closes. No folder stays."""
     own = {**os.environ, "TMPDIR": str(tmp_path)}
-    caller = ForkedProcess([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, text=True, env=own)
+    caller = ForkedProcess([sys.executable, "-c", CALLER, how], stdout=subprocess.PIPE, text=True, env=own)
     assert caller.stdout is not None
     pids = [int(pid) for pid in caller.stdout.readline().split()]
     assert len(pids) == 2

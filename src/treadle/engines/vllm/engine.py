@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from treadle.core.engine import Completion
-from treadle.core.errors import EngineError
+from treadle.core.errors import EngineError, TreadleError
 from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.vllm.calls import COLDEST, check_call, sample
@@ -177,7 +177,7 @@ class VLLMEngine:
                 except BaseException:
                     await another.close()
                     raise
-            except (EngineError, OSError) as error:
+            except (TreadleError, OSError) as error:
                 self._notify(f"vLLM server {number} could not be started again: {error}")
                 return
             self._notify(f"{another} was started again")
