@@ -160,6 +160,7 @@ async def test_closing_it_amid_a_ping_leaves_no_error_behind() -> None:
     await place.ready()
     await asyncio.sleep(0)
     await place.close()
+    del place
     for _ in range(3):
         await asyncio.sleep(0)
     gc.collect()
