@@ -77,12 +77,12 @@ def _run(options: argparse.Namespace) -> int:
         app = make_app(
             RetrievalQueue(corpus.passages, corpus.retriever, options.most_waiting, options.timeout), options.topk
         )
-        console.line(f"{len(corpus.passages):,} passages of {options.corpus}; press Ctrl-C to stop")
-        console.line(f"url  {url_of(listening)}/retrieve")
-        sys.stdout.flush()
         # a client comes back when its model has written the next query
         config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=60)
         with suppress(KeyboardInterrupt):
+            console.line(f"{len(corpus.passages):,} passages of {options.corpus}; press Ctrl-C to stop")
+            console.line(f"url  {url_of(listening)}/retrieve")
+            sys.stdout.flush()
             uvicorn.Server(config).run(sockets=[listening])
     return 0
 

@@ -48,15 +48,14 @@ def run(options: argparse.Namespace) -> int:
     from treadle.view.app import guarded_app  # FastAPI
 
     with listen(address, "--{} {}") as listening:
-        link = f"{url_of(listening)}/?token={token}"
-        console = Console()
-        console.line(f"{', '.join(map(str, paths))}; press Ctrl-C to stop")
-        console.line(("open  ", "bold"), link)
-        sys.stdout.flush()
-        if options.open:
-            webbrowser.open(link)
+        link, console = f"{url_of(listening)}/?token={token}", Console()
         app = guarded_app(paths, token, [options.host, listening.getsockname()[0]])  # the link has the latter
         config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
         with suppress(KeyboardInterrupt):
+            console.line(f"{', '.join(map(str, paths))}; press Ctrl-C to stop")
+            console.line(("open  ", "bold"), link)
+            sys.stdout.flush()
+            if options.open:
+                webbrowser.open(link)
             uvicorn.Server(config).run(sockets=[listening])
     return 0
