@@ -89,11 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(options.json, *tables)
 
 
-def cuda_tables(repeats: int) -> list[Table]:
-    """Measure every packing on a GPU, with micro-batches of two budgets."""
+def cuda_tables(repeats: int, budgets: Sequence[int] = CUDA_BUDGETS) -> list[Table]:
+    """Measure every packing on a GPU, with micro-batches of each budget."""
     model = _model(CUDA_MODEL).bfloat16().cuda()  # type: ignore[call-arg]  # a wrapper hides the signature
     tables = []
-    for budget in CUDA_BUDGETS:
+    for budget in budgets:
         others = {name: Forward(model, budget, True, make_kernel=select.KERNELS[name]) for name in CUDA_KERNELS}
         tables.append(packings(Forward(model, budget, True), repeats, CUDA_SIZE, others))
     return tables

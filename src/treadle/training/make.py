@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
@@ -71,7 +72,12 @@ def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
 
 
 def _check_device(placement: LearnerPlacement) -> None:
-    """Raise ConfigError if there are fewer GPUs than ranks that want one."""
+    """Raise ConfigError if there are fewer GPUs than ranks that want one, or this PyTorch cannot train on several."""
+    if placement.ranks > 1 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"placement.learner.ranks is {placement.ranks}, which needs torch 2.13 or newer, not "
+            f"{torch.__version__}; upgrade it, or set placement.learner.ranks to 1"
+        )
     if placement.device == "cuda" and placement.ranks > (count := torch.cuda.device_count()):
         raise ConfigError(
             f"placement.learner.device is 'cuda' for {placement.ranks} rank(s), and this torch ({torch.__version__}) "

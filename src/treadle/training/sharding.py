@@ -102,8 +102,8 @@ class ShardedRanks:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                # ranks whose tokens reach other experts would reduce buffers of other sizes
-                module.set_reduce_scatter_unused_params(True)
+                if self.size > 1:  # ranks whose tokens reach other experts would reduce buffers of other sizes
+                    module.set_reduce_scatter_unused_params(True)
         if missing:
             scorer.to_empty(device=self._mesh.device_type)
             compute_buffers(scorer.model)

@@ -9,7 +9,7 @@ above it are one sequence, and its queries are that sequence's last ones:
 So keys and values are gathered along each stretch's path: memory as for the unpacked sequences, scores as few as the
 tree has. Through a sliding window only the part of the path that the window reaches is gathered.
 
-Checked on the CPU against `Dense`, with FlashAttention's definition in its place; not yet run on a GPU.
+The CPU's tests put FlashAttention's definition in its place; `make gpu-check` compares the kernel with `Dense`.
 
 Shapes: see `treadle.training.attention`; S stretches, G gathered keys.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
@@ -92,6 +93,8 @@ def _bounds(lengths: Indices) -> Tensor:
 def _flash(*args: Any, **options: Any) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # newer than the oldest PyTorch that trains on a CPU
 
+    if "enable_gqa" not in signature(varlen_attn).parameters:  # before PyTorch 2.12, which always allows it
+        del options["enable_gqa"]
     return cast(Tensor, varlen_attn(*args, **options))
 
 
