@@ -195,7 +195,7 @@ def test_what_does_not_belong_together_is_refused(base: Path, tmp_path: Path) ->
         load(tmp_path / "other", None, tmp_path / "a")
     with pytest.raises(ConfigError, match=r"training.lora.rank is 8, and the adapter .* has 3"):
         load(base, LoraConfig(rank=8, alpha=5), tmp_path / "a")
-    with pytest.raises(ConfigError, match="no adapter_config.json in"):
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json in"):
         load(base, None, base)
     settings = json.loads((tmp_path / "a/adapter_config.json").read_text())
     (tmp_path / "dora").mkdir()

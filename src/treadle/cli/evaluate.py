@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
     parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000030, best or latest (the default)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory, or a name of model.path")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a model or adapter, or as model.path")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
     add_json(parser)
 

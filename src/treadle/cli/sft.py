@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
 def next_overrides(config: RunConfig, directory: Path) -> list[str]:
     """Return the overrides that make a run of this configuration start from the written model."""
     build = ["model.build=null"] if config.model.build is not None else []
-    return [*build, f"model.path={directory}", "warm_start=null"]
+    where = "path" if config.training.lora is None else "adapter"
+    return [*build, f"model.{where}={directory}", "warm_start=null"]
 
 
 def _check(config: RunConfig, recipe: str, out: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
@@ -30,6 +31,21 @@ def check_model_files(config: ModelConfig) -> None:
 def is_adapter(directory: Path) -> bool:
     """Return whether a directory is that of an adapter."""
     return (directory / ADAPTER_CONFIG).is_file()
+
+
+def require_model_or_adapter(name: str, setting: str) -> Path:
+    """Return the directory of a model, as `require_model`, or of an adapter, as it was given."""
+    return Path(name) if is_adapter(Path(name)) else require_model(name, setting)
+
+
+def located(directory: Path, base: str | None = None) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that name the model or adapter in a directory.
+
+    base: that of an adapter; default: the one that it names.
+    """
+    if is_adapter(directory):
+        return {"adapter": str(directory), "path": base, "build": None}
+    return {"adapter": None, "path": str(directory), "build": None}
 
 
 def base_directory(config: ModelConfig) -> Path:
