@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from treadle.cli.console import Console
 from treadle.core.errors import ConfigError, DataError, TreadleError
-from treadle.core.extras import extra_of, how_to_install
+from treadle.core.registry import extra_of, how_to_install
 from treadle.core.text import escape_text
 
 

@@ -13,7 +13,7 @@ from treadle.cli.console import Console, Table, make_table
 from treadle.cli.options import Commands, add_command, add_run
 
 if TYPE_CHECKING:
-    from treadle.core.status import ProcessId
+    from treadle.core.engine import ProcessId
     from treadle.orchestration.reporting.live_status import RunStatus
     from treadle.orchestration.store.run_directory import RunDirectory
 
