@@ -187,8 +187,8 @@ def test_every_extra_that_is_mentioned_exists() -> None:
 EXTRAS = {
     "algorithms": "train",
     "cli/retrieve.py": "search",
+    "cli/serve.py": "view",
     "cli/show.py": "train",
-    "cli/view.py": "view",
     "data": "train",
     "data/hub.py": "datasets",
     "engines": "train",
