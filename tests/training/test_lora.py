@@ -30,7 +30,7 @@ from tests.models import (
 from tests.training.reference import LAYOUTS, accumulated, literal_loss, make_learner, scale
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, ConfigError
-from treadle.core.manifest import Manifest
+from treadle.core.files import Manifest
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.lora import add_adapters, target_names

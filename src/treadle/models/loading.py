@@ -28,8 +28,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import prove_files
+from treadle.core.files import prove_files, sha256_of
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
 from treadle.models.model_files import base_directory, require_model
@@ -42,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a directory.
 
-    Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.manifest`).
+    Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.files`).
     """
     # config.json names the tokenizer's class
     prove_files(directory, (*TOKENIZER_FILES, "config.json"), remedy_for(directory))

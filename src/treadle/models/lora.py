@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import CheckpointError, ConfigError
-from treadle.core.manifest import Manifest, prove_files
+from treadle.core.files import Manifest, prove_files
 from treadle.models.config import LoraConfig
 from treadle.models.model_files import ADAPTER_CONFIG, BASE
 from treadle.models.weights import adapter_weights, copy_by_name

@@ -3,7 +3,7 @@
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
               optimizer.safetensors  checkpoint.json             what resuming needs besides
               value_head.safetensors  reference.safetensors      if there are any
-              SHA256SUMS                                         the manifest (core.manifest)
+              SHA256SUMS                                         the manifest (core.files)
 
 Several ranks write optimizer, value head and reference as directories of shards (`checkpoint_shards`), each rank its
 own; any number of ranks reads either. The model is one file in any case.
@@ -30,8 +30,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.core.files import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
 from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.tensor_file import write_tensors
