@@ -201,7 +201,7 @@ def test_what_does_not_belong_together_is_refused(base: Path, tmp_path: Path) ->
     (tmp_path / "dora").mkdir()
     (tmp_path / "dora/adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
     (tmp_path / "dora/adapter_model.safetensors").write_bytes((tmp_path / "a/adapter_model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match="more than LoRA of linear layers"):
+    with pytest.raises(ConfigError, match="has use_dora = True, which is not supported"):
         load(base, None, tmp_path / "dora")
 
 

@@ -109,23 +109,34 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
     if (directory / BASE).is_file():  # peft's own directories have none
         _check_base(json.loads((directory / BASE).read_bytes()), directory, Path(str(model.name_or_path)))
     try:
-        found = peft.LoraConfig.from_pretrained(str(directory))
+        there = _read_config(directory)
         weights = load_file(directory / ADAPTER_WEIGHTS)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
-    if found.use_dora or found.modules_to_save or found.bias != "none" or found.target_parameters:
-        raise ConfigError(
-            f"model.adapter: {str(directory)!r} is more than LoRA of linear layers (DoRA, biases, modules_to_save or "
-            "target_parameters), which is not supported; merge it into its base with peft and give that as model.path"
-        )
     if config is not None:
-        _check_same(directory, found, config, target_names(model, config.targets))
-    found.inference_mode = False
-    found.lora_dropout = 0.0
-    _inject(model, found)
+        _check_same(directory, there, config, target_names(model, config.targets))
+    there.base_model_name_or_path = str(Path(str(model.name_or_path)).resolve())
+    _inject(model, there)
     copy_adapter(model, weights, str(directory))
     if config is None:
         merge(model)
+
+
+_READ = ("r", "lora_alpha", "use_rslora", "target_modules", "task_type")
+_UNUSED = ("base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout", "peft_version", "revision")
+
+
+def _read_config(directory: Path) -> peft.LoraConfig:
+    """Return an adapter's settings. Raises ConfigError for what is more than LoRA of linear layers."""
+    settings = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+    config = peft.LoraConfig(**{name: settings[name] for name in _READ if name in settings})
+    for name in sorted(settings.keys() - {*_READ, *_UNUSED}):
+        if settings[name] and settings[name] != getattr(config, name, None):
+            raise ConfigError(
+                f"model.adapter: {str(directory)!r} has {name} = {settings[name]!r}, which is not supported; merge it "
+                "into its base with peft, and give that as model.path"
+            )
+    return config
 
 
 def _check_same(directory: Path, there: peft.LoraConfig, config: LoraConfig, targets: list[str]) -> None:
