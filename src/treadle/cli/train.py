@@ -205,8 +205,8 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
         table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
     console.table(table)
     console.text(
-        "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate size;\n"
-        "q, k widths of all query and all key heads, V vocabulary",
+        "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate\n"
+        "size; q, k widths of all query and all key heads, V vocabulary",
         style="dim",
     )
     console.line()
