@@ -1,9 +1,9 @@
 """`PinnedEngine`: every session is sampled by the weights of its first call, whatever is published meanwhile.
 
-    version   engine                        sessions
-    7         adapters of 7, cache          a (which began when 7 was the newest)
-    8         adapters of 8, cache          b, c          all three share the base's tensors
-    9         adapters of 9, cache          d, and those that begin now
+version   engine                        sessions
+7         adapters of 7, cache          a (which began when 7 was the newest)
+8         adapters of 8, cache          b, c          all three share the base's tensors
+9         adapters of 9, cache          d, and those that begin now
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from treadle.core.engine import ComponentStatus, Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.torch.engine import TorchEngine
@@ -39,9 +39,9 @@ class PinnedEngine:
         self._sessions[session] = None
 
     def close_session(self, session: str) -> None:
-        engine = self._engines.get(self._sessions.pop(session, None) or 0)
-        if engine is not None:
-            engine.close_session(session)
+        version = self._sessions.pop(session, None)
+        if version in self._engines:
+            self._engines[version].close_session(session)
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
