@@ -42,7 +42,9 @@ def engine(model: PreTrainedModel, behind: int = 2) -> PinnedEngine:
 
 
 async def sampled(engine: PinnedEngine, session: str, tokens: int = 12) -> Completion:
-    return await engine.generate(PROMPT, SamplingParams(max_tokens=tokens, seed=sum(map(ord, session))), session=session)
+    return await engine.generate(
+        PROMPT, SamplingParams(max_tokens=tokens, seed=sum(map(ord, session))), session=session
+    )
 
 
 def check(completion: Completion, number: int) -> None:
