@@ -68,7 +68,6 @@ class CachedModel:
         return cache.position_bytes()
 
     def empty(self, rows: int) -> Predicted:
-        """Return uninitialized predictions."""
         logits = torch.empty(rows, self.vocabulary, device=self.device)
         if self._routers is None:
             return Predicted(logits)
@@ -142,6 +141,5 @@ class CachedModel:
             tensor.copy_(weights[name])
 
     def release(self) -> None:
-        """Free the memory of the weights until others are loaded."""
         for tensor in unique_weights(self.model).values():
             tensor.untyped_storage().resize_(0)

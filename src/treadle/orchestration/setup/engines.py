@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -18,15 +19,18 @@ from treadle.core.registry import resolve
 from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
 from treadle.engines.remote import start_engine
-from treadle.engines.temporary import temporary_directory
+from treadle.engines.staging import temporary_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
-from treadle.engines.vllm.launch import ServerProcess, Started
-from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
+from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
 from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedSource
+
+if TYPE_CHECKING:
+    from treadle.engines.vllm.server import Started
 
 _PROBE = 64  # tokens that new weights are proven with
 
@@ -92,9 +96,7 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     if spec.config.own_process:
         return await _own_process(spec)
     embedded = embedded_engine(spec.config, spec.chat, spec.load_model(), spec.routing)
-    if isinstance(spec.source, EmbeddedSource):
-        return embedded, EmbeddedSync(spec.source, embedded)
-    return embedded, FileSync(spec.source, embedded)  # the tensors are in other processes
+    return embedded, EmbeddedSync(spec.source, embedded, by_file=not isinstance(spec.source, EmbeddedSource))
 
 
 async def open_serving(config: EngineConfig, chat: ChatInterface, source: EmbeddedSource) -> Engine:
@@ -148,7 +150,7 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     return engine, SharedMemorySync(spec.source, engine)
 
 
-Serve = Callable[[int, Path, EngineConfig, Path], Started]
+Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
@@ -165,8 +167,8 @@ async def open_vllm(
     models: directory in which the model is handed over, which trainer and
     servers see; default: that of temporary files.
     """
-    from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
-    from treadle.engines.vllm.start import open_engine as start
+    from treadle.engines.vllm.engine import open_engine as start  # httpx, which only this needs
+    from treadle.engines.vllm.publication import Probe
 
     config, model = spec.config, spec.source.model
     if spec.routing:
