@@ -20,9 +20,9 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from treadle.core.child_process import end_with_parent, exit_in_words, start_child
+from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
-from treadle.core.status import ProcessId
+from treadle.core.processes import end_with_parent, exit_in_words, start_child
 
 _MODULE = "treadle.engines.child"
 _PATIENCE = 20.0  # seconds for a process that closed its channel to end

@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from treadle.core.engine import Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.torch.batch import Batch, Call, Decode, EngineCounters

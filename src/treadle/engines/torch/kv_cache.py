@@ -26,9 +26,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from treadle.core.errors import EngineError
-from treadle.core.memory import release_freed_memory
-from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids
+from treadle.core.processes import release_freed_memory
+from treadle.core.types import Ids, common_prefix
 
 ATTENTION = "treadle_kv"
 _GROW = 64  # positions

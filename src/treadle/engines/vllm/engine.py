@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from treadle.core.engine import Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import ConfigError, EngineError, TreadleError
-from treadle.core.status import ComponentStatus
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
