@@ -10,7 +10,7 @@ import psutil
 from tests.orchestration.runs import updates
 from tests.until import wait_until
 from tests.worlds import ROOT
-from treadle.engines.temporary import is_running
+from treadle.engines.staging import is_running
 from treadle.engines.vllm.worker.treadle_launch import FOLDER, shared_memory
 
 DRIVER = """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import PlacementError
-from treadle.engines.temporary import is_running
+from treadle.engines.staging import is_running
 from treadle.placement.reserve import Bundle, shortage
 
 _CONNECTING = 5.0  # seconds

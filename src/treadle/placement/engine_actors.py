@@ -18,7 +18,8 @@ from treadle.core.trainer import WeightSync
 from treadle.engines.config import EngineConfig, tolerance_of
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
-from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.pinned import LocalEngine
+from treadle.engines.torch.pinned import make_engine as make_local_engine
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import load_chat_interface
@@ -37,10 +38,11 @@ def make_engine(
     lora: LoraConfig | None,
     seed: int,
     routing: bool,
+    pinned: int | None,
     threads: int,
     deterministic: bool,
     device: str,
-) -> TorchEngine:
+) -> LocalEngine:
     """Return an engine in this process. threads, deterministic, device: how and where it computes."""
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -48,7 +50,7 @@ def make_engine(
     chat = load_chat_interface(model)
     loaded = load_model(model, seed, lora)
     loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return TorchEngine(loaded, torch_options(config, chat, routing), decode=chat.decode)
+    return make_local_engine(loaded, torch_options(config, chat, routing, pinned), chat.decode)
 
 
 class EngineActor(Placed, EngineService):
@@ -74,6 +76,7 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
         config.training.lora,
         config.seed,
         spec.routing,
+        spec.pinned,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu",

@@ -21,10 +21,8 @@ from treadle.core.errors import ConfigError, EngineError, PlacementError, Treadl
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.admission import Admission, Admitted
-from treadle.engines.vllm.calls import check_call, sample
 from treadle.engines.vllm.launch import ServerProcess
-from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
 from treadle.placement.actors import Actor, Placed
