@@ -1,5 +1,6 @@
 """Whole runs with adapters: in one process and several, resumed, exported and evaluated."""
 
+import json
 from pathlib import Path
 
 import pytest
