@@ -6,8 +6,8 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from treadle.placement.cluster import connected
 from treadle.placement.reserve import Bundle, Reservation, Role, reserve
+from treadle.placement.runtime import connected
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # else they wait for the tests that run beside them, vLLM for minutes
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # before ray is imported

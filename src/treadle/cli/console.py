@@ -62,7 +62,6 @@ class Console:
         self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 
     def text(self, *parts: Part, style: str = "") -> None:
-        """Print text of several lines."""
         self.rich.print(_styled(escape_text, parts), style=style, soft_wrap=True)
 
     def table(self, table: Table) -> None:
@@ -132,7 +131,6 @@ def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]
 
 
 def make_bars(console: Console) -> bar.Progress:
-    """Return progress bars that vanish when they are done."""
     wide = console.width >= _WIDE
     columns: list[bar.ProgressColumn] = [
         bar.SpinnerColumn(),

@@ -74,7 +74,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_models(options: argparse.Namespace) -> int:
-    """List the models with a name, and the converted ones."""
     console = Console()
     table = Table(rich.table.Table.grid(padding=(0, 2)))
     for name, packaged in PACKAGED.items():
@@ -92,7 +91,6 @@ def run_models(options: argparse.Namespace) -> int:
 
 
 def run_get(options: argparse.Namespace) -> int:
-    """Get a model, and say where it is; returns 0."""
     name, console = options.name, Console()
     if is_convertible(name):
         from treadle.orchestration.get_model import get_model
@@ -113,7 +111,6 @@ def run_get(options: argparse.Namespace) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    """Evaluate and print the result; returns 0, even if attempts failed."""
     if options.dump is not None:
         check_dump(options.dump)
     subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
@@ -141,7 +138,6 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
 
 
 def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
-    """Return a table with a row for each value of `table_by`, and one for all tasks."""
     first = table_by or "tasks of"
     several = [k for k in evaluation.result.pass_at if k != "1"]
     table = make_table(
@@ -155,7 +151,6 @@ def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the model; returns 0."""
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
     find_checkpoint(options.run_directory, options.checkpoint)  # or an error, before torch is loaded

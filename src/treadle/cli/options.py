@@ -40,39 +40,32 @@ def add_command(
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments `RECIPE [key.path=value ...]`."""
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration values to change") -> None:
-    """Add the arguments `[key.path=value ...]`. what: their help."""
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=what)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the argument `RUN`."""
     parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--runs`."""
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the options `--host` and `--port` of a server."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=port, help=f"0: any free one (default: {port})")
 
 
 def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
-    """Return where a server listens, from its options. Raises ConfigError."""
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: ports are 0 to 65535")
     fields = {name: vars(options).get(name) for name in ("host", "port", "advertised_url")}
@@ -80,7 +73,6 @@ def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
 
 
 def positive(text: str) -> int:
-    """Return a whole number above 0; as argparse's `type`, which names the argument in the error."""
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)

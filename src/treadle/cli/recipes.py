@@ -97,7 +97,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_recipes(options: argparse.Namespace) -> int:
-    """List the shipped recipes."""
     table = Table(rich.table.Table.grid(padding=(0, 2)))
     for name in recipe_names():
         table.add_row((name, "bold"), load_recipe(name).about)
@@ -111,7 +110,6 @@ def run_recipes(options: argparse.Namespace) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """Print every resolved value of a recipe; with --yaml as a recipe."""
     config = load_recipe(options.recipe, options.overrides)
     console = Console()
     if options.yaml:
@@ -158,7 +156,6 @@ def _is_below(path: str, overridden: Sequence[str]) -> bool:
 
 
 def run_env(options: argparse.Namespace) -> int:
-    """Write the package and list its files; returns 0."""
     console = Console()
     for path in make_environment(options.name, Path.cwd()):
         console.line(str(path))
@@ -197,7 +194,6 @@ class _Source(Config):
 
 
 def run_data_head(options: argparse.Namespace) -> int:
-    """Show the first rows of each source, as they are stored and as tasks."""
     sections, context = _sections(options)
     console = Console()
     for split, section in sections.items():
@@ -231,7 +227,6 @@ def run_data_check(options: argparse.Namespace) -> int:
 
 
 def run_data_prepare(options: argparse.Namespace) -> int:
-    """Unpack tasks; return 0."""
     number = unpack(options.source, options.directory)
     Console().line(
         (f"{number} tasks", "bold"), f" in {options.directory}; train with data.train.options.path={options.directory}"
@@ -291,7 +286,6 @@ def _print_problems(section: Section, split: str, context: LoadContext, first: D
 
 
 def _data_summary(tasks: Sequence[Task]) -> Iterator[str]:
-    """Yield lines on what the tasks hold."""
     lengths = [sum(len(message["content"]) for message in task.prompt) for task in tasks]
     kinds = Counter(" ".join(task.player) for task in tasks if task.player[1])
     extras = Counter(name for task in tasks for name in task.extras)
@@ -307,7 +301,6 @@ def _data_summary(tasks: Sequence[Task]) -> Iterator[str]:
 
 
 def run_cluster(options: argparse.Namespace) -> int:
-    """Print the place of each process; returns 0. Raises PlacementError for what is missing."""
     config = load_recipe(options.recipe, options.overrides)
     if config.placement.kind != "ray":
         raise ConfigError(f"placement.kind is {config.placement.kind!r}: no cluster is used; set placement.kind=ray")

@@ -90,7 +90,6 @@ class ServeConfig(Config):
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve until interrupted; then returns 0."""
     engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
     model = ModelConfig(path=str(options.model), chat_template=options.chat_template)
     _check(options, engine)
@@ -109,7 +108,6 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
-    """Raise ConfigError for what can be checked before torch is loaded."""
     if not (require_model(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
         raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
@@ -165,7 +163,6 @@ def _session(options: argparse.Namespace, chat: ChatInterface, context: int, eng
 
 
 def _write(directory: Path, session: Session) -> Path:
-    """Write all steps as one trajectory, into a shard of its own; returns its path."""
     from treadle.orchestration.store.rollout_store import write_shard
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +174,6 @@ def _write(directory: Path, session: Session) -> Path:
 
 
 def run_view(options: argparse.Namespace) -> int:
-    """Serve the pages until Ctrl-C; returns 0."""
     paths = options.runs or [Path("runs")]
     for path in paths:
         if not path.is_dir():

@@ -62,7 +62,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """List trajectories, or print one."""
     console, run_path = Console(), options.run_directory
     ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
@@ -192,7 +191,6 @@ def ending(row: dict[str, Any]) -> str:
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    """Print what the model read (dim) and wrote (bold), and how the trajectory ended."""
     from treadle.orchestration.store.recorded import decoder, load_run_tokenizer, load_trajectory, step_relations
 
     row, steps = load_trajectory(run, trajectory_id)
@@ -266,7 +264,6 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
 
 
 def run_top(options: argparse.Namespace) -> int:
-    """Show the table until the run ends or Ctrl-C; returns 0. Raises RunError if the directory is not a run."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
     directory, console, usage = RunDirectory.open(options.run_directory), Console(), _Usage()
@@ -286,7 +283,6 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
-    """Return lines, and a table while the run is in progress."""
     from treadle.orchestration.reporting.live_status import RunStatus
 
     state, status = directory.state(), RunStatus.read(directory.status_file)

@@ -156,7 +156,6 @@ def _is_stub(run: RunDirectory) -> bool:
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
-    """Check and print what the run needs; returns 0 if everything is there, 1 if something is missing."""
     console = Console()
     with _offline():
         from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
@@ -213,7 +212,6 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
-    """Print a finished run's held-out results, two transcripts, and where everything is."""
     console = Console()
     results = summary["evaluations"]
     if results:
@@ -234,7 +232,6 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
 
 
 def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Table:
-    """Return a table of held-out success before and after training, sampled and greedy, by `data.table_by`."""
     first = config.data.table_by or "tasks"
     columns: dict[str, dict[str, Any]] = {}
     for temperature in dict.fromkeys(r["temperature"] for r in results):
@@ -267,7 +264,6 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
 
 
 def run_sft(options: argparse.Namespace) -> int:
-    """Train and write the model; returns 0."""
     config = load_recipe(options.recipe, options.overrides)
     _check_sft(config, options.recipe, options.out)
 
@@ -293,7 +289,6 @@ def next_overrides(config: RunConfig, directory: Path) -> list[str]:
 
 
 def _check_sft(config: RunConfig, recipe: str, out: Path) -> None:
-    """Raise ConfigError for problems that would otherwise show only during or after the training."""
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     if out.exists():

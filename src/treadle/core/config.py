@@ -270,7 +270,6 @@ def _problems_of(cls: type[Config], data: Mapping[str, Any]) -> dict[_Problem, N
 
 
 def _blamed(path: str, overrides: Sequence[str]) -> str:
-    """The overrides that set the path, a part of it, or what it is a part of."""
     touched = [o for o in overrides if _overlap(path, o.partition("=")[0].strip())]
     return " ".join(_short(o, quote=False) for o in touched)
 
@@ -354,7 +353,6 @@ def _purpose(cls: type[Config], keys: Location) -> str:
 
 
 def _unknown_key(cls: type[Config], keys: Location) -> str:
-    """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
     *parents, leaf = map(str, keys)
     section = _config_at(cls, keys[:-1])
     if instead := cls.removed_keys.get(".".join([*parents, leaf])) or (section and section.removed_keys.get(leaf)):
@@ -381,7 +379,6 @@ def _config_class(annotation: Any) -> type[Config] | None:
 
 
 def _fields_at(cls: type[Config], keys: Iterable[int | str]) -> dict[str, FieldInfo]:
-    """The fields below `keys`."""
     section = _config_at(cls, keys)
     return dict(section.model_fields) if section else {}
 

@@ -66,7 +66,6 @@ def sync_file(path: Path) -> str:
 
 
 def sha256_of(content: bytes) -> str:
-    """Return the hex digest of these bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -139,7 +138,6 @@ class NewDirectory:
             self._sha256[name] = sync_file(path)
 
     def note(self, name: str, sha256: str) -> None:
-        """List a file of the directory that something else has written durably."""
         self._sha256[name] = sha256
 
     @property
@@ -148,7 +146,6 @@ class NewDirectory:
 
     @property
     def manifest_sha256(self) -> str:
-        """Return the manifest's own digest, for a ledger."""
         return sha256_of(self.manifest)
 
 

@@ -61,7 +61,6 @@ def end_with_parent(folders: Sequence[str] = ()) -> None:
 
 
 def exit_in_words(code: int) -> str:
-    """Return how a process ended: `code -9 (Killed)`."""
     return f"code {code}" + (f" ({signal.strsignal(-code)})" if code < 0 else "")
 
 

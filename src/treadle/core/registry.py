@@ -75,7 +75,6 @@ def _target(group: str, name: str, where: str) -> str:
 
 
 def names(group: str) -> list[str]:
-    """Return all registered names of `group`, sorted."""
     return sorted(_registered(group))
 
 

@@ -46,7 +46,6 @@ class Actor:
         self.log = ""
 
     async def open(self) -> None:
-        """Wait until the actor runs. Raises WorkerLost."""
         self.process, self.log = await self.call("process")
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -67,7 +66,6 @@ class Actor:
         getattr(self.handle, method).remote(*arguments)
 
     def translate(self, error: RayError) -> TreadleError:
-        """Return the error as one of Treadle's."""
         if not isinstance(error, RayTaskError):
             return WorkerLost(f"{self.name} ended: {str(error).splitlines()[0]}{self.tail()}")
         if isinstance(error.cause, TreadleError):

@@ -83,7 +83,6 @@ class RankActor(Placed):
         return [(warning.category, str(warning.message)) for warning in caught]
 
     async def answer(self, name: str, arguments: tuple[Any, ...], threads: int, deterministic: bool) -> Any:
-        """Call a method of the object, with the caller's threads and choice of kernels."""
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         answer = getattr(self._served, name)(*arguments)
@@ -108,7 +107,6 @@ class RankActor(Placed):
 
 
 def _interface(address: str) -> str:
-    """Return the name of the network interface that has the address."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, places in interfaces if any(each.address == address for each in places)), "")
 
@@ -170,7 +168,6 @@ class RankActors:
             actor.kill()
 
     def close(self) -> None:
-        """End the ranks. Idempotent."""
         self.over = self.over or "the ranks were closed"
         self.kill()
 

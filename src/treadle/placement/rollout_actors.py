@@ -156,18 +156,15 @@ class RolloutActor(Placed):
         self._rollouts = await self._opened.enter_async_context(rollouts)
 
     async def requests(self) -> AsyncIterator[list[Request]]:
-        """Yield what is asked of the run's process."""
         async for requests in self._engine.requests():
             yield requests
 
     async def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
-        """Take answers to calls."""
         self._engine.answer(answers)
 
     async def play(
         self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, route: Actor | None
     ) -> Trajectory:
-        """Play one attempt. route: of its session."""
         name = trajectory_id(group_id, address.attempt)
         self._engine.routes[name] = route
         try:
@@ -177,11 +174,9 @@ class RolloutActor(Placed):
             del self._engine.routes[name]
 
     async def check(self, tasks: Sequence[Task]) -> None:
-        """Check that the drivers can play; see `Rollouts.check`."""
         await self._rollouts.check(tasks)
 
     async def close(self) -> None:
-        """End what it plays with."""
         await self._opened.aclose()
 
 
@@ -219,7 +214,6 @@ class RolloutPool:
         await self._workers[0].place.call("check", list(firsts.values()))
 
     def status(self) -> list[ComponentStatus]:
-        """Return what each worker does now."""
         return [worker.status(str(number)) for number, worker in enumerate(self._workers)]
 
 
@@ -280,7 +274,6 @@ class _Worker:
         )
 
     async def close(self) -> None:
-        """End the worker and what it has started."""
         if actor := self.place.worker:
             with suppress(TreadleError, TimeoutError):
                 async with asyncio.timeout(_CLOSING):
@@ -321,7 +314,6 @@ class _Worker:
         await actor.call("open", self._plays)
 
     async def _serve(self, actor: Actor) -> None:
-        """Do what the actor asks for until it ends."""
         with suppress(RayError):
             async for requests in actor.handle.requests.options(num_returns="streaming").remote():
                 for method, *arguments in await requests:
