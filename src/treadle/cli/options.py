@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from treadle.cli.console import Console
 from treadle.core.config import build
@@ -24,10 +24,24 @@ else:
     Commands = argparse._SubParsersAction
 
 
+_SHARED: dict[str, dict[str, Any]] = {
+    "recipe": {"metavar": "RECIPE", "help": "a shipped recipe (see `treadle recipes`) or a .yaml file"},
+    "overrides": {
+        "nargs": "*",
+        "default": [],
+        "metavar": "key.path=value",
+        "help": "configuration values to change (`treadle recipes show demo` lists them)",
+    },
+    "run_directory": {"type": Path, "metavar": "RUN", "help": "a run directory, finished or not"},
+    "--runs": {"type": Path, "default": Path("runs"), "help": "where run directories go (default: runs)"},
+    "--json": {"action": "store_true", "help": "print JSON instead of text"},
+}
+
+
 def add_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str, *shared: str
 ) -> argparse.ArgumentParser:
-    """Add a command that calls `run`, with its help and examples; returns its parser."""
+    """Add a command that calls `run`, with its help, examples and shared arguments; returns its parser."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -36,28 +50,13 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
+    add_shared(parser, *shared)
     return parser
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
-    add_overrides(parser)
-
-
-def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration values to change") -> None:
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=what)
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
-
-
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:

@@ -18,8 +18,8 @@ import rich.table
 from pydantic import Field
 
 from treadle.cli.console import Console, Table, make_table
-from treadle.cli.options import Commands, add_command, add_overrides, add_recipe, add_runs, positive
-from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml
+from treadle.cli.options import Commands, add_command, add_shared, positive
+from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml, overlap
 from treadle.core.errors import ConfigError, DataError, RunError
 from treadle.core.types import Task
 from treadle.data.config import DataConfig, sources_of
@@ -63,8 +63,9 @@ def add_commands(commands: Commands) -> None:
         commands, "recipes", run_recipes, "list the shipped recipes, or show what one resolves to", _RECIPES_EXAMPLES
     )
     below = parser.add_subparsers(metavar="show")
-    show = add_command(below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES)
-    add_recipe(show)
+    show = add_command(
+        below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES, "recipe", "overrides"
+    )
     show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
 
     parser = add_command(commands, "new", run_env, "make the skeleton of an environment", _NEW_EXAMPLES)
@@ -81,7 +82,7 @@ def add_commands(commands: Commands) -> None:
     for parser in (head, check):
         what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
         parser.add_argument("source", metavar="SOURCE", help=what)
-        add_overrides(parser)
+        add_shared(parser, "overrides")
     head.add_argument("-n", type=positive, default=1, metavar="ROWS", help="how many (default: 1)")
     prepare = add_command(
         below, "prepare", run_data_prepare, "convert published data to what a recipe takes", _DATA_EXAMPLES
@@ -92,8 +93,7 @@ def add_commands(commands: Commands) -> None:
 
     parser = add_command(commands, "cluster", run_cluster, "what a cluster has for a recipe", _CLUSTER_EXAMPLES)
     parser.add_argument("action", choices=["check"], help="check: print what would be placed where, or what is missing")
-    add_recipe(parser)
-    add_runs(parser)
+    add_shared(parser, "recipe", "overrides", "--runs")
 
 
 def run_recipes(options: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
 
     def add_row(path: str, value: str, text: str, is_default: bool) -> None:
         style = "" if is_default else "bold"
-        mark = "+" if _is_below(path, overridden) else "" if is_default else "*"
+        mark = "+" if any(overlap(path, other) for other in overridden) else "" if is_default else "*"
         table.add_row(mark, (path, style), (value, style), text)
 
     for section, meaning in {"": "", **describe_sections(config)}.items():
@@ -148,11 +148,6 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
     console.table(table)
     console.line()
     console.line("* set by the recipe, + on the command line; the others are defaults", style="dim", wrap=True)
-
-
-def _is_below(path: str, overridden: Sequence[str]) -> bool:
-    """Whether an override set this path, something below it or above it."""
-    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in overridden)
 
 
 def run_env(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import rich.progress
 
 from treadle.cli.console import Console, Table, indented, make_table
-from treadle.cli.options import Commands, add_command, add_json, add_run
+from treadle.cli.options import Commands, add_command
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.metrics import shown
@@ -51,11 +51,15 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", run_report, "account for every step, failure and token of a run", _REPORT_EXAMPLES
+        commands,
+        "report",
+        run_report,
+        "account for every step, failure and token of a run",
+        _REPORT_EXAMPLES,
+        "run_directory",
+        "--json",
     )
-    add_run(parser)
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
-    add_json(parser)
 
     parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_address, add_command, add_overrides, address_of
+from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
@@ -73,7 +73,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
     parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
-    add_overrides(parser, "settings of the engine, such as engine.kind=vllm (`treadle recipes show demo` lists them)")
+    add_shared(parser, "overrides")
 
     parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
-from treadle.cli.options import Commands, add_command, add_json, add_run
+from treadle.cli.options import Commands, add_command
 from treadle.core.types import PLAYERS
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -49,15 +49,20 @@ _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "show", run_show, "print one recorded trajectory token by token", _SHOW_EXAMPLES)
-    add_run(parser)
+    parser = add_command(
+        commands,
+        "show",
+        run_show,
+        "print one recorded trajectory token by token",
+        _SHOW_EXAMPLES,
+        "run_directory",
+        "--json",
+    )
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
-    add_json(parser)
 
     parser = add_command(
-        commands, "top", run_top, "show what a run does now: learner, engines, rollouts", _TOP_EXAMPLES
+        commands, "top", run_top, "show what a run does now: learner, engines, rollouts", _TOP_EXAMPLES, "run_directory"
     )
-    add_run(parser)
     parser.add_argument("--once", action="store_true", help="print the table once, as without a terminal")
 
 

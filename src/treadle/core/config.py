@@ -238,9 +238,12 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
     try:
         return cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
-        problems = dict.fromkeys(_problems(cls, plain, error))
-        without_overrides = _problems_of(cls, data) if overrides else problems
-        lines = [p.line(source if p in without_overrides else _blamed(p.path, overrides) or source) for p in problems]
+        before, lines = _problems(cls, data) if overrides else [], []
+        for problem in _problems(cls, changed):
+            touching = [o for o in overrides if problem not in before and overlap(problem.path, _key(o))]
+            origin = " ".join(_short(o, quote=False) for o in touching) or source
+            path = problem.path if problem.named and _key(origin) != problem.path else ""
+            lines.append(": ".join(part for part in (origin, path, problem.text) if part))
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -254,46 +257,44 @@ class _Problem(NamedTuple):
     text: str
     named: bool
 
-    def line(self, origin: str) -> str:
-        """Return `recipe.yaml: seed: got 'x', ...`, or `seed=x: got 'x', ...` where the origin names the path."""
-        path = self.path if self.named and origin.partition("=")[0].strip() != self.path else ""
-        return ": ".join(part for part in (origin, path, self.text) if part)
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
-def _problems_of(cls: type[Config], data: Mapping[str, Any]) -> dict[_Problem, None]:
-    plain = pydantic_core.to_json(data)
-    try:
-        cls.model_validate_json(plain)
-    except pydantic.ValidationError as error:
-        return dict.fromkeys(_problems(cls, plain, error))
-    return {}
-
-
-def _blamed(path: str, overrides: Sequence[str]) -> str:
-    touched = [o for o in overrides if _overlap(path, o.partition("=")[0].strip())]
-    return " ".join(_short(o, quote=False) for o in touched)
-
-
-def _overlap(path: str, other: str) -> bool:
+def overlap(path: str, other: str) -> bool:
     """Whether one is the other or lies within it; everything lies within the whole, which is ""."""
     return not path or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
-def _problems(cls: type[Config], plain: bytes, error: pydantic.ValidationError) -> Iterator[_Problem]:
+def _problems(cls: type[Config], data: Mapping[str, Any]) -> list[_Problem]:
     """One per key: the members of a union that all refused a value are joined by "or"."""
-    data = pydantic_core.from_json(plain)
+    plain = pydantic_core.to_json(data)
+    try:
+        cls.model_validate_json(plain)
+        return []
+    except pydantic.ValidationError as error:
+        details = error.errors(include_url=False)
+    problems: list[_Problem] = []
     refused: dict[str, tuple[str, list[str]]] = {}
-    for problem in error.errors(include_url=False):
-        keys = _keys(cls, data, problem["loc"])
+    for detail in details:
+        keys = _keys(cls, pydantic_core.from_json(plain), detail["loc"])
         path = ".".join(map(str, keys))
-        if problem["type"] == "extra_forbidden":
-            yield _Problem(path, _unknown_key(cls, keys), named=False)
-        elif problem["type"] == "missing":
-            yield _Problem(path, f"missing key {path!r}{_purpose(cls, keys)}", named=False)
-        else:
-            refused.setdefault(path, (_got(problem), []))[1].append(_expected(problem))
-    for path, (got, expected) in refused.items():
-        yield _Problem(path, f"{got}{' or '.join(dict.fromkeys(expected))}", named=True)
+        match detail["type"]:
+            case "extra_forbidden":
+                problems.append(_Problem(path, _unknown_key(cls, keys), named=False))
+            case "missing":
+                field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
+                purpose = f": {field.description}" if field is not None and field.description else ""
+                problems.append(_Problem(path, f"missing key {path!r}{purpose}", named=False))
+            case "value_error":  # a validator's own message, which names the value itself where one is to blame
+                refused.setdefault(path, ("", []))[1].append(str(detail["ctx"]["error"]))
+            case kind:
+                expected = detail["msg"].removeprefix("Input should be ") + " (quote it)" * (kind == "string_type")
+                refused.setdefault(path, (f"got {_short(detail['input'])}, expected ", []))[1].append(expected)
+    for path, (got, expectations) in refused.items():
+        problems.append(_Problem(path, f"{got}{' or '.join(dict.fromkeys(expectations))}", named=True))
+    return list(dict.fromkeys(problems))
 
 
 def _keys(cls: type[Config], data: Any, location: Location) -> Location:
@@ -308,18 +309,6 @@ def _keys(cls: type[Config], data: Any, location: Location) -> Location:
             continue
         keys.append(part)
     return tuple(keys)
-
-
-def _got(problem: Mapping[str, Any]) -> str:
-    """`got 'x', expected `; "" for a validator's own message, which names the value itself where one is to blame."""
-    return "" if problem["type"] == "value_error" else f"got {_short(problem['input'])}, expected "
-
-
-def _expected(problem: Mapping[str, Any]) -> str:
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    expected = str(problem["msg"]).removeprefix("Input should be ")
-    return expected + (" (quote it)" if problem["type"] == "string_type" else "")
 
 
 _ALIASES = {
@@ -345,11 +334,6 @@ _ALIASES = {
 def _short(value: Any, limit: int = 80, quote: bool = True) -> str:
     text = repr(value) if quote else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _purpose(cls: type[Config], keys: Location) -> str:
-    field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
-    return f": {field.description}" if field is not None and field.description else ""
 
 
 def _unknown_key(cls: type[Config], keys: Location) -> str:

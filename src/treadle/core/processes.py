@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
@@ -35,6 +36,19 @@ def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> Popen
         pass_fds=[channel.fileno()],
         start_new_session=True,
     )
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables within, here and in processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
 
 
 def parent_has_ended() -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import PlacementError
+from treadle.core.processes import environment
 from treadle.engines.temporary import is_running
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
@@ -150,7 +151,7 @@ def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[No
     if "ray" in sys.modules and os.environ.get(_LOOPBACK) != "0":
         log(f"ray was imported before: its cluster listens on all interfaces; set {_LOOPBACK}=0 to keep it on this one")
     folder = _folder()
-    with _environment(_SETTINGS):
+    with environment(_SETTINGS):
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell that it made a token, which it asks for
@@ -196,18 +197,3 @@ def _folder() -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables while the cluster runs, which inherits them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
