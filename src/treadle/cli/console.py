@@ -36,11 +36,7 @@ class Table:
 
 
 class Console:
-    """Standard output or standard error; every command prints through it.
-
-    Much of what is printed comes from models, tasks, environments and file names, so control sequences are escaped
-    (`treadle.core.text`): each method takes plain text, never markup or escape sequences.
-    """
+    """Standard output or standard error. Takes plain text, of models and tasks, too; escapes what steers terminals."""
 
     def __init__(self, stderr: bool = False) -> None:
         self._stderr = stderr

@@ -78,10 +78,7 @@ def positive(text: str) -> int:
 
 
 def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, command: str) -> int:
-    """Run a command and return its exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted.
-
-    command: as the user called it, for errors: "treadle train".
-    """
+    """Run a command ("treadle train", for errors); return 0 done, 1 failed, 2 wrong input or 130 interrupted."""
     if not os.isatty(0):  # piped input answers no question; a debugger may read a terminal
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

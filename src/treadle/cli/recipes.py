@@ -120,10 +120,7 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str]) -> None:
-    """Print each section's heading, then its own values: mark, path, value, help, and the default if it is another.
-
-    overridden: paths set on the command line.
-    """
+    """Print each section's heading, then its values: mark, path, value, help, and the default if it is another."""
     grid = rich.table.Table.grid(padding=(0, 1))
     for style in ("", "", "", "dim"):
         grid.add_column(style=style, overflow="fold", no_wrap=not console.is_terminal)
@@ -160,10 +157,7 @@ def run_env(options: argparse.Namespace) -> int:
 
 
 def make_environment(name: str, parent: Path) -> list[Path]:
-    """Write the package `name` into a directory, and return its files, relative to that.
-
-    Raises ConfigError if `name` is not usable as a module name; RunError if something has that name already.
-    """
+    """Write the package `name` into a directory; return its files. Raises ConfigError, RunError if it exists."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} is not a Python package name; use letters, digits and _, as in my_environment")
     directory = parent / name

@@ -104,10 +104,7 @@ def _figure(value: float | None, form: str) -> str:
 def as_json(
     row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer, traces: Sequence[StepTrace] = ()
 ) -> dict[str, Any]:
-    """Return everything on record about a trajectory as plain data; the printed form shows the same.
-
-    traces: of its steps; of several updates that trained a step the last is shown.
-    """
+    """Return everything on record about a trajectory as plain data; the last of several traces of a step counts."""
     from treadle.orchestration.store.recorded import decoder, step_relations
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}

@@ -133,10 +133,7 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 @contextmanager
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
-    """Yield a path for the run: as named, or a new directory of the default name.
-
-    It is removed if the run ends before it recorded anything that could be resumed.
-    """
+    """Yield a new path for the run, which is removed if the run ends before it recorded anything to resume."""
     path: Path = options.runs / options.name if options.name else make_directory(options.runs, config)
     new = not path.exists() or not any(path.iterdir())
     try:
@@ -243,10 +240,7 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
 
 
 def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:
-    """Print attempts at one held-out task before and after training, from failure to success if there is one.
-
-    They are sampled ones, or greedy ones where evaluations are greedy.
-    """
+    """Print attempts at one held-out task before and after training, from failure to success if there is one."""
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
     first, last = (f"e{result['update']:06d}{mark}" for result in (sampled[0], sampled[-1]))

@@ -248,10 +248,7 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
 
 
 class _Problem(NamedTuple):
-    """What is wrong at a path, `_Problem("seed", "got 'x', expected a valid integer", True)`; "" is the whole.
-
-    named: whether the text has to follow the path; otherwise it names it itself.
-    """
+    """What is wrong at a path ("" is the whole). named: whether the path has to precede the text."""
 
     path: str
     text: str
@@ -383,9 +380,18 @@ def _paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
             yield from _paths(nested, f"{prefix}{name}.")
 
 
-def describe(config: Config) -> list[FieldLine]:
-    """Return every leaf in order of declaration, nested Configs opened up; an absent optional Config is one leaf."""
-    return list(_leaves(config, None, ""))
+def describe(config: Config, defaults: Config | None = None, prefix: str = "") -> list[FieldLine]:
+    """Return every leaf in order of declaration. defaults: the parent's, which may differ from the class's own."""
+    lines: list[FieldLine] = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        standard = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
+        if isinstance(value, Config):
+            lines += describe(value, standard if type(standard) is type(value) else None, f"{prefix}{name}.")
+        else:
+            is_default = standard is not REQUIRED and bool(value == standard)
+            lines.append(FieldLine(prefix + name, value, is_default, field.description or "", standard))
+    return lines
 
 
 def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
@@ -397,16 +403,3 @@ def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
             sections[prefix + name] = field.description or ""
             sections |= describe_sections(value, f"{prefix}{name}.")
     return sections
-
-
-def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[FieldLine]:
-    """`defaults`: what the parent would have put here, which may differ from the class's own defaults."""
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        standard = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
-        if isinstance(value, Config):
-            same_kind = standard if type(standard) is type(value) else None
-            yield from _leaves(value, same_kind, f"{prefix}{name}.")
-        else:
-            is_default = standard is not REQUIRED and bool(value == standard)
-            yield FieldLine(prefix + name, value, is_default, field.description or "", standard)

@@ -83,10 +83,7 @@ _LARGE = 4 << 20
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that glibc keeps to the operating system; no-op with other C libraries.
-
-    Sampling and training need gigabytes each, and cannot reuse the fragments that the other leaves.
-    """
+    """Return freed memory that glibc keeps to the system: sampling cannot reuse fragments that training leaves."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

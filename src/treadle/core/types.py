@@ -373,10 +373,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The trajectories of one task made for one update, in attempt order.
-
-    index: submission number in the run (the canonical order). epoch, position: where the task came from.
-    """
+    """The trajectories of one task made for one update, in attempt order. index: submission number in the run."""
 
     group_id: str
     index: int

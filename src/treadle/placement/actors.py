@@ -33,10 +33,7 @@ class Placed:
 
 
 class Actor:
-    """Reaches one actor, from any process of the run (a `Worker`).
-
-    process: where it runs, once `open` has returned.
-    """
+    """Reaches one actor, from any process of the run (a `Worker`). process: where it runs, once opened."""
 
     def __init__(self, name: str, kind: type[Placed], options: Mapping[str, Any], *arguments: Any) -> None:
         """Start an actor. name: in errors. options: of its place."""
@@ -49,10 +46,7 @@ class Actor:
         self.process, self.log = await self.call("process")
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the actor's answer; cancelling this cancels the call.
-
-        Raises Treadle's errors as they were raised there, WorkerLost, and PlacementError for any other exception.
-        """
+        """Return the actor's answer, or raise its own error, WorkerLost or PlacementError; cancelled with its caller."""
         answer = getattr(self.handle, method).remote(*arguments)
         try:
             return await answer

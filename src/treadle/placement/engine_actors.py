@@ -61,10 +61,7 @@ class EngineActor(Placed, EngineService):
 
 
 async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open an engine at each of its places; see `OpenEngine`. config: whose model they serve.
-
-    Beside a trainer that takes turns, they are loaded in theirs.
-    """
+    """Open an engine at each of its places (`OpenEngine`); beside a trainer that takes turns, in theirs."""
     if spec.config.kind == "vllm":
         return await open_servers(config, reservation, spec)
     if spec.config.kind != "torch":

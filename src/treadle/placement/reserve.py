@@ -31,10 +31,7 @@ _SURE = 2.0  # seconds for which Ray must find a group infeasible: nodes may jus
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What one process needs, on one node: `Bundle("learner rank", 1, {"CPU": 4, "GPU": 1})`.
-
-    beside: the number of the rank whose place it shares, if it does.
-    """
+    """One process's needs, on one node: `Bundle("engine", 1, {"CPU": 4}, beside=1)` shares the place of rank 1."""
 
     role: Role
     number: int
@@ -178,10 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def look(nonce: Path, needs_gpu: bool, gateway: GatewayConfig | None) -> Place:
-    """Return what this process sees.
-
-    nonce: a file of the run's directory that holds its own name. gateway: which is to listen here.
-    """
+    """Return what this process sees. nonce: a file of the run's directory that holds its own name."""
     import ray
 
     sees = nonce.exists() and nonce.read_text() == nonce.name
@@ -218,10 +212,7 @@ def problems(bundle: Bundle, place: Place, here: dict[str, str], directory: Path
 
 
 def check_places(reservation: Reservation, directory: Path, gateway: GatewayConfig) -> list[Place]:
-    """Return what is at each bundle's place. directory: where runs are. gateway: of each rollout worker.
-
-    Raises PlacementError for problems.
-    """
+    """Return what is at each bundle's place. directory: where runs are. Raises PlacementError for problems."""
     import ray
 
     directory.mkdir(parents=True, exist_ok=True)

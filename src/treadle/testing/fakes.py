@@ -124,10 +124,7 @@ def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FakeAttempt:
-    """Scripts one attempt: `FakeAttempt((1.0, 2.5), reward=1.0)` has two steps, which take 1 s and 2.5 s.
-
-    reward: None if the engine fails it in the end.
-    """
+    """`FakeAttempt((1.0, 2.5), reward=1.0)` has two steps, of 1 s and 2.5 s. reward: None if it fails."""
 
     seconds: Sequence[float]
     reward: float | None = 1.0
