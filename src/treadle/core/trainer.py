@@ -148,7 +148,7 @@ class Trainer(WeightSource, Protocol):
         """
 
     async def experts(self, ids: Ids) -> Routing:
-        """Return the experts chosen for each token, computed as `score`: int32[T] -> int16[T, M, k] of expert layers."""
+        """Return the experts chosen for each token, computed as `score`: int32[T] -> int16[T, M, k], M layers."""
 
     async def digest(self) -> str:
         """Return the SHA-256 (hex) of the published weights: names, dtypes, shapes and bytes, in the order of names."""

@@ -46,7 +46,7 @@ class Actor:
         self.process, self.log = await self.call("process")
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the actor's answer, or raise its own error, WorkerLost or PlacementError; cancelled with its caller."""
+        """Return the actor's answer, or raise its error, WorkerLost or PlacementError; cancelled with its caller."""
         answer = getattr(self.handle, method).remote(*arguments)
         try:
             return await answer

@@ -211,8 +211,9 @@ async def open_workers(
     directory: Path | None,
 ) -> AsyncIterator[RolloutPool]:
     """Open workers at their places; see `open_rollouts`. Raises what that raises, and PlacementError."""
-    options = {"renderer": renderer, "players": players, "config": config, "rewards": rewards}
-    make = ray.put(partial(open_rollouts, **options, directory=directory and directory.absolute()))
+    where = directory and directory.absolute()
+    made = partial(open_rollouts, renderer=renderer, players=players, config=config, rewards=rewards, directory=where)
+    make = ray.put(made)
     async with AsyncExitStack() as opened:
         workers = []
         for bundle in reservation.of("rollout worker"):
