@@ -196,8 +196,8 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
         table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
     console.table(table)
     console.text(
-        "P weights, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate size;\n"
-        "q, k widths of all query and all key heads, V vocabulary",
+        "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate\n"
+        "size; q, k widths of all query and all key heads, V vocabulary",
         style="dim",
     )
     console.line()
@@ -267,7 +267,8 @@ def run_sft(options: argparse.Namespace) -> int:
     evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
     console.line(f"evaluate it: treadle {evaluate}")
     build = ["model.build=null"] if config.model.build is not None else []
-    train = shlex.join(["train", options.recipe, *build, f"model.path={options.out}", "warm_start=null"])
+    where = "path" if config.training.lora is None else "adapter"
+    train = shlex.join(["train", options.recipe, *build, f"model.{where}={options.out}", "warm_start=null"])
     console.line(f"train from it: treadle {train}")
     return 0
 
