@@ -13,25 +13,9 @@ import treadle
 
 ROOT = Path(treadle.__file__).parent
 TOP_DOWN = (
-    "recipes",  # data, and scripts that built it: nobody imports them
-    "cli",
-    "view",
-    "testing",
-    "placement",
-    "orchestration",
-    "integrations",
-    "training",
-    "algorithms",
-    "packing",
-    "engines",
-    "models",
-    "rollout",
-    "rendering",
-    "data",
-    "envs",
-    "retrieval",
-    "core",
-)
+    *("recipes", "cli", "view", "testing", "placement", "orchestration", "integrations", "training"),
+    *("algorithms", "packing", "engines", "models", "rollout", "rendering", "data", "envs", "retrieval", "core"),
+)  # nobody imports recipes: they are data, and scripts that built it
 LIGHT = ("core", "envs", "rendering", "rollout")
 HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")
 
@@ -103,25 +87,9 @@ print(*sorted(set({HEAVY!r}) & set(sys.modules)))
 
 
 PUBLIC = {
-    "__version__",
-    "Callback",
-    "ConfigError",
-    "EnvStep",
-    "Environment",
-    "Finish",
-    "Group",
-    "Message",
-    "Metric",
-    "Recovered",
-    "Reply",
-    "Reward",
-    "SamplingParams",
-    "Step",
-    "Task",
-    "ToolEnvironment",
-    "Trajectory",
-    "TreadleError",
-    "train",
+    *("__version__", "Callback", "ConfigError", "EnvStep", "Environment", "Finish", "Group", "Message", "Metric"),
+    *("Recovered", "Reply", "Reward", "SamplingParams", "Step", "Task", "ToolEnvironment", "Trajectory"),
+    *("TreadleError", "train"),
 }
 
 

@@ -156,28 +156,6 @@ def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
     assert done.status == 2 and "is not a directory; create it first" in done.error
 
 
-@pytest.mark.parametrize("file", ["/dev/null", "/proc/played.jsonl", "x" * 255])
-def test_a_dump_that_could_not_be_written_is_refused_before_anything_is_read(place: Place, file: str) -> None:
-    done = treadle("eval", place.path / "no-run", "--dump", file)
-    assert done.status == 2 and done.error.startswith("error: --dump: ")
-    assert not list(place.path.glob(".*.tmp"))
-
-
-def test_evaluations_sample_in_their_own_way(finished: Trained, place: Place) -> None:
-    dumps = []
-    for name, options in (("greedy", ["temperature=0"]), ("one", ["top_k=1", "max_completion_tokens=1"])):
-        dumps.append(place.path / f"{name}.jsonl")
-        words = [f"evaluation.{option}" for option in options]
-        done = treadle("eval", finished.path, *words, "evaluation.attempts=2", "--dump", dumps[-1])
-        assert done.status == 0, done.err
-    greedy, one = ([json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps)
-    assert (len(greedy), len(one)) == (12, 24)  # greedy attempts would all be the same
-    ids = {t["task_id"]: t["steps"][0]["completion_ids"] for t in greedy}
-    assert all(t["steps"][0]["completion_ids"] == ids[t["task_id"]][:1] for t in one)
-    done = treadle("eval", finished.path, "evaluation.max_completion_tokens=100")
-    assert done.status == 2 and "64 + max_completion_tokens 100 = 164 exceeds" in done.error
-
-
 PLAIN = ["SHA256SUMS", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
          "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
 
