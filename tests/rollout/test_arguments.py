@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
 from treadle.core.types import Message
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.replies import FORMATS, ReplyParser, glm, parser_name, qwen_xml
-from treadle.rendering.values import Ambiguous, value_of
+from treadle.rendering.replies import FORMATS, Ambiguous, ReplyParser, glm, parser_name, qwen_xml, value_of
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
 READING = [name for name, family in EVERY.items() if family.tools and family.calls]

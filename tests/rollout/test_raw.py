@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.worlds import END, PlainTokenizer, make_step, plain_ids, plain_renderer
 from treadle.core.errors import DataError
-from treadle.rendering.raw import RawPrompts
+from treadle.rollout.session import RawPrompts
 
 A, B, C = (5 + ord(letter) for letter in "abc")
 

@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message
-from treadle.rendering.replies import ReplyParser, glm, harmony, hermes, llama, plain, qwen_xml, reply_parser, thinking
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import (
+    ReplyParser,
+    Tool,
+    glm,
+    harmony,
+    hermes,
+    llama,
+    plain,
+    qwen_xml,
+    reply_parser,
+    thinking,
+)
 
 LOOK: Tool = {
     "type": "function",

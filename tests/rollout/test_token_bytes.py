@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.rollout.families import small_vocabulary
 from tests.worlds import PLAIN
-from treadle.rendering.token_bytes import TokenBytes, offsets
+from treadle.rendering.structure import TokenBytes, offsets
 
 
 @cache

@@ -16,14 +16,21 @@ import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
-from treadle.rendering.complete import Shape, example, left_out
 from treadle.rendering.identity import flat, parsed
-from treadle.rendering.replies import AUTO, FORMATS, Parser, ReplyParser, harmony, parser_name, reply_parser
-from treadle.rendering.structure import Structure, any_of, encode_text
+from treadle.rendering.probes import PROBE, Shape, example, ignores_tools, left_out, probe_call, written_call
+from treadle.rendering.replies import (
+    AUTO,
+    FORMATS,
+    THOUGHT_TAGS,
+    Parser,
+    ReplyParser,
+    Tool,
+    harmony,
+    parser_name,
+    reply_parser,
+)
+from treadle.rendering.structure import Structure, TokenBytes, any_of, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
-from treadle.rendering.token_bytes import TokenBytes
-from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
-from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -1,7 +1,7 @@
 """`Conversation`: the prompts of one session, rendered from messages so that recorded ids are kept.
 
 messages -> which of them are recorded replies?            rendering/identity.py, _match
-         -> rendered by the chat template, with marks      rendering/template.py, marks.py
+         -> rendered by the chat template, with marks      rendering/template.py, splices.py
          -> where do the replies stand, are they kept?     rendering/splices.py
          -> recorded ids there, the rest encoded           rendering/structure.py, _assemble
          -> and if earlier ids could not be kept: why?     rendering/identity.py, _cause
@@ -26,12 +26,11 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.complete import shape
-from treadle.rendering.marks import Marked, Marks
-from treadle.rendering.splices import Written, locate
+from treadle.rendering.probes import shape
+from treadle.rendering.replies import THOUGHT
+from treadle.rendering.splices import Marked, Marks, Written, locate
 from treadle.rendering.structure import any_of
 from treadle.rendering.template import ChatTemplate, Opening, Plain
-from treadle.rendering.tool_calls import THOUGHT
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import Tool
 from treadle.rollout.agents.agent import Agent, load_agent
 from treadle.rollout.attempt import Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver

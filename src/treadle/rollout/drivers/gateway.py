@@ -20,8 +20,7 @@ from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.rendering.conversation import Prompt
-from treadle.rendering.replies import ReplyParser, plain
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import ReplyParser, Tool, plain
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SessionAddress

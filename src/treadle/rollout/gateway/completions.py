@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from treadle.rendering.token_bytes import offsets
+from treadle.rendering.structure import offsets
 from treadle.rollout.gateway.chat_completions import error, error_event, event, usage
 from treadle.rollout.gateway.fields import (
     Choices,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import Tool
 from treadle.rollout.gateway.fields import (
     Flag,
     Length,

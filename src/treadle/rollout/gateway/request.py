@@ -10,7 +10,7 @@ from typing import Any
 from treadle.core.errors import TreadleError
 from treadle.core.types import Message, StopReason
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
 Json = dict[str, Any]
