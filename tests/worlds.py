@@ -18,10 +18,8 @@ from treadle.orchestration.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.environment import EnvironmentDriver
-from treadle.rollout.isolation.blocked_loop import watched_event_loop
-from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
+from treadle.rollout.drivers.environment import EnvironmentDriver, EnvironmentFactory
+from treadle.rollout.isolation.event_loop import run, watched_event_loop
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 

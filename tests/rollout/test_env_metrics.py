@@ -11,7 +11,7 @@ from treadle.core.types import Status, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.envs.lookup import Lookup, tasks
 from treadle.orchestration.setup.inputs import make_inputs
-from treadle.rollout.env_metrics import check_metrics
+from treadle.rollout.drivers.environment import check_metrics
 
 SEARCHES = Metric("searches", "trajectory", "mean", "searches")
 SLOW = Metric("slow", "step", "mean", "share")

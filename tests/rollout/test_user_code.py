@@ -24,9 +24,9 @@ from tests.worlds import Told, ToldPlain, hang, plain_renderer, play, saying, to
 from treadle.core.errors import Cause, RunError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.isolation import blocked_loop, user_code
+from treadle.rollout.isolation import event_loop, user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
+from treadle.rollout.isolation.user_code import DaemonThreads, abandoned_threads
 from treadle.testing import VirtualLoop
 
 DONE = EnvStep(reward=1.0, done=True)
@@ -290,8 +290,8 @@ def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
 
 
 def test_who_blocks_the_loop_is_named_while_it_does_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked_loop, "BLOCKED", 0.02)
-    monkeypatch.setattr(blocked_loop, "_PERIOD", 0.005)
+    monkeypatch.setattr(event_loop, "BLOCKED", 0.02)
+    monkeypatch.setattr(event_loop, "_PERIOD", 0.005)
     said: list[str] = []
 
     async def later() -> None:

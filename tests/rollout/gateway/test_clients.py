@@ -17,7 +17,7 @@ from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers,
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
 from treadle.rendering.replies import hermes, plain
-from treadle.rollout.gateway.fields import SamplingRequest
+from treadle.rollout.gateway.request import SamplingRequest
 
 SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]

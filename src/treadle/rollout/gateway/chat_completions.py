@@ -9,9 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from treadle.core.types import FunctionCall, Message, ToolCall, arguments_text
-from treadle.rollout.gateway.fields import (
+from treadle.rollout.gateway.request import (
+    Answer,
+    ApiError,
     Choices,
+    CompletionRequest,
+    Dialect,
     Flag,
+    Json,
     Length,
     Object,
     RequestModel,
@@ -23,9 +28,9 @@ from treadle.rollout.gateway.fields import (
     Text,
     TextFormat,
     Unsupported,
+    finish_reason,
     read,
 )
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, finish_reason
 from treadle.rollout.session import CallOptions, Reply
 
 _ROLES = {"developer": "system", "function": "tool"}

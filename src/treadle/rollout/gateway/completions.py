@@ -9,18 +9,23 @@ from pydantic import AfterValidator
 
 from treadle.rendering.structure import offsets
 from treadle.rollout.gateway.chat_completions import error, error_event, event, usage
-from treadle.rollout.gateway.fields import (
+from treadle.rollout.gateway.request import (
+    Answer,
+    ApiError,
     Choices,
+    CompletionRequest,
+    Dialect,
+    Json,
     Length,
     SamplingRequest,
     StopStrings,
     StreamOptions,
     Unsupported,
+    finish_reason,
     problem,
     read,
     shown,
 )
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, finish_reason
 from treadle.rollout.session import CallOptions, Reply
 
 _MAX_PROMPTS = 128

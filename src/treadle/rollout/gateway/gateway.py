@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from treadle.core.types import Message
+from treadle.rollout.gateway.address import GatewayConfig
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session
@@ -158,3 +160,38 @@ class Gateway:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
+
+
+_FILES = 65536
+
+
+class SharedGateway:
+    """Serves a gateway from when the first driver opens it until the run ends."""
+
+    def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._gateway = config, Gateway(log=log)
+        self._serving, self._opening = AsyncExitStack(), asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._serving.aclose()
+
+    async def open(self) -> Gateway:
+        """Serve the gateway and return it. Raises ConfigError if its address is not available."""
+        from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
+
+        async with self._opening:
+            if not self._gateway.url:
+                _allow_files()
+                await self._serving.enter_async_context(serving(self._gateway, self._config))
+        return self._gateway
+
+
+def _allow_files() -> None:
+    """Let this process open more files: hundreds of attempts hold a few sockets and files each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -11,8 +11,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
 from treadle.rendering.replies import Tool
-from treadle.rollout.gateway.fields import (
+from treadle.rollout.gateway.request import (
+    Answer,
+    ApiError,
+    CompletionRequest,
+    Dialect,
     Flag,
+    Json,
     Length,
     Object,
     RequestModel,
@@ -22,11 +27,11 @@ from treadle.rollout.gateway.fields import (
     StopStrings,
     Text,
     Unsupported,
+    add_thought,
     problem,
     read,
     shown,
 )
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
 from treadle.rollout.session import CallOptions, Reply
 
 _ERRORS = {

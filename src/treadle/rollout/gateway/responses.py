@@ -10,8 +10,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from treadle.core.types import FunctionCall, Message, StopReason, ToolCall, arguments_text
 from treadle.rollout.gateway.chat_completions import Content, ToolChoice, error, joined, token_logprobs
-from treadle.rollout.gateway.fields import (
+from treadle.rollout.gateway.request import (
+    Answer,
+    ApiError,
+    CompletionRequest,
+    Dialect,
     Flag,
+    Json,
     Length,
     Object,
     RequestModel,
@@ -22,11 +27,11 @@ from treadle.rollout.gateway.fields import (
     Text,
     TextFormat,
     Unsupported,
+    add_thought,
     problem,
     read,
     shown,
 )
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
 from treadle.rollout.session import CallOptions
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # order of items within one assistant message

@@ -7,16 +7,23 @@ UserCode.call -> a task -> async functions
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
-from collections.abc import Callable
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from queue import SimpleQueue
+from traceback import FrameSummary, StackSummary, TracebackException
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
+import treadle.core
 from treadle.core.errors import Cause, TrajectoryFailure
-from treadle.rollout.isolation.interrupts import Interrupt
-from treadle.rollout.isolation.threads import CallThread, abandoned_threads
-from treadle.rollout.isolation.tracebacks import coroutine_frames, user_place, user_traceback
 
 T = TypeVar("T")
 
@@ -29,6 +36,10 @@ RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=N
 """User code that a task or callback belongs to."""
 
 _abandoned: set[asyncio.Task[Any]] = set()
+
+
+class Interrupt(KeyboardInterrupt):
+    """Raised for a second Ctrl-C, to tell it from user code that raises KeyboardInterrupt."""
 
 
 class UserCode:
@@ -172,3 +183,134 @@ def _text(error: BaseException) -> str:
         if isinstance(worse, Interrupt):
             raise
         return "(and its text could not be made)"
+
+
+P = ParamSpec("P")
+
+_stuck: set[CallThread] = set()
+
+
+class CallThread(Executor):
+    """Runs calls in order on one thread, as SQLite connections and browsers require.
+
+    is_abandoned: nobody waits any longer for the call in progress. Calls behind it run once it returns.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put(partial(_run_call, future, partial(function, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        self._calls.put(None)
+
+    def abandon(self) -> None:
+        _stuck.add(self)
+
+    def frames(self) -> Iterator[FrameType]:
+        return thread_frames(self.thread.ident)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self in _stuck
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+        _stuck.discard(self)
+
+
+def abandoned_threads() -> list[threading.Thread]:
+    """Return the threads stuck in calls that nobody waits for any longer."""
+    return [each.thread for each in list(_stuck)]
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Default executor for an event loop: a daemon thread for each call (`asyncio.to_thread`).
+
+    The standard one shares a few threads and joins them on exit: calls that never return would block both.
+    """
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        thread = CallThread("treadle-to-thread")
+        future = thread.submit(function, *args, **kwargs)
+        thread.shutdown()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        return None
+
+
+def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except StopIteration as error:  # an asyncio future cannot hold it: its caller would wait forever
+        future.set_exception(RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__))
+    except BaseException as error:  # noqa: BLE001  # raised again where the result is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_FRAMES = 20  # the innermost ones are shown
+_ROOT = Path(treadle.core.__file__).parents[1]
+_USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
+_GLUE = f"{_ROOT}/envs/single_turn.py"  # between the run and a reward function
+_OURS = (*(f"{folder}/" for folder in (_ROOT, *asyncio.__path__, *concurrent.futures.__path__)), threading.__file__)
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error and its causes: the innermost user frames, or "" if there are none.
+
+    Columns are dropped: CPython 3.11 cannot mark them in two threads at a time.
+    """
+    shown = TracebackException.from_exception(error, compact=True)
+    chain: list[TracebackException | None] = [shown]
+    for each in chain:
+        if each is not None:
+            users = [frame for frame in each.stack if _is_users(frame.filename)]
+            each.stack = StackSummary.from_list([FrameSummary(f.filename, f.lineno, f.name) for f in users[-_FRAMES:]])
+            chain += (each.__cause__, each.__context__, *(each.exceptions or ()))
+    if not any(each.stack for each in chain if each is not None):
+        return ""
+    return "".join(shown.format()).rstrip("\n").encode(errors="backslashreplace").decode()
+
+
+def user_place(frames: Iterable[FrameType]) -> str:
+    """Return the innermost line of user code: "my_env.py:12 in step", or "". Lines outside of libraries come first.
+
+    frames: innermost first.
+    """
+    users = [frame for frame in frames if _is_users(frame.f_code.co_filename)]
+    for frame in [*(f for f in users if not f.f_code.co_filename.startswith(_LIBRARIES)), *users]:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+def thread_frames(thread: int | None) -> Iterator[FrameType]:
+    """Yield the frames of a running thread, innermost first."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def coroutine_frames(coroutine: Any) -> list[FrameType]:
+    """Return the frames of a coroutine that waits, innermost first."""
+    frames: list[FrameType] = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        frames.append(frame)
+        coroutine = coroutine.cr_await
+    return frames[::-1]
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_OURS) or (file.startswith(_USERS) and file != _GLUE)
