@@ -22,8 +22,7 @@ from schemathesis.specs.openapi.checks import status_code_conformance
 
 from tests.rollout.gateway.servers import Slow, looks_then_answers, scripted, served
 from tests.worlds import user
-from treadle.rollout.gateway.chat_completions import ChatRequest
-from treadle.rollout.gateway.completions import RawRequest
+from treadle.rollout.gateway.chat_completions import ChatRequest, RawRequest
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.gateway.messages import CountRequest, MessagesRequest
 from treadle.rollout.gateway.responses import ResponsesRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -21,14 +21,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from treadle.core.errors import TreadleError
-from treadle.core.types import Message, StopReason
+from treadle.core.types import FunctionCall, Message, StopReason, ToolCall, arguments_text
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.rollout.session import CallOptions, Reply
 
 Json = dict[str, Any]
-MAX_CHOICES = 128
-"""Largest `n` of a request."""
 
 
 class ApiError(TreadleError, ValueError):
@@ -94,7 +92,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Translates one API. prefix: of the ids of its answers. error_event: an error within a stream that has begun."""
+    """Translates one API. prefix: of the ids of its answers.
+
+    read: validates and converts a body, or raises ApiError. write: builds the body of the response, events: the same
+    as server-sent events. error: builds the body of an error, error_event: an error within a stream that has begun.
+    """
 
     prefix: str
     read: Callable[[Json], CompletionRequest]
@@ -102,10 +104,6 @@ class Dialect:
     events: Callable[[Answer], Iterator[str]]
     error: Callable[[ApiError], Json]
     error_event: Callable[[ApiError], str]
-
-    def new_id(self) -> str:
-        """Make an id for an answer, which reveals nothing about its session."""
-        return self.prefix + secrets.token_hex(12)
 
 
 def finish_reason(reply: Reply) -> str:
@@ -116,8 +114,15 @@ def finish_reason(reply: Reply) -> str:
 
 
 def add_thought(message: Message, thought: str) -> None:
-    """Append a thought to those of an assistant message."""
     message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
+
+
+def tool_call(ident: str, name: str, arguments: Any) -> ToolCall:
+    return ToolCall(id=ident, type="function", function=FunctionCall(name=name, arguments=arguments_text(arguments)))
+
+
+def named_event(kind: str, **data: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"
 
 
 M = TypeVar("M", bound="RequestModel")
@@ -206,7 +211,7 @@ Object = dict[str, Any]
 Unsupported = Annotated[Any, AfterValidator(_unsupported)]
 """A feature that no engine here has; only null, false and empty values are allowed."""
 Length = Annotated[Integer, Field(ge=1, le=2**31)]
-Choices = Annotated[Integer, Field(ge=1, le=MAX_CHOICES)]
+Choices = Annotated[Integer, Field(ge=1, le=128)]
 Several = Annotated[tuple[T, ...], FailFast()]
 SomeOf = Annotated[tuple[T, ...], Field(min_length=1), FailFast()]
 StopStrings = Annotated[
@@ -216,15 +221,15 @@ StopStrings = Annotated[
 ]
 
 
-class TextFormat(RequestModel):
-    """A format of answers."""
+AS_PARTS = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
+"""Read a text as a list of one part."""
 
+
+class TextFormat(RequestModel):
     type: Annotated[Any, AfterValidator(_only_text)] = "text"
 
 
 class StreamOptions(RequestModel):
-    """Options of a stream."""
-
     include_usage: Flag = False
 
 

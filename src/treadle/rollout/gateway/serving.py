@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
+import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -22,11 +23,10 @@ from starlette.types import Receive, Scope, Send
 from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
 from treadle.core.untrusted_json import read_json
 from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
-from treadle.rollout.gateway.chat_completions import CHAT
-from treadle.rollout.gateway.completions import COMPLETIONS
+from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
-from treadle.rollout.gateway.messages import MESSAGES, read_prompt
-from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json
+from treadle.rollout.gateway.messages import MESSAGES, CountRequest
+from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, read
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 
@@ -105,7 +105,9 @@ async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Res
             completion = dialect.read(_json(raw))
             exchange = exchanges.find(origin)
             if exchange is None:
-                exchange = exchanges.start(origin, partial(attached.answer, completion, dialect.new_id()))
+                exchange = exchanges.start(
+                    origin, partial(attached.answer, completion, dialect.prefix + secrets.token_hex(12))
+                )
                 release = in_flight.pop_all().close
                 exchange.task.add_done_callback(lambda _: release())
         except ApiError as error:
@@ -117,7 +119,7 @@ async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Res
 async def _count_tokens(gateway: Gateway, request: Request) -> Response:
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
-        messages, tools, prefilled = read_prompt(_json(raw))
+        messages, tools, prefilled = read(CountRequest, _json(raw)).prompt()
         try:
             return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
         except (DataError, ContextExceeded) as error:
