@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,6 +29,8 @@ T = TypeVar("T")
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 _LARGE = 2**15  # characters that take some 30 ms to tokenize
+_CUT = 32  # limit on sampled tokens that a stop string and an end token hide from the client
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="treadle-render")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
-    """A client's request that failed on this side. body: its digest. key: its idempotency key."""
+    """A client's request that failed on this side, by the digest of its body and its idempotency key."""
 
     body: bytes
     key: str | None
@@ -124,12 +125,10 @@ class Session:
         callers_sampling: bool = False,
         context: int | None = None,
     ) -> None:
-        self.name = spec.name
-        self.renderer = spec.renderer
+        self.name, self.renderer, self.parse = spec.name, spec.renderer, parse
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
-        self.parse = parse
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
         self._callers_sampling, self._context = callers_sampling, context
@@ -189,8 +188,7 @@ class Session:
     def set_delivered(self, number: int, delivered: bool) -> None:
         """Record whether call `number`'s answer reached the agent; if not, its step is never trained."""
         dropped = None if delivered else DropReason.CANCELLED
-        if self._steps[number].dropped is not dropped:
-            self._steps[number] = replace(self._steps[number], dropped=dropped)
+        self._steps[number] = replace(self._steps[number], dropped=dropped)
 
     def reward_last(self, given: Reward) -> None:
         """Set the reward of the last step that reached the agent, if there is one.
@@ -280,10 +278,8 @@ class Session:
         a, recipe = self._address, self._sampling
         seeded = replace(recipe, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
         if self._callers_sampling:
-            if unknown := sorted(overrides.keys() - _SAMPLING):
-                raise DataError(
-                    f"{unknown[0]} is {overrides[unknown[0]]}; no engine here samples that way, leave it out"
-                )
+            for name in sorted(overrides.keys() - _SAMPLING):
+                raise DataError(f"{name} is {overrides[name]}; no engine here samples that way, leave it out")
             sampling = replace(seeded, **overrides)
         else:
             others = {name: value for name, value in overrides.items() if name != "stop"}
@@ -319,15 +315,7 @@ async def _off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.
     """Call `work`, in a thread if `size`, that of its input, is large, so that it does not block the event loop."""
     if size < _LARGE:
         return work(*args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads(), lambda: work(*args, **kwargs))
-
-
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2, thread_name_prefix="treadle-render")
-
-
-_CUT = 32  # limit on sampled tokens that a stop string and an end token hide from the client
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: work(*args, **kwargs))
 
 
 class RawPrompts:
@@ -354,7 +342,6 @@ class RawPrompts:
         return ids.astype(np.int32)
 
     def record(self, step: Step) -> None:
-        """Remember the call of a raw prompt, for prompts that continue it."""
         self._records.append((self._renderer.decode(step.prompt_ids), step))
 
     def _longest(self, text: str) -> tuple[Ids, str]:

@@ -1,7 +1,4 @@
-"""Agent programs: code that drives the conversation itself, through an SDK, and is played as one attempt.
-
-What they are and how they are found; `drivers.agent` plays them.
-"""
+"""Agent programs: code that drives the conversation itself, through an SDK, and is played as one attempt."""
 
 from __future__ import annotations
 

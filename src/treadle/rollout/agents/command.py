@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
@@ -71,27 +71,22 @@ class Command:
         with tempfile.TemporaryFile() as stdin:  # a file, so that nothing waits for a program that does not read it
             stdin.write(json.dumps(row, default=dict).encode() + b"\n")
             stdin.seek(0)
-            result = await self._run(self._variables(client), stdin)
-        if "error" in result:
-            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
-        if result["status"] != 0:
-            last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
-            raise TrajectoryFailure(
-                Cause.AGENT, f"{self.words[0]} exited with status {result['status']}: {last[-500:]}"
+            variables = self._variables(client)
+            program = await SupervisedProgram.start(
+                self.words, variables, stdin.fileno(), self.directory, self.user_namespace
             )
-        return _reward(result["stdout"])
-
-    async def _run(self, variables: Mapping[str, str], stdin: IO[bytes]) -> dict[str, Any]:
-        program = await SupervisedProgram.start(
-            self.words, variables, stdin.fileno(), self.directory, self.user_namespace
-        )
-        try:
-            result = await program.result()
-        finally:
-            await program.stop()
+            try:
+                result = await program.result()
+            finally:
+                await program.stop()
         if result is None:
             raise TrajectoryFailure(Cause.AGENT, f"the supervisor of {self.words[0]} was killed")
-        return result
+        if "error" in result:
+            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
+        if status := result["status"]:
+            last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
+            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]} exited with status {status}: {last[-500:]}")
+        return _reward(result["stdout"])
 
     def _variables(self, client: AsyncOpenAI) -> dict[str, str]:
         variables = {
@@ -115,10 +110,8 @@ def _reward(stdout: str) -> float | Recovered:
     except ValueError:
         row = None
     if not isinstance(row, dict) or "reward" not in row:
-        raise TrajectoryFailure(
-            Cause.AGENT,
-            f'the last line of its output must be its reward, as in {{"reward": 0.5}}; it is {line[-200:]!r}',
-        )
+        wanted = 'the last line of its output must be its reward, as in {"reward": 0.5}'
+        raise TrajectoryFailure(Cause.AGENT, f"{wanted}; it is {line[-200:]!r}")
     reward: float = row["reward"]  # checked as any agent's reward
     return Recovered(reward) if row.get("recovered") is True else reward
 
@@ -171,7 +164,8 @@ class SupervisedProgram:
             await cls(await starting).stop()
             raise
         assert process.stdin is not None
-        process.stdin.write(_order(words, environment, stdin, directory, user_namespace, grace))
+        order: dict[str, Any] = {"stdin": stdin, "user_namespace": user_namespace, "grace": grace}
+        process.stdin.write(_order(words, directory, environment=dict(environment), **order))
         return cls(process)
 
     async def result(self) -> dict[str, Any] | None:
@@ -199,25 +193,11 @@ def inherited_variables(more: Sequence[str] = ()) -> dict[str, str]:
 
 def no_user_namespace() -> str:
     """Return why a program cannot have a user namespace of its own; "" if it can."""
-    order = _order(["true"], {}, 0, None, True, supervisor.GRACE)
+    order = _order(["true"], environment={}, stdin=0, user_namespace=True, grace=0)
     done = subprocess.run(_SUPERVISOR, input=order, capture_output=True, check=False)
     return str(json.loads(done.stdout).get("error", ""))
 
 
-def _order(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    stdin: int,
-    directory: Path | None,
-    user_namespace: bool,
-    grace: float,
-) -> bytes:
-    order = {
-        "words": list(words),
-        "environment": dict(environment),
-        "directory": None if directory is None else str(directory),
-        "stdin": stdin,
-        "user_namespace": user_namespace,
-        "grace": grace,
-    }
+def _order(words: Sequence[str], directory: Path | None = None, **order: Any) -> bytes:
+    order |= {"words": list(words), "directory": None if directory is None else str(directory)}
     return json.dumps(order).encode() + b"\n"

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,6 +29,9 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError
 from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Session
 from treadle.rollout.session import Reply as SessionReply
+
+T = TypeVar("T")
+EnvironmentFactory = Callable[[], Environment]
 
 
 class EnvironmentDriver(AttemptDriver[Session]):
@@ -54,7 +58,9 @@ class EnvironmentDriver(AttemptDriver[Session]):
             session.close()
             warning = await environment.close()
         outcome = outcome_of(session.steps, ended_by, user.cause)
-        return replace(outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics())
+        return replace(
+            outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics.measured()
+        )
 
     async def _play(
         self, environment: IsolatedEnvironment, task: Task, session: Session
@@ -106,30 +112,24 @@ class EnvironmentDriver(AttemptDriver[Session]):
         return [*conversation, reply, *observations]
 
 
-T = TypeVar("T")
-
-EnvironmentFactory = Callable[[], Environment]
-
-
 class IsolatedEnvironment:
-    """The environment of one attempt. Whatever goes wrong in it is raised as TrajectoryFailure.
+    """The environment of one attempt, its answers checked. Whatever goes wrong in it is raised as TrajectoryFailure.
 
     `async` methods run on the event loop, others on the attempt's thread. An environment given by its class is made
     there, too, if its `step` is not `async`.
 
-    longest_wait: the environment's own, once made. tools, takes_reply (whether `step` takes a parsed `Reply`),
-    required_steps: known once it is reset.
+    longest_wait: set by `make`. tools, takes_reply (whether `step` takes a parsed `Reply`), required_steps: set by
+    `reset`.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, config: RolloutConfig) -> None:
         self._name, self._factory, self._user, self._config = name, factory, user, config
         self._environment: Environment | None = None
-        self._metrics: EnvMetrics | None = None
+        self.metrics: EnvMetrics
         self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
         self.tools: tuple[Mapping[str, Any], ...] = ()
 
     async def make(self) -> None:
-        """Make the environment. The failure's cause (`__cause__`) is what the constructor raised."""
         made = made_class(self._factory)
         step = getattr(made, "step", None)
         in_thread = inspect.isclass(made) and step is not None and not is_async(step)
@@ -146,7 +146,6 @@ class IsolatedEnvironment:
         return messages
 
     async def step(self, reply: SessionReply) -> EnvStep:
-        """Return the environment's answer to a reply, and count its metrics."""
         what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
         argument: str | Reply = reply.text
         if self.takes_reply:
@@ -176,9 +175,6 @@ class IsolatedEnvironment:
                 return error.message
         return ""
 
-    def metrics(self) -> Measures:
-        return Measures() if self._metrics is None else self._metrics.measured()
-
     async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:
         return await self._user.call(
             lambda: getattr(self._environment, method)(*arguments),
@@ -193,7 +189,7 @@ class IsolatedEnvironment:
 
     def _make(self) -> None:
         self._environment = self._factory()
-        self._metrics = EnvMetrics(self._name, self._environment)
+        self.metrics = EnvMetrics(self._name, self._environment)
         self.longest_wait = float(getattr(self._environment, "longest_wait", 0.0))
 
     def _close(self) -> None:
@@ -218,8 +214,7 @@ class IsolatedEnvironment:
             raise _failure(f"step gave done={step.done!r:.100}; it must be true or false")
         if not isinstance(step.state, str):
             raise _failure(f"step gave state={step.state!r:.100}; it must be a string")
-        assert self._metrics is not None
-        self._metrics.record(step.info, "step")
+        self.metrics.record(step.info, "step")
         observations = step.observations if step.done else _checked_messages(step.observations, "step")
         return step._replace(observations=observations, reward=reward, done=bool(step.done))
 
@@ -229,8 +224,7 @@ class IsolatedEnvironment:
         if not isinstance(value, tuple) or not 1 <= len(value) <= 2:
             raise _failure(f"finish must return Finish(reward, info) or None, got {value!r:.100}")
         finish = Finish(*value)
-        assert self._metrics is not None
-        self._metrics.record(finish.info, "finish")
+        self.metrics.record(finish.info, "finish")
         return _checked_reward(finish.reward, "finish")
 
 
@@ -278,51 +272,38 @@ def check_metrics(environments: Mapping[str, object]) -> None:
             if not metric.name.removesuffix("*").isidentifier():
                 raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
             for other, earlier in declared:
-                if metric != earlier and _overlap(metric, earlier):
+                # one may be a family, as `skyrl_*`
+                names = fnmatchcase(metric.name, earlier.name) or fnmatchcase(earlier.name, metric.name)
+                if metric != earlier and names:
                     raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
             declared.append((name, metric))
 
 
-def _overlap(metric: Metric, other: Metric) -> bool:
-    """Whether a name may belong to both: they have the same, or one is a family (`skyrl_*`)."""
-    return metric.name == other.name or any(
-        _is_family(family) and member.name.startswith(family.name[:-1])
-        for family, member in ((metric, other), (other, metric))
-    )
-
-
 class EnvMetrics:
-    """Counts one attempt's values of the metrics that its environment declares.
-
-    Raises TrajectoryFailure (environment) for metrics that `check_metrics` refuses.
-    """
+    """Counts one attempt's values of the metrics that its environment declares."""
 
     def __init__(self, name: str, environment: object) -> None:
         try:
             check_metrics({name: environment})
         except ConfigError as error:  # only now: a factory need not name them
-            raise TrajectoryFailure(Cause.ENVIRONMENT, str(error)) from error
+            raise _failure(str(error)) from error
         self._declared: Sequence[Metric] = getattr(environment, "metrics", ())
-        self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if not _is_family(metric)}
+        self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if "*" not in metric.name}
 
     def record(self, info: object, method: str) -> None:
-        """Count the declared metrics in the `info` that a method gave.
-
-        Raises TrajectoryFailure (environment) if `info` is no mapping, or a value no finite number.
-        """
+        """Count the declared metrics in the `info` that a method gave."""
         if not self._declared:
             return
         if not isinstance(info, Mapping):
-            raise TrajectoryFailure(Cause.ENVIRONMENT, f"{method} gave info {info!r:.100}; it must be a mapping")
+            raise _failure(f"{method} gave info {info!r:.100}; it must be a mapping")
         for metric in self._declared:
             for member in _members(metric, info):
                 if (value := info.get(member.name)) is None:
                     continue
                 if not is_finite(value) or abs(value) > _LARGEST:
-                    raise TrajectoryFailure(
-                        Cause.ENVIRONMENT,
+                    raise _failure(
                         f"{method} gave info[{member.name!r}] = {value!r:.100}; a declared metric must be a finite "
-                        f"number, at most {_LARGEST:g} in size",
+                        f"number, at most {_LARGEST:g} in size"
                     )
                 self._values.setdefault(member, []).append(float(value))
 
@@ -335,13 +316,9 @@ class EnvMetrics:
         )
 
 
-def _is_family(metric: Metric) -> bool:
-    return metric.name.endswith("*")
-
-
 def _members(metric: Metric, info: Mapping[Any, Any]) -> list[Metric]:
     """Return the metric; for a family, one for each of its names in `info`."""
-    if not _is_family(metric):
+    prefix = metric.name.removesuffix("*")
+    if prefix == metric.name:
         return [metric]
-    prefix = metric.name[:-1]
     return [metric.of(name[len(prefix) :]) for name in info if isinstance(name, str) and name.startswith(prefix)]

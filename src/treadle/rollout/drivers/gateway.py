@@ -1,8 +1,6 @@
-"""`GatewayDriver`: the base of drivers whose attempts call the model over HTTP, wherever their code runs.
+"""`GatewayDriver`: the base of drivers whose attempts call the model over HTTP; `AgentDriver`, for agent programs.
 
-    AgentSession <- Gateway <- HTTP <- whatever `run` starts -> Graded
-
-Agent programs are the first of them (`drivers.agent`).
+AgentSession <- Gateway <- HTTP <- whatever `run` starts -> Graded
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
 
+_GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 BAD_REQUESTS = Metric("bad_requests", "trajectory", "sum", "requests", "malformed requests of agents, which get a 400")
 
 CallError = StepsExceeded | ContextExceeded | EngineError
@@ -188,9 +187,6 @@ def _failure(error: BaseException, cause: Cause) -> AttemptError:
             return TrajectoryFailure(cause, f"a call was refused, and no retry of it answered: {error}; {remedy}")
         case _:
             return TrajectoryFailure(Cause.INFRASTRUCTURE, f"a call failed, and no retry of it was answered: {error}")
-
-
-_GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 
 
 class AgentDriver(GatewayDriver):

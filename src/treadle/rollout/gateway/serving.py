@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import uvicorn
@@ -32,7 +33,7 @@ from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 
 _LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between two looks at whether the server listens
-_CONNECTIONS = 16384  # a quarter of the files that `shared` allows; beyond it, uvicorn answers 503
+_CONNECTIONS = 16384  # a quarter of the files that `SharedGateway` allows; beyond it, uvicorn answers 503
 
 
 class _Server(uvicorn.Server):
@@ -85,22 +86,30 @@ _COUNTING = "/messages/count_tokens"
 
 
 def make_app(gateway: Gateway) -> Starlette:
-    """Build the ASGI application. Each route exists with the session's secret in its path and with it as API key."""
+    """Build the ASGI application. Each route takes the session's secret in its path or as API key."""
     routes = []
     for prefix in ("/sessions/{secret}/v1", "/v1"):
         for path, dialect in DIALECTS.items():
             routes.append(Route(prefix + path, partial(_complete, gateway, dialect), methods=["POST"]))
         routes.append(Route(prefix + _COUNTING, partial(_count_tokens, gateway), methods=["POST"]))
         routes.append(Route(f"{prefix}/models", partial(_list_models, gateway), methods=["GET"]))
-    app = Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _no_route})
+    app = Starlette(routes=routes, exception_handlers={ApiError: _error, HTTPException: _error})
     app.router.redirect_slashes = False
     return app
 
 
-async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Response:
+async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> CompletionResponse:
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
-        exchanges, origin = attached.exchanges, _origin(request, dialect, raw)
+        count = request.headers.get("x-stainless-retry-count", "0")
+        exchanges, origin = (
+            attached.exchanges,
+            Origin(
+                body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
+                key=request.headers.get("idempotency-key") or None,
+                retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
+            ),
+        )
         try:
             completion = dialect.read(_json(raw))
             exchange = exchanges.find(origin)
@@ -123,15 +132,14 @@ async def _count_tokens(gateway: Gateway, request: Request) -> Response:
         try:
             return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
         except (DataError, ContextExceeded) as error:
-            raise api_error_of(error) from error
+            raise _api_error(error) from error
 
 
 async def _list_models(gateway: Gateway, request: Request) -> Response:
     _session(gateway, request)
     openai = {"object": "model", "created": 0, "owned_by": "treadle"}
     anthropic = {"type": "model", "display_name": gateway.model, "created_at": "1970-01-01T00:00:00Z"}
-    model = {"id": gateway.model, **openai, **anthropic}
-    return JSONResponse({"object": "list", "data": [model], "has_more": False})
+    return JSONResponse({"object": "list", "data": [{"id": gateway.model, **openai, **anthropic}], "has_more": False})
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
@@ -188,53 +196,36 @@ def _json(raw: bytes) -> Json:
     return value
 
 
-def _origin(request: Request, dialect: Dialect, raw: bytes) -> Origin:
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return Origin(
-        body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
-        key=request.headers.get("idempotency-key") or None,
-        retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
-    )
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
+    headers = None
+    if isinstance(error, HTTPException):  # no such route
+        headers, error = error.headers, ApiError(error.status_code, f"{request.method} of this path: {error.detail}")
     assert isinstance(error, ApiError)
-    return JSONResponse(_dialect_of(request).error(error), error.status, retry_after(error.status))
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    problem = ApiError(error.status_code, f"{request.method} of this path: {error.detail}")
-    return JSONResponse(_dialect_of(request).error(problem), error.status_code, error.headers)
-
-
-def _dialect_of(request: Request) -> Dialect:
-    if "anthropic-version" in request.headers:
-        return MESSAGES
     routes = {**DIALECTS, _COUNTING: MESSAGES}
-    return next((dialect for path, dialect in routes.items() if request.url.path.endswith(path)), CHAT)
+    dialect = next((dialect for path, dialect in routes.items() if request.url.path.endswith(path)), CHAT)
+    dialect = MESSAGES if "anthropic-version" in request.headers else dialect
+    return JSONResponse(dialect.error(error), error.status, headers or _retry_after(error.status))
 
 
 _JSON, _EVENTS = "application/json", "text/event-stream; charset=utf-8"
-KEEP_ALIVE = 10.0
-"""Seconds of silence after which a stream sends a comment."""
+KEEP_ALIVE = 10.0  # seconds of silence after which a stream sends a comment
 
 
-class CompletionResponse(Response):
-    """Waits for an exchange's answer and sends it; reports to the exchange once all of it was sent.
+@dataclass
+class CompletionResponse:
+    """Waits for an exchange's answer and sends it, unless the client disconnects.
 
     A stream begins with the answer, or with a comment after `KEEP_ALIVE` seconds; until then a failure has its status.
     """
 
-    def __init__(
-        self, dialect: Dialect, exchanges: Exchanges, exchange: Exchange, origin: Origin, stream: bool
-    ) -> None:
-        self._dialect, self._exchanges, self._exchange = dialect, exchanges, exchange
-        self._origin, self._stream = origin, stream
-        self.background = None
+    dialect: Dialect
+    exchanges: Exchanges
+    exchange: Exchange
+    origin: Origin
+    stream: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._exchanges.waiting(self._exchange, self._origin) as task:
+        async with self.exchanges.waiting(self.exchange, self.origin) as task:
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
                 has_begun = await self._wait(task, gone, send)
@@ -245,7 +236,7 @@ class CompletionResponse(Response):
 
     async def _wait(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send) -> bool:
         """Wait until there is an answer or the client has gone; return whether a stream has begun."""
-        has_begun, timeout = False, KEEP_ALIVE if self._stream else None
+        has_begun, timeout = False, KEEP_ALIVE if self.stream else None
         while True:
             done, _ = await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if done:
@@ -256,30 +247,26 @@ class CompletionResponse(Response):
             has_begun = True
 
     async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, has_begun: bool) -> None:
-        outcome = _outcome(task)
-        if isinstance(outcome, ApiError):
-            text = self._dialect.error_event(outcome) if has_begun else json.dumps(self._dialect.error(outcome))
-            status, content = outcome.status, _JSON
-        elif self._stream:
-            status, content, text = 200, _EVENTS, "".join(self._dialect.events(outcome))
+        if task.cancelled():
+            outcome: Answer | ApiError = ApiError(404, "the session has ended")
         else:
-            status, content, text = 200, _JSON, json.dumps(self._dialect.write(outcome))
+            outcome = task.result() if (error := task.exception()) is None else _api_error(error)
+        if isinstance(outcome, ApiError):
+            text = self.dialect.error_event(outcome) if has_begun else json.dumps(self.dialect.error(outcome))
+            status, content = outcome.status, _JSON
+        elif self.stream:
+            status, content, text = 200, _EVENTS, "".join(self.dialect.events(outcome))
+        else:
+            status, content, text = 200, _JSON, json.dumps(self.dialect.write(outcome))
         if not has_begun:
             await _start(send, status, content, len(text))  # all ASCII: characters are bytes
         await _body(send, text.encode())
         await _body(send, b"", more=False)  # returns once the connection has taken the answer
         if isinstance(outcome, Answer) and not gone.done():
-            self._exchanges.deliver(self._exchange)
+            self.exchanges.deliver(self.exchange)
 
 
-def _outcome(task: asyncio.Task[Answer]) -> Answer | ApiError:
-    if task.cancelled():
-        return ApiError(404, "the session has ended")
-    error = task.exception()
-    return task.result() if error is None else api_error_of(error)
-
-
-def api_error_of(error: BaseException) -> ApiError:
+def _api_error(error: BaseException) -> ApiError:
     """Convert the error of a call to the one that its client gets. Raises the exception itself if it is a bug."""
     match error:
         case ApiError():
@@ -295,8 +282,7 @@ def api_error_of(error: BaseException) -> ApiError:
     raise error
 
 
-def retry_after(status: int) -> dict[str, str]:
-    """Return the header for errors that may pass."""
+def _retry_after(status: int) -> dict[str, str]:
     return {"retry-after": "1"} if status in (429, 503) else {}
 
 
@@ -306,7 +292,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _start(send: Send, status: int, content: str, length: int | None = None) -> None:
-    headers = {"content-type": content, "cache-control": "no-store", **retry_after(status)}
+    headers = {"content-type": content, "cache-control": "no-store", **_retry_after(status)}
     if length is not None:
         headers["content-length"] = str(length)
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]

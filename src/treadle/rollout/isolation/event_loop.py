@@ -51,11 +51,11 @@ def run(
     def cancel() -> None:
         loop.call_soon_threadsafe(task.cancel)
 
-    with closing(loop), handled(cancel, *([signal.SIGINT] if has_default_handler else [])) as handler:
+    with closing(loop), handled(cancel, *([signal.SIGINT] if has_default_handler else [])) as interrupts:
         try:
             return _completed(loop, task, log)
         except asyncio.CancelledError:
-            if handler.asked:
+            if interrupts:
                 raise Interrupt from None
             raise
         except KeyboardInterrupt:
@@ -86,7 +86,7 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
     this, loop = asyncio.current_task(), asyncio.get_running_loop()
     for task in asyncio.all_tasks() - {this}:
         task.cancel()
-    if tasks := asyncio.all_tasks() - {this} - abandoned_tasks():
+    if tasks := asyncio.all_tasks() - {this} - abandoned_tasks:
         await asyncio.wait(tasks, timeout=seconds)
     await asyncio.wait({loop.create_task(loop.shutdown_asyncgens())}, timeout=seconds)
     if tasks := asyncio.all_tasks() - {this}:
@@ -96,15 +96,19 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
         log(f"has not returned, and its thread is left behind: {', '.join(sorted(t.name for t in threads)):.500}")
 
 
-BLOCKED = 1.0
-"""Seconds without an answer after which the loop counts as blocked."""
+BLOCKED = 1.0  # seconds without an answer after which the loop counts as blocked
 _PERIOD = 0.1  # seconds between two questions
 _WARNINGS = 20  # at most
 
 
 @contextmanager
 def watched_event_loop(log: Callable[[str], None]) -> Iterator[None]:
-    """Watch the running event loop. log: called from another thread, once for each line that blocks."""
+    """Watch the running event loop, and warn while user code blocks it.
+
+    A thread has the loop answer every tenth of a second. When it has not answered for a second, the thread looks at the
+    loop's stack, and names the attempt whose user code is running and the line. log: called from that thread, once for
+    each line that blocks.
+    """
     watch, over = _Watch(log), threading.Event()
     thread = threading.Thread(target=watch.run, args=(over,), name="treadle-loop-watch", daemon=True)
     thread.start()
@@ -155,28 +159,25 @@ class _Watch:
             )
 
 
-class InterruptHandler:
-    """Signal handler: the first signal calls `ask`, each later one raises `Interrupt`."""
-
-    def __init__(self, ask: Callable[[], None]) -> None:
-        self._ask, self.asked = ask, False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise Interrupt
-        self.asked = True
-        self._ask()
-
-
 @contextmanager
-def handled(ask: Callable[[], None], *numbers: int) -> Iterator[InterruptHandler]:
-    """Handle these signals with one `InterruptHandler`, on the main thread only. Restores their handlers on exit."""
-    handler = InterruptHandler(ask)
+def handled(ask: Callable[[], None], *numbers: int) -> Iterator[list[int]]:
+    """Handle these signals while the context lasts, on the main thread only; yield the first one, once it came.
+
+    The first signal calls `ask`, each later one raises `Interrupt`.
+    """
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise Interrupt
+        asked.append(number)
+        ask()
+
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield handler
+        yield asked
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)

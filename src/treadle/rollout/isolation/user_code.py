@@ -27,15 +27,13 @@ from treadle.core.errors import Cause, TrajectoryFailure
 
 T = TypeVar("T")
 
-MAX_ABANDONED = 64
-"""Threads that may be stuck in calls that never return; attempts that need another one fail."""
+P = ParamSpec("P")
 
+MAX_ABANDONED = 64  # threads stuck in calls that never return; attempts that need another one fail
 _LONGEST = 2000  # characters of a failure's message
+RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)  # of a task or callback
 
-RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)
-"""User code that a task or callback belongs to."""
-
-_abandoned: set[asyncio.Task[Any]] = set()
+abandoned_tasks: set[asyncio.Task[Any]] = set()  # calls that were cancelled and have not ended
 
 
 class Interrupt(KeyboardInterrupt):
@@ -86,7 +84,9 @@ class UserCode:
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout)
             if not done:
-                place = user_place(coroutine_frames(task.get_coro()) if thread is None else thread.frames())
+                place = user_place(
+                    coroutine_frames(task.get_coro()) if thread is None else thread_frames(thread.thread.ident)
+                )
                 _cancel(task, thread)
                 if grace:
                     await asyncio.wait({task}, timeout=grace)
@@ -136,22 +136,16 @@ def _cancel(task: asyncio.Task[Any], thread: CallThread | None) -> None:
     """Cancel the task, and keep a reference to it until it ends."""
     if not task.done():
         task.cancel()
-        _abandoned.add(task)
-        task.add_done_callback(_abandoned.discard)
+        abandoned_tasks.add(task)
+        task.add_done_callback(abandoned_tasks.discard)
         if thread is not None:
-            thread.abandon()
-
-
-def abandoned_tasks() -> set[asyncio.Task[Any]]:
-    """Return the calls that were cancelled and have not ended."""
-    return set(_abandoned)
+            _stuck.add(thread)
 
 
 def is_async(function: object) -> bool:
     """Return whether calling it gives a coroutine: an `async def`, or an object whose call is one."""
-    if inspect.isclass(function):
-        return False
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return not inspect.isclass(function) and any(map(inspect.iscoroutinefunction, (function, call)))
 
 
 def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailure:
@@ -162,11 +156,9 @@ def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailu
     except BaseException as worse:  # somebody has tampered with it
         if isinstance(worse, Interrupt):
             raise
-    if isinstance(error, SystemExit | KeyboardInterrupt):
-        message = f"{what} tried to exit the process ({_text(error) or type(error).__name__})"
-    else:
-        message = raised(what, error)
-    failure = TrajectoryFailure(cause, message[:_LONGEST], user_traceback(error))
+    exits = isinstance(error, SystemExit | KeyboardInterrupt)
+    exiting = f"{what} tried to exit the process ({_text(error) or type(error).__name__})"
+    failure = TrajectoryFailure(cause, (exiting if exits else raised(what, error))[:_LONGEST], user_traceback(error))
     failure.__cause__ = error
     return failure
 
@@ -184,8 +176,6 @@ def _text(error: BaseException) -> str:
             raise
         return "(and its text could not be made)"
 
-
-P = ParamSpec("P")
 
 _stuck: set[CallThread] = set()
 
@@ -208,12 +198,6 @@ class CallThread(Executor):
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
         self._calls.put(None)
-
-    def abandon(self) -> None:
-        _stuck.add(self)
-
-    def frames(self) -> Iterator[FrameType]:
-        return thread_frames(self.thread.ident)
 
     @property
     def is_abandoned(self) -> bool:
