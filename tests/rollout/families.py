@@ -473,3 +473,24 @@ def _read_harmony(text: str) -> tuple[str, str | None, Calls]:
         else:
             content += found[3]
     return content, thought, calls
+
+
+EVERY = {**FAMILIES, **WRITING_TOOLS}
+READING = [name for name, family in EVERY.items() if family.tools and family.calls]
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "-",
+        "parameters": {
+            "type": "object",
+            "properties": {"who": {"type": "string"}, "deep": {"type": "integer"}},
+            "required": [],
+        },
+    },
+}
+
+
+@cache
+def world(name: str) -> World:
+    return World(EVERY[name], small_vocabulary())

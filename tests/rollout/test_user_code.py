@@ -180,16 +180,6 @@ def test_a_task_that_exits_and_that_nobody_awaits_is_logged_and_harms_nobody() -
     assert "test_user_code.py:" in line and "in act" in line
 
 
-def test_a_failure_of_no_known_cause_is_refused_where_it_is_made() -> None:
-    def step() -> EnvStep:
-        raise TrajectoryFailure("nonsense", "x")  # type: ignore[arg-type]
-
-    failed = check_isolated(played_between_healthy_ones(lambda: ToldPlain(step)), "step")
-    assert failed.failure is not None and failed.failure.cause is Cause.ENVIRONMENT
-    assert "a TrajectoryFailure has one of the causes agent, environment," in failed.failure.message
-    assert "got 'nonsense'" in failed.failure.message
-
-
 # The event loop
 
 
