@@ -19,7 +19,8 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Message, SamplingParams, Step, StopReason
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.conversation import Conversation, Prompt, check_turns
+from treadle.rendering.conversation import Conversation, check_turns
+from treadle.rendering.identity import Prompt
 from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 

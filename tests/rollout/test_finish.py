@@ -1,29 +1,20 @@
 """`Environment.finish`: called once when an attempt has ended, with a last reward and metrics of the whole attempt."""
 
-import asyncio
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.worlds import HELLO, Told, ToldPlain, hang, plain_renderer, play, saying, tool
-from treadle.core.draws import Stream
+from tests.worlds import Told, ToldPlain, hang, play, saying, tool
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
-from treadle.core.outcomes import as_trained
 from treadle.core.rewards import Reward
-from treadle.core.types import Status, Task, Trajectory
+from treadle.core.types import Status, Trajectory
 from treadle.envs.base import Environment, EnvStep, Finish
 from treadle.envs.lookup import Lookup, tasks
 from treadle.orchestration.setup.inputs import make_inputs
-from treadle.rollout.attempt import Rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.environment import EnvironmentDriver, check_metrics
-from treadle.rollout.rewards import RewardsConfig
-from treadle.rollout.session import Address
+from treadle.rollout.drivers.environment import check_metrics
 from treadle.testing import VirtualLoop
 
 MORE, DONE = EnvStep([tool("more")], 0.25), EnvStep(reward=1.0, done=True)
@@ -108,20 +99,6 @@ def test_it_may_be_a_plain_method_in_the_attempts_thread() -> None:
     assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
 
-def test_an_environment_that_is_no_subclass_needs_none() -> None:
-    class Bare:
-        async def reset(self, task: Task) -> Any:
-            return HELLO
-
-        async def step(self, text: str) -> EnvStep:
-            return DONE
-
-        async def close(self) -> None:
-            pass
-
-    assert one(Bare()).reward == 1.0  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("last", "cause", "message"),
     [
@@ -178,40 +155,6 @@ def test_the_engine_does_not_wait_for_it() -> None:
     assert left_open == []
 
 
-# ---- and what comes after it
-
-
-def trained(world: Environment, stream: Stream = Stream.TRAIN, **rewards: Any) -> Trajectory:
-    async def played() -> Trajectory:
-        config = RolloutConfig(max_completion_tokens=16, max_input_tokens=80)
-        drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
-        made = Rollouts(saying("a"), plain_renderer(), drivers, config, RewardsConfig(**rewards))
-        [running] = made.start("g000000", Task("t", environment="world"), [Address(1, stream, 0, 0, 0)])
-        return await running
-
-    return asyncio.run(played())
-
-
-@settings(max_examples=10)
-@given(last=st.floats(-4, 4, width=32), weight=st.floats(0, 2, width=32))
-def test_weights_then_overlong_come_after_it(last: float, weight: float) -> None:
-    """An attempt that the context ended: what `finish` gave is weighted, and zeroed or dropped with the rest."""
-
-    def world() -> Finishing:
-        return Finishing(*[MORE] * 9, last=Finish(Reward({"tests": last})))
-
-    kept = trained(world(), weights={"tests": weight})
-    assert kept.status is Status.CONTEXT
-    assert kept.reward == pytest.approx(0.75 + weight * last)
-    assert as_trained(kept).reward == kept.reward
-    zeroed = trained(world(), weights={"tests": weight}, overlong="zero_reward")
-    assert zeroed.reward == kept.reward and as_trained(zeroed).reward == pytest.approx(0.0, abs=1e-12)
-    dropped = trained(world(), weights={"tests": weight}, overlong="drop")
-    assert dropped.reward == kept.reward and as_trained(dropped).reward is None
-    evaluated = trained(world(), Stream.EVALUATE, weights={"tests": weight}, overlong="zero_reward")
-    assert as_trained(evaluated).reward == kept.reward
-
-
 # What environments measure
 
 
@@ -233,11 +176,6 @@ def test_values_of_a_trajectory_add_up_and_values_of_steps_count_each() -> None:
     found = played({"searches": 1, "slow": True}, {"searches": 2, "slow": False}, {"slow": False, "other": "x"}).metrics
     assert dict(found) == {"searches": 3.0, "slow": pytest.approx(1 / 3)}
     assert [tally.count for tally in found.tallies] == [1, 3]
-
-
-def test_what_is_not_given_is_not_counted() -> None:
-    assert dict(played({"searches": None}, {}).metrics) == {}
-    assert dict(played({"searches": 0}, {}).metrics) == {"searches": 0.0}
 
 
 @pytest.mark.parametrize("value", ["3", float("nan"), float("inf"), [1], 10**400])

@@ -22,7 +22,8 @@ from tests.rollout.families import EVERY, World, world
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.conversation import Conversation, Prompt
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.identity import Prompt
 
 _MOVED = 0x20000
 each_family = pytest.mark.parametrize("name", EVERY)

@@ -150,15 +150,7 @@ def test_without_tools_a_call_is_content(parse: ReplyParser) -> None:
 PIECES = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=look>", "</function>", "<parameter=who>"),
-        *(
-            "<|channel|>",
-            "analysis",
-            "commentary",
-            "<|message|>",
-            "<|end|>",
-            "<|start|>assistant",
-            " to=functions.look",
-        ),
+        *("<|channel|>", "analysis", "commentary", "<|message|>", "<|end|>", "<|start|>assistant"),
         *("<arg_key>who</arg_key>", "<arg_value>", "</arg_value>", "look", " to=functions.look"),
         *("</parameter>", '{"name": "look", "arguments": {"who": "x"}}', "{", "}", '"', "\n", "\\ud800", "1e999"),
     ]
@@ -192,16 +184,7 @@ def test_parsers_by_name() -> None:
 Json = Any
 
 TAGS = (
-    *(
-        "</parameter>",
-        "</tool_call>",
-        "</function>",
-        "<tool_call>",
-        "<parameter=q>",
-        "<function=f>",
-        "</think>",
-        "<think>",
-    ),
+    *("</parameter>", "</tool_call>", "</function>", "<tool_call>", "<parameter=q>", "<function=f>", "</think>"),
     *("</arg_value>", "<arg_key>", "</arg_key>", "<arg_value>", "<|call|>", "<|end|>", "<|message|>", "<think>"),
 )
 WORDS = (*TAGS, "true", "True", "None", "null", "5", "-1.5", '"q"', "{}", "[1]", "\n", " ", "'", "\\n", "é", "a", "1e3")

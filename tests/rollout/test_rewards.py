@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import Told, make_step, plain_renderer, play, saying, tool
+from tests.worlds import Told, make_step, plain_renderer, saying, tool
 from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.outcomes import as_played, as_trained
 from treadle.core.rewards import Reward
-from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
+from treadle.core.types import DropReason, Status, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
@@ -277,15 +277,3 @@ def test_attempts_are_weighed_and_those_for_training_are_shaped(stream: Stream) 
     assert found.reward == 2.25
     assert as_trained(found).reward == (1.25 if stream is Stream.TRAIN else 2.25)
     assert ("length_penalty" in as_played(found).components) is (stream is Stream.TRAIN)
-
-
-def test_an_environment_may_reward_tokens_but_only_those_there_are() -> None:
-    [found] = play(
-        lambda: Told(EnvStep(reward=Reward({"a": 1.0}, np.array([0.5, -1], np.float32)), done=True)), saying("a")
-    )
-    assert found.reward == 0.5
-    step: Step = found.steps[0]
-    assert step.given.tokens is not None and step.given.tokens.tolist() == [0.5, -1.0]
-    [found] = play(lambda: Told(EnvStep(reward=Reward(tokens=np.array([1], np.float32)), done=True)), saying("a"))
-    assert found.failure is not None and found.failure.cause is Cause.ENVIRONMENT
-    assert "rewards 1 tokens, the completion has 2" in found.failure.message

@@ -18,6 +18,7 @@ from typing import Any
 from treadle.core.errors import DataError
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 
+_CALL_ID = "zqz{:06d}"  # nine letters and digits, which Mistral's templates want
 MessageShape = tuple[str, bool, bool, int, int]
 """Role, whether it has content, whether a thought, how many tool calls, and which call it answers (-1: none)."""
 Shape = tuple[MessageShape, ...]
@@ -53,7 +54,7 @@ def example(shape: Shape, arguments_as_text: bool) -> list[Plain]:
             message["tool_calls"] = [_call(at, n, number + n, arguments_as_text) for n in range(calls)]
             number += calls
         if answers >= 0:
-            message["tool_call_id"] = _call_id(answers)
+            message["tool_call_id"] = _CALL_ID.format(answers)
         messages.append(message)
     return messages
 
@@ -81,11 +82,7 @@ def _words(shape: Shape) -> Iterator[tuple[int, str, str]]:
 def _call(at: int, n: int, number: int, arguments_as_text: bool) -> Plain:
     arguments = {"q": f"zqz{at}a{n}z"}
     function = {"name": f"zqz{at}k{n}z", "arguments": json.dumps(arguments) if arguments_as_text else arguments}
-    return {"id": _call_id(number), "type": "function", "function": function}
-
-
-def _call_id(number: int) -> str:
-    return f"zqz{number:06d}"  # nine letters and digits, which Mistral's templates want
+    return {"id": _CALL_ID.format(number), "type": "function", "function": function}
 
 
 _NAME = "find_zqz"

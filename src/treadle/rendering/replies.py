@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from treadle.core.errors import ConfigError
@@ -50,6 +51,7 @@ THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]")  # the latter are
 CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(f"{CALL}|{THOUGHT}")
 _EITHER = re.compile(f"{CALL}|{_CLOSE}")
+_CLOSES = re.compile(_CLOSE)
 _MAX_ENDS = 32  # closing tags that are tried for one call
 _TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
 _PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
@@ -73,10 +75,10 @@ def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[
         call = None
         if begin[0] == CALL:
             with suppress(Ambiguous):
-                for end in _ends(text, begin.end()):
-                    if call := read(text[begin.end() : end], tools):
+                for close in islice(_CLOSES.finditer(text, begin.end()), _MAX_ENDS):
+                    if call := read(text[begin.end() : close.start()], tools):
                         break
-        stop = end + len(_CLOSE) if call else _skipped(text, begin)
+        stop = close.end() if call else _skipped(text, begin)
         kept.append(text[at : begin.start() if call else stop])
         calls += [call] if call else []
         at = stop
@@ -97,14 +99,6 @@ def _skipped(text: str, begin: re.Match[str]) -> int:
         if depth == 0:
             return tag.end()
     return len(text)
-
-
-def _ends(text: str, at: int) -> Iterator[int]:
-    for _ in range(_MAX_ENDS):
-        if (at := text.find(_CLOSE, at)) < 0:
-            return
-        yield at
-        at += 1
 
 
 def json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
@@ -141,12 +135,6 @@ def glm_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     match = _GLM.fullmatch(text)
     pairs = _pairs(_ARGUMENT, match[2]) if match else None
     return None if match is None or pairs is None else _typed(match[1], pairs, tools)
-
-
-def named_call(name: str, arguments: str) -> ToolCall | None:
-    """Read the arguments of a call, as JSON."""
-    value = _json(arguments)
-    return _made(name, value) if isinstance(value, dict) else None
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> ToolCall:
@@ -367,9 +355,9 @@ def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
     for part in _TURNS.split(text):
         match = _CHANNEL.fullmatch(part)
         recipient = _RECIPIENT.search(match[1] + match[3]) if match else None
-        call = named_call(recipient[1], match[4]) if match and recipient and tools else None
-        if call is not None:
-            calls.append(call)
+        arguments = _json(match[4]) if match and recipient and tools else None
+        if recipient and isinstance(arguments, dict):
+            calls.append(_made(recipient[1], arguments))
         elif match and not recipient and match[2] == "analysis":
             thoughts.append(match[4])
         else:
@@ -394,7 +382,6 @@ def reply_parser(name: str, setting: str = "rollout.reply_parser") -> ReplyParse
 
 
 def parser_name(parser: ReplyParser) -> str:
-    """Return what a parser is called in error messages."""
     return parser.name if isinstance(parser, Parser) else str(getattr(parser, "__qualname__", parser))
 
 

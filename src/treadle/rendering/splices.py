@@ -19,20 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.core.types import BreakCause
-from treadle.rendering.identity import reasoning
+from treadle.rendering.identity import Record, reasoning
 from treadle.rendering.structure import secret_text
 from treadle.rendering.template import Plain
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What finds a recorded reply in rendered text.
-
-    head: text with which its turn began, as far as history repeats it. stop: the end token that it sampled, or "".
-    """
-
-    head: str
-    stop: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +32,6 @@ class Splice:
     end: int
     message: int
     stopped: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The splices in order, and why other recorded messages (or their end tokens) could not be kept."""
-
-    splices: tuple[Splice, ...]
-    lost: Mapping[int, BreakCause]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +51,11 @@ class _Window:
 
 
 def locate(
-    text: str, messages: Sequence[Plain], replies: Mapping[int, Written], marked: Marked | None, ends: re.Pattern[str]
-) -> Located:
+    text: str, messages: Sequence[Plain], replies: Mapping[int, Record], marked: Marked | None, ends: re.Pattern[str]
+) -> tuple[list[Splice], Mapping[int, BreakCause]]:
     """Find the turns of recorded replies (by message number) in rendered text.
+
+    Returns them in order, and why other recorded messages (or their end tokens) could not be kept.
 
     messages: as they were rendered. marked: None where marks change what the template writes: turns are then found by
     their heads alone. ends: the end tokens of an assistant's turn.
@@ -104,7 +87,7 @@ def locate(
         if turn:
             lost[number] = turn
         at, hidden = (max(at, *inside), False) if inside else (at, True)
-    return Located(tuple(splices), lost)
+    return splices, lost
 
 
 def _limits(places: Marked, messages: int, end: int) -> list[int]:
@@ -140,7 +123,7 @@ def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
 
 
 def _turn(
-    text: str, number: int, message: Plain, reply: Written, window: _Window, ends: re.Pattern[str]
+    text: str, number: int, message: Plain, reply: Record, window: _Window, ends: re.Pattern[str]
 ) -> Splice | BreakCause:
     """Find the turn, from its head to the end token."""
     if window.first is not None:

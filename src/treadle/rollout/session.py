@@ -21,7 +21,8 @@ from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.conversation import Conversation, Prompt
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.identity import Prompt
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
 
 P = ParamSpec("P")

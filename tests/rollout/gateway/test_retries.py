@@ -82,13 +82,6 @@ async def test_the_sdks_retry_count_makes_a_retry_only_of_the_same_body() -> Non
         assert len(server.steps()) == 3
 
 
-async def test_two_sessions_never_share_an_answer() -> None:
-    async with served(numbering()) as server, httpx.AsyncClient() as http:
-        first, second = server.open("first", plain), server.open("second", plain)
-        assert await ask(http, first, idempotency_key="k") == "answer 0"
-        assert await ask(http, second, idempotency_key="k", x_stainless_retry_count="1") == "answer 1"
-
-
 @pytest.mark.parametrize("headers", [{}, {"x_stainless_retry_count": "1"}])
 async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None:
     engine = numbering()
@@ -273,21 +266,6 @@ async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
         await server.gateway.detach(address.secret)
         assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED]
         assert len(server.sessions["s"].unanswered) == 1
-
-
-async def test_the_openai_clients_own_retry_after_a_timeout() -> None:
-    engine = numbering()
-    async with served(engine, grace=CEILING) as server:
-        address = server.open(parse=plain)
-        client = server.openai(address).with_options(timeout=1.0, max_retries=100)
-        engine.gate.clear()
-        call = asyncio.ensure_future(client.chat.completions.create(**BODY))
-        await until(lambda: joined(server, address))
-        await until(lambda: not joined(server, address))  # its patience is over
-        engine.gate.set()
-        assert (await call).choices[0].message.content == "answer 0"
-        [step] = server.steps()
-        assert step.dropped is None
 
 
 async def test_too_many_requests_in_flight() -> None:

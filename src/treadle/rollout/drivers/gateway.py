@@ -17,7 +17,7 @@ from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Task
-from treadle.rendering.conversation import Prompt
+from treadle.rendering.identity import Prompt
 from treadle.rendering.replies import ReplyParser, Tool, plain
 from treadle.rollout.agents.agent import Agent, Recovered
 from treadle.rollout.agents.clients import async_client, sync_client
