@@ -50,9 +50,8 @@ async def played(
     config = RolloutConfig(**{"max_completion_tokens": 16, "agent_timeout": LIMIT, **settings})
     renderer = ChatRenderer(tokenizer or PlainTokenizer(), [END])
     async with open_rollouts(engine, renderer, Players(worlds or {}, agents), config) as rollouts:
-        running = [
-            rollouts.start(f"g{n}", task, [Address(1, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
-        ]
+        keys = [Address(1, Stream.TRAIN, 0, number, 0) for number in range(len(tasks))]
+        running = [rollouts.start(f"g{n}", task, [keys[n]])[0] for n, task in enumerate(tasks)]
         trajectories = list(await asyncio.gather(*running))
     assert not engine.open
     return trajectories

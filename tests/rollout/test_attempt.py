@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from tests.clocks import StuckLoop
 from tests.worlds import (
+    DONE,
     END,
+    MORE,
     PLAIN,
     Ragged,
     Told,
     ToldPlain,
+    addresses,
     chatml,
     hang,
+    one,
     plain_ids,
     plain_rollouts,
     play,
@@ -25,25 +29,15 @@ from tests.worlds import (
     tool,
     user,
 )
-from treadle.core.draws import Stream
 from treadle.core.errors import Cause
-from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import Outcome
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Session
 from treadle.testing import FakeEngine, VirtualLoop
-
-DONE = EnvStep(reward=1.0, done=True)
-MORE = EnvStep([tool("more")], reward=0.25)
-
-
-def one(environment: Environment, engine: FakeEngine | None = None, **settings: Any) -> Trajectory:
-    [trajectory] = play(lambda: environment, engine or saying("a"), **settings)
-    return trajectory
-
 
 # Attempts that go well
 
@@ -187,7 +181,7 @@ async def test_an_attempt_that_its_driver_cancels_fails() -> None:
 
     rollouts = plain_rollouts(saying("a"), Told)
     rollouts._drivers = {("environment", "world"): Cancelling({}, RolloutConfig())}
-    [playing] = rollouts.start("g", Task("t", (), "world"), [Address(1, Stream.TRAIN, 0, 0, 0)])
+    [playing] = rollouts.start("g", Task("t", (), "world"), addresses())
     failure = (await playing).failure
     assert failure is not None and failure.cause is Cause.INFRASTRUCTURE
 
@@ -249,9 +243,8 @@ def test_cancelled_attempts_close_their_sessions_and_environments(ticks: int) ->
     async def cancel() -> FakeEngine:
         engine = saying("a")
         rollouts = plain_rollouts(engine, make)
-        addresses = [Address(0, Stream.TRAIN, 0, 0, a) for a in range(4)]
         task = Task("t", environment="world")
-        group = asyncio.gather(*rollouts.start("g", task, addresses))
+        group = asyncio.gather(*rollouts.start("g", task, addresses(4)))
         for _ in range(ticks):
             await asyncio.sleep(0)
         group.cancel()
@@ -305,7 +298,7 @@ async def test_a_reply_that_the_task_begins_goes_on() -> None:
         return Told(EnvStep([tool("more")]), EnvStep(reward=1.0, done=True), opening=opening)
 
     rollouts = plain_rollouts(saying(" ab"), world)
-    [playing] = rollouts.start("g0", Task("t", environment="world"), [Address(0, Stream.TRAIN, 0, 0, 0)])
+    [playing] = rollouts.start("g0", Task("t", environment="world"), addresses())
     first, second = (await playing).steps
     assert str(PLAIN.decode(first.prompt_ids)).endswith("assistant\nThe sum is")
     assert "assistant\nThe sum is ab<|im_end|>\n<|im_start|>tool\nmore" in PLAIN.decode(second.prompt_ids)

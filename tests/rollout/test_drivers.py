@@ -5,7 +5,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,9 +12,23 @@ import numpy as np
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
-from tests.rollout.test_agents import ask, played
-from tests.worlds import CHATML, END, HELLO, PlainTokenizer, Told, hang, plain_ids, plain_renderer, saying, tool, user
-from treadle.core.draws import Stream
+from tests.rollout.test_agents import ask, once, played
+from tests.worlds import (
+    CHATML,
+    DONE,
+    END,
+    HELLO,
+    MORE,
+    PlainTokenizer,
+    Told,
+    addresses,
+    hang,
+    plain_ids,
+    plain_renderer,
+    saying,
+    tool,
+    user,
+)
 from treadle.core.errors import (
     Cause,
     ConfigError,
@@ -39,7 +52,7 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.address import GatewayConfig
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.session import Address, Session, SessionSpec
+from treadle.rollout.session import Session, SessionSpec
 from treadle.testing import FakeEngine, VirtualLoop
 
 TASK = Task("t", HELLO, driver="mine")
@@ -50,8 +63,7 @@ async def driven(driver: DriverFactory, attempts: int = 1, **settings: Any) -> l
     engine = saying("a")
     config, players = RolloutConfig(max_completion_tokens=16, **settings), Players(drivers={"mine": driver})
     async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
-        addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(attempts)]
-        running = rollouts.start("g", TASK, addresses)
+        running = rollouts.start("g", TASK, addresses(attempts))
         assert engine.open == [f"g.{attempt}" for attempt in range(attempts)]  # before any of them plays
         trajectories = list(await asyncio.gather(*running))
     assert not engine.open
@@ -201,62 +213,34 @@ def test_what_is_no_driver_is_refused(found: Any, message: str) -> None:
         check_driver(found, "it")
 
 
-class Calling(GatewayDriver):
-    """Asks over HTTP, as often as the task says, and then does what its prompt says."""
-
-    def __init__(self, setup: DriverSetup, urls: list[str]) -> None:
-        super().__init__(setup)
-        self.urls = urls
-
-    async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
-        self.urls.append(address.base_url)
-        async with async_client(address.base_url, address.secret, 20.0) as client:
-            return await user.call(self.act, task, client, what="run", timeout=20.0, check=lambda value: value)
-
-    async def act(self, task: Task, client: AsyncOpenAI) -> Graded:
-        for _ in range(task.extras["calls"]):
-            await client.with_options(max_retries=0).chat.completions.create(model="m", messages=[*task.prompt])  # type: ignore[list-item]
-        metric = Metric("colour", "trajectory", "mean")
-        reward = float(task.extras["reward"])
-        return Graded(Reward.of(reward), measured("trajectory", {metric: [3]}), "beware")
-
-
-async def call_over_http(*extras: dict[str, Any], **settings: Any) -> tuple[list[Trajectory], list[str]]:
-    urls: list[str] = []
-
-    async def agent(task: Task, client: AsyncOpenAI) -> float:
-        urls.append(str(client.base_url))
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-        return 1.0
-
-    players = Players({}, {"agent": agent}, {"a": partial(Calling, urls=urls), "b": partial(Calling, urls=urls)})
-    tasks = [Task(f"t{n}", HELLO, driver="ab"[n % 2], extras=extra) for n, extra in enumerate(extras)]
-    config = RolloutConfig(max_completion_tokens=16, max_steps=2, **settings)
-    async with open_rollouts(saying("a"), plain_renderer(), players, config) as rollouts:
-        running = [
-            rollouts.start(f"g{n}", task, [Address(1, Stream.TRAIN, 0, n, 0)])[0]
-            for n, task in enumerate([*tasks, Task("agent", HELLO, agent="agent")])
-        ]
-        return list(await asyncio.gather(*running)), urls
-
-
 async def test_all_that_calls_over_http_shares_one_gateway() -> None:
     """A second one could not have the configured port."""
+    urls: list[str] = []
+
+    class Calling(GatewayDriver):
+        async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
+            urls.append(address.base_url)
+            async with async_client(address.base_url, address.secret, 20.0) as client:
+                await ask(client, [*task.prompt])
+            return Graded(
+                Reward.of(0.5), measured("trajectory", {Metric("colour", "trajectory", "mean"): [3]}), "beware"
+            )
+
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    trajectories, urls = await call_over_http(
-        {"calls": 1, "reward": 0.5}, {"calls": 2, "reward": 0.25}, gateway=GatewayConfig(port=port)
-    )
-    assert [t.reward for t in trajectories] == [0.5, 0.25, 1.0], [t.failure for t in trajectories]
-    assert len(set(urls)) == 3 and {urlsplit(url).port for url in urls} == {port}
-    assert [len(t.steps) for t in trajectories] == [1, 2, 1]
+        config = RolloutConfig(max_completion_tokens=16, gateway=GatewayConfig(port=probe.getsockname()[1]))
+    players = Players({}, {"a": once}, {"a": Calling, "b": Calling})
+    tasks = [Task("t", HELLO, driver="a"), Task("u", HELLO, driver="b"), Task("v", HELLO, agent="a")]
+    async with open_rollouts(saying("a"), plain_renderer(), players, config) as rollouts:
+        running = [rollouts.start(f"g{n}", task, addresses())[0] for n, task in enumerate(tasks)]
+        trajectories = list(await asyncio.gather(*running))
+    assert [(t.reward, len(t.steps)) for t in trajectories] == [(0.5, 1), (0.5, 1), (1.0, 1)], trajectories
+    assert len(set(urls)) == 2 and {urlsplit(url).port for url in urls} == {config.gateway.port}
     assert dict(trajectories[0].metrics) == {"colour": 3} and trajectories[0].warning == "beware"
 
 
 # How an attempt ended, by who drove it and what happened: one table of status, cause, reward and warning
 
 
-DONE, MORE = EnvStep(reward=1.0, done=True), EnvStep([tool("more")], 0.25)
 OTHER_TOKENS = Reward(tokens=np.array([1.0] * 7, np.float32))
 HUGE = EnvStep([tool("x")], 1e12, done=True)
 VERIFIER, GAVE_UP = TrajectoryFailure(Cause.VERIFIER, "no tests"), TrajectoryFailure(Cause.AGENT, "gave up")

@@ -1,23 +1,21 @@
 """`Environment.finish`: called once when an attempt has ended, with a last reward and metrics of the whole attempt."""
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.worlds import Told, ToldPlain, hang, play, saying, tool
+from tests.worlds import DONE, MORE, Told, hang, one, play, saying, tool
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Status, Trajectory
-from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.envs.base import EnvStep, Finish
 from treadle.envs.lookup import Lookup, tasks
 from treadle.orchestration.setup.inputs import make_inputs
 from treadle.rollout.drivers.environment import check_metrics
 from treadle.testing import VirtualLoop
 
-MORE, DONE = EnvStep([tool("more")], 0.25), EnvStep(reward=1.0, done=True)
 TESTS = Metric("tests", "trajectory", "mean", "tests")
 TIGHT: dict[str, Any] = {"max_input_tokens": 80}
 VERIFIER = TrajectoryFailure(Cause.VERIFIER, "no test report")
@@ -38,11 +36,6 @@ class Finishing(Told):
         if isinstance(self.last, BaseException):
             raise self.last
         return await self.last() if callable(self.last) else self.last  # type: ignore[no-any-return]
-
-
-def one(world: Environment, **settings: Any) -> Trajectory:
-    [trajectory] = play(lambda: world, saying("a"), **settings)
-    return trajectory
 
 
 @pytest.mark.parametrize(
@@ -81,22 +74,6 @@ def test_what_it_gives_adds_to_components_and_tokens_of_the_last_step() -> None:
 def test_it_may_give_nothing(last: Any) -> None:
     found = one(Finishing(MORE, DONE, last=last))
     assert (found.status, found.reward, dict(found.metrics)) == (Status.DONE, 1.25, {})
-
-
-def test_it_may_be_a_plain_method_in_the_attempts_thread() -> None:
-    threads = []
-
-    class Plain(ToldPlain):
-        def step(self, text: str) -> EnvStep:  # type: ignore[override]
-            threads.append(threading.current_thread())
-            return super().step(text)
-
-        def finish(self, ended: Status) -> Finish:
-            threads.append(threading.current_thread())
-            return Finish(float(ended == "done"))
-
-    assert one(Plain(DONE)).reward == 2.0
-    assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize(

@@ -278,19 +278,6 @@ async def test_answers_and_errors_are_what_the_sdks_models_say() -> None:
                     assert wrong.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
-FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
-
-
-@pytest.mark.xdist_group("anthropic")
-@pytest.mark.parametrize("asked", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
-async def test_formats_that_no_engine_keeps_to_are_refused(asked: dict[str, Any]) -> None:
-    body = {"model": "m", "messages": HELLO, "max_tokens": 9, "output_config": {"effort": "high"}}
-    async with served(looking()) as server, httpx.AsyncClient(base_url=server.open().base_url, timeout=300) as client:
-        assert (await client.post("messages", json=body)).status_code == 200
-        refused = await client.post("messages", json={**body, **asked})
-        assert refused.status_code == 400 and "format" in refused.text
-
-
 async def test_what_clients_ask_for_in_vain_is_said_once() -> None:
     said: list[str] = []
     tools = [{"type": "web_search"}, {"type": "namespace", "name": "mine", "tools": []}]

@@ -285,18 +285,8 @@ def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
         assert running.http.post(f"{base}/{route}", json={}).json()["type"] == "error"
     for body, message in (
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2, got 3"),
-        (
-            {"messages": [{**user("x"), "content": [{"type": "text", "text": 5}]}]},
-            "messages[0].content[0].text: Input should be a valid string, got 5",
-        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: Field required"),
-        ({"tools": {"name": "f"}}, "tools: Input should be an array, got an object"),
         ({"messages": ["hi"]}, "messages[0]: Input should be an object, got 'hi'"),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.type: must be text, as no engine here constrains decoding, got 'json_schema'; "
-            "leave it out",
-        ),
         ({"prediction": {"type": "content"}}, "prediction: not supported here, got an object; leave it out"),
     ):
         asked = running.http.post(f"{base}/chat/completions", json={"messages": [user("x")], **body})

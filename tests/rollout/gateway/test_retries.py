@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -19,6 +19,22 @@ from treadle.rendering.replies import plain
 from treadle.rollout.gateway.gateway import SessionAddress
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
+
+
+class Failing(Slow):
+    """Fails at these calls, counted from 1, once `when` is true; says "x" otherwise."""
+
+    def __init__(self, *numbers: int, when: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(scripted(lambda prompt, number: "x"))
+        self.numbers, self.when, self.asked = numbers, when, 0
+
+    async def generate(self, *a: Any, **k: Any) -> Any:
+        self.asked += 1
+        if self.asked not in self.numbers:
+            return await super().generate(*a, **k)
+        self.calls.append(a[0])
+        await until(self.when)
+        raise EngineError("out of memory")
 
 
 def numbering() -> Slow:
@@ -165,40 +181,19 @@ async def test_a_session_that_ends_while_a_request_is_on_its_way_is_asked_nothin
 
 
 async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
-    class Failing(Slow):
-        failures = 2
-
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            if self.failures:
-                self.failures -= 1
-                raise EngineError("out of memory")
-            return await super().generate(*a, **k)
-
-    engine = Failing(scripted(lambda prompt, number: "at last"))
-    async with served(engine) as server, httpx.AsyncClient() as http:
+    async with served(Failing(1, 2)) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         answer = await http.post(f"{address.base_url}/chat/completions", json=BODY, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 503 and "out of memory" in answer.json()["error"]["message"]
         client = server.openai(address)
         said = await client.chat.completions.create(**BODY)  # retries by itself
-        assert said.choices[0].message.content == "at last"
+        assert said.choices[0].message.content == "x"
         assert len(server.steps()) == 1
-
-
-class FailingFirst(Slow):
-    """The first call fails at once, when others are under way already; these wait for the gate."""
-
-    async def generate(self, *a: Any, **k: Any) -> Any:
-        if not self.calls:
-            self.calls.append(a[0])
-            await until(lambda: len(self.calls) == 2)
-            raise EngineError("out of memory")
-        return await super().generate(*a, **k)
 
 
 async def test_an_identical_request_that_was_under_way_is_no_retry_of_one_that_fails() -> None:
     """Best of two: one fails while the other is sampled. A later one is its retry."""
-    engine = FailingFirst(scripted(lambda prompt, number: "x"))
+    engine = Failing(1, when=lambda: engine.asked == 2)
     async with served(engine) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         results = await asyncio.gather(*(ask(http, address) for _ in range(2)), return_exceptions=True)
@@ -228,12 +223,7 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
 
 
 async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() -> None:
-    class Failing(Slow):
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            await super().generate(*a, **k)
-            raise EngineError("out of memory")
-
-    engine = Failing(scripted(lambda prompt, number: "x"))
+    engine = Failing(1, when=lambda: engine.gate.is_set())
     async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         engine.gate.clear()
@@ -247,14 +237,7 @@ async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() ->
 
 
 async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
-    class Failing(Slow):
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            if not self.calls:
-                self.calls.append(a[0])
-                raise EngineError("out of memory")
-            return await super().generate(*a, **k)
-
-    engine = Failing(scripted(lambda prompt, number: "x"))
+    engine = Failing(1)
     async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         with pytest.raises(httpx.HTTPStatusError, match="503"):
@@ -283,13 +266,7 @@ async def test_too_many_requests_in_flight() -> None:
 
 
 async def test_a_choice_that_fails_takes_the_others_with_it() -> None:
-    class Half(Slow):
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            if len(self.calls) == 2:
-                raise EngineError("full")
-            return await super().generate(*a, **k)
-
-    async with served(Half(scripted(lambda prompt, number: "x"))) as server, httpx.AsyncClient() as http:
+    async with served(Failing(3)) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         answer = await http.post(f"{address.base_url}/chat/completions", json={**BODY, "n": 3})
         assert answer.status_code == 503

@@ -48,9 +48,7 @@ class Command:
     and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
 
     When the program ends, its time is over, or the run stops or is killed, all processes that it started are killed;
-    on systems other than Linux, those of its process group (`supervisor`). Only the end of its output is kept. The
-    attempt fails if the program does not exist, exits with a status other than 0 or prints no reward. Raises
-    ConfigError for words that are one text, and for user namespaces that are not allowed.
+    on systems other than Linux, those of its process group (`supervisor`). Only the end of its output is kept.
     """
 
     words: Sequence[str]
@@ -117,9 +115,8 @@ def _reward(stdout: str) -> float | Recovered:
 
 
 INHERITED = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"),
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
 """Environment variables of the run that a program gets: what it needs to start and read files, and no secrets."""
 

@@ -1,13 +1,7 @@
 """`AttemptDriver`: what plays one attempt on a session. Environments and agent programs have one each.
 
 Another one is a class, given to `treadle.train` or named in a recipe or a task (`driver: my_module:MyDriver`, or a name
-that a package registers under `treadle.drivers`):
-
-    class Greeter(AttemptDriver[Session]):
-        async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-            reply = await session.chat(task.prompt)
-            session.reward_last(Reward.of(float("hello" in reply.message["content"])))
-            return outcome_of(session.steps, None, user.cause)
+that a package registers under `treadle.drivers`); docs/agents.md has an example.
 """
 
 from __future__ import annotations
@@ -139,5 +133,4 @@ def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_O
 
 
 def is_driver(candidate: object) -> TypeGuard[type[AttemptDriver[Any]]]:
-    """Whether it is a class that inherits from `AttemptDriver`."""
     return inspect.isclass(candidate) and AttemptDriver in inspect.getmro(candidate)
