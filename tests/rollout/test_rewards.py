@@ -113,7 +113,10 @@ def test_a_hook_may_be_async_and_give_an_array() -> None:
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (lambda task, trajectory: {}["nothing here"], "rewards.shaping raised KeyError: 'nothing here'"),
+        (
+            lambda task, trajectory: dict[str, float]()["nothing here"],
+            "rewards.shaping raised KeyError: 'nothing here'",
+        ),
         (halfway, "rewards.shaping raised RuntimeError: in the middle"),
         (lambda task, trajectory: [1.0] * 9, "there are 9 rewards for 2 steps"),
         (lambda task, trajectory: ["good", "bad"], "a reward must be a finite number, at most 1e+12 in size, or a"),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from treadle.core.text import read_json
 from treadle.core.types import BreakCause, Ids, Message
-from treadle.core.untrusted_json import read_json
 
 Value = tuple[str, str, str]
 """(role, content, tool calls as canonical JSON): equal for messages that are the same."""

@@ -34,8 +34,8 @@ from typing import Any
 
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
+from treadle.core.text import read_json
 from treadle.core.types import FunctionCall, Message, ToolCall
-from treadle.core.untrusted_json import read_json
 
 Tool = Mapping[str, Any]
 """A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
-from treadle.core.untrusted_json import read_json
+from treadle.core.text import read_json
 from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
 from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
