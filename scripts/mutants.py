@@ -110,7 +110,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "enumerate(trajectory.steps)), default=None)", "rollout/test_rewards.py"),
     ("rollout/session.py", "a.position, a.attempt, number)", "a.position, a.attempt, 0)", "rollout/test_session.py"),
     ("rollout/drivers/environment.py", "else [math.fsum(values)]", "else values", "rollout/test_finish.py"),
-    ("rollout/gateway/address.py", '.removesuffix("/v1")', "", "rollout/gateway/test_limits.py"),
+    ("rollout/config.py", '.removesuffix("/v1")', "", "rollout/gateway/test_limits.py"),
     ("rollout/gateway/request.py", "self.seed % 2**63", "abs(self.seed)",
      "rollout/gateway/test_clients.py::test_what_clients_write_of_sampling_is_brought_within_its_bounds"),
     ("packing/flat.py", "rewards[-1] += whole - math.fsum(rewards)", "pass", "packing/test_flat.py"),

@@ -45,11 +45,10 @@ from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.agents.agent import Recovered
 from treadle.rollout.agents.clients import async_client
 from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
+from treadle.rollout.config import GatewayConfig, RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup, check_driver
 from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
-from treadle.rollout.gateway.address import GatewayConfig
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session, SessionSpec

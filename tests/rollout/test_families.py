@@ -192,15 +192,6 @@ def test_a_thought_that_the_caller_began_goes_on() -> None:
     assert (message["content"], message["reasoning_content"]) == ("", "hm")
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano", "deepseekv3"])
-def test_of_families_that_open_one(name: str) -> None:
-    family = world(name)
-    engine = FakeEngine(lambda prompt, sampling: family.tokenizer.encode("hm", add_special_tokens=False).ids)
-    session = opened(family.renderer, family.renderer.parser("auto"), engine)
-    message = asyncio.run(session.chat([user("q")])).message
-    assert message == {"role": "assistant", "content": "", "reasoning_content": "hm"}
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507"])
 def test_a_thought_that_the_template_has_no_place_for_stays_and_breaks_nothing(name: str) -> None:
     family = world(name)

@@ -65,15 +65,6 @@ def test_hermes_calls() -> None:
     assert [c["id"] for c in message["tool_calls"]] == ["", ""]
 
 
-def test_qwen_xml_calls_take_types_from_the_schema() -> None:
-    text = (
-        "<tool_call>\n<function=look>\n<parameter=who>\n7\n</parameter>\n<parameter=deep>\n7\n</parameter>\n"
-        "<parameter=other>\ntwo\nlines\n</parameter>\n</function>\n</tool_call>"
-    )
-    assert called(qwen_xml(text, TOOLS)) == [("look", {"who": "7", "deep": 7, "other": "two\nlines"})]
-    assert called(qwen_xml("<tool_call><function=look></function></tool_call>", TOOLS)) == [("look", {})]
-
-
 @pytest.mark.parametrize(
     "text",
     [

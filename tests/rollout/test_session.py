@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.worlds import END, PLAIN, PlainTokenizer, chatml, make_step, plain_ids, plain_renderer, saying, tool, user
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
-from treadle.core.errors import ContextExceeded, DataError, EngineError
+from treadle.core.errors import DataError, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
 from treadle.rendering import structure
 from treadle.rendering.chat import ChatRenderer
@@ -63,41 +63,6 @@ def test_every_call_has_its_own_seed_from_its_address() -> None:
     seeds = [step.sampling.seed for step in session.steps]
     assert seeds == [call_seed(3, Stream.TRAIN, 1, 5, 2, number) for number in range(3)]
     assert len(set(seeds)) == 3
-
-
-class Swapping(FakeEngine):
-    """Weights are swapped in flight: the first token by the current version, the others by the next."""
-
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
-        done = await super().generate(prompt_ids, sampling, session=session)
-        spans = (VersionSpan(self.version, 0, 1), VersionSpan(self.version + 1, 1, len(done.token_ids)))
-        self.version += 1
-        return Completion(done.token_ids, done.logprobs, done.stop_reason, spans)
-
-
-def test_each_token_knows_the_policy_version_that_sampled_it() -> None:
-    engine = Swapping(lambda prompt, sampling: [7, 8, END])
-    asyncio.run(engine.publish(4))
-    session = open_session(engine)
-    talk(session, 2)
-    assert [s.policy_versions.tolist() for s in session.steps] == [[4, 5, 5], [5, 6, 6]]
-
-
-@given(st.integers(1, 60))
-def test_the_limit_is_on_the_prompt_really_sent(longest: int) -> None:
-    engine = saying("x")
-    session = open_session(engine, longest)
-    prompt = len(plain_ids(chatml([user("q")])))
-    if prompt <= longest:
-        talk(session, 1)
-        assert len(engine.calls[0]) == prompt
-        return
-    with pytest.raises(ContextExceeded, match=f"the prompt has {prompt} tokens, max_input_tokens is {longest}"):
-        talk(session, 1)
-    assert engine.calls == []
-    assert session.steps == []
 
 
 def test_closing_tells_the_engine_and_may_be_repeated() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.clocks import StuckLoop
 from tests.rollout.test_agents import played
 from tests.until import CEILING, wait_until
-from tests.worlds import DONE, MORE, Told, ToldPlain, hang, play, saying, tool
+from tests.worlds import DONE, MORE, Told, ToldPlain, play, saying, tool
 from treadle.core.errors import Cause, RunError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
@@ -240,22 +240,6 @@ def test_ctrl_c_is_told_from_a_keyboard_interrupt_of_user_code() -> None:
     with pytest.raises(KeyboardInterrupt):
         play(lambda: Told(step), saying("a"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_a_first_ctrl_c_cancels_what_is_running() -> None:
-    cleaned = []
-
-    async def main() -> None:
-        try:
-            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
-            await hang()
-        finally:
-            cleaned.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(main(), print)
-    assert cleaned == [True]
 
 
 @pytest.mark.usefixtures("interruptible")

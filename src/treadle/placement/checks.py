@@ -12,7 +12,7 @@ from uuid import uuid4
 import treadle
 from treadle.core.errors import ConfigError, PlacementError
 from treadle.placement.reserve import Bundle, Reservation
-from treadle.rollout.gateway.address import GatewayConfig, listen
+from treadle.rollout.config import GatewayConfig, listen
 
 _LIMIT = 120.0  # seconds for all places to answer
 _COMPUTES = ("torch", "transformers")  # packages that rollout workers do without

@@ -17,11 +17,9 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from treadle.core.errors import ConfigError, DataError
@@ -250,8 +248,6 @@ def sandbox() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["namespace"] = _Namespace
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # without `dict.update` and the like
     return environment
 
 
@@ -263,20 +259,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(Namespace):
-    """Jinja's, without attributes that lead into Python."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace has no {name!r}")
-        super().__setitem__(name, value)
 
 
 def _to_json(

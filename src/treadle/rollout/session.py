@@ -191,23 +191,15 @@ class Session:
         dropped = None if delivered else DropReason.CANCELLED
         self._steps[number] = replace(self._steps[number], dropped=dropped)
 
-    def reward_last(self, given: Reward) -> None:
-        """Set the reward of the last step that reached the agent, if there is one.
+    def reward_last(self, given: Reward, *, add: bool = False) -> None:
+        """Set the reward of the last step that reached the agent, if there is one. add: to the one that it has.
 
-        Raises DataError for rewards of more or fewer tokens than the step has.
+        Raises DataError for rewards of more or fewer tokens than the step has, or too large a sum.
         """
-        last = self._last_played()
+        last = max((number for number, step in self._steps.items() if was_played(step)), default=None)
         if given and last is not None:
+            given = self._steps[last].given.plus(given) if add else given
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
-
-    def add_to_last_reward(self, more: Reward) -> None:
-        """Add to the reward of the last step that reached the agent. Raises DataError also for too large a sum."""
-        last = self._last_played()
-        if more and last is not None:
-            self.reward_last(self._steps[last].given.plus(more))
-
-    def _last_played(self) -> int | None:
-        return max((number for number, step in self._steps.items() if was_played(step)), default=None)
 
     def set_state(self, number: int, state: str) -> None:
         """Record the environment's state in which call `number` was made, as a hash of 128 bits; "" is none."""

@@ -18,8 +18,7 @@ from tests.worlds import saying, user
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
+from treadle.rollout.config import GatewayConfig, RolloutConfig, listen, url_of
 from treadle.rollout.gateway.gateway import Attached, SessionAddress
 
 

@@ -92,7 +92,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
             limit = StepsExceeded(self._config.max_steps)
         session.close()  # the engine waits for it, and `finish` may take its time
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
-        session.add_to_last_reward(await environment.finish(ended))
+        session.reward_last(await environment.finish(ended), add=True)
         return limit
 
     def _continues(self, conversation: Sequence[Message], number: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from treadle.core.types import Message
-from treadle.rollout.gateway.address import GatewayConfig
+from treadle.rollout.config import GatewayConfig
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
 from treadle.core.text import read_json
-from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
+from treadle.rollout.config import GatewayConfig, listen, url_of
 from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
 from treadle.rollout.gateway.messages import MESSAGES, CountRequest
