@@ -159,9 +159,7 @@ def _is_stub(run: RunDirectory) -> bool:
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
     console = Console()
-    with environment(
-        {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    ):  # which the hub's libraries read when imported
+    with environment({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):  # read when the libraries are imported
         from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
 
         result = dry_run(config, runs, Console(stderr=True).line)
