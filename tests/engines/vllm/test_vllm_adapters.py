@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, sized, under_way
 from tests.models import step_logprobs
-from tests.until import until
 from treadle.core.config import build
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
@@ -25,7 +24,6 @@ from treadle.engines.vllm.adapters import AdapterPublication, Exported
 from treadle.engines.vllm.engine import VLLMEngine, open_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.publication import Probe
-from treadle.engines.vllm.server import ServerLost
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.weights import adapter_weights, copy_by_name
@@ -134,11 +132,8 @@ async def test_publications_under_load_and_after_a_loss(tmp_path: Path) -> None:
         lost = call(engine, "lost", 900)
         await under_way(server, 10)
         os.killpg(process.group, signal.SIGKILL)
-        with pytest.raises(ServerLost):
-            await lost
-        await until(lambda: any("was started again" in line for line in said))
-        again = await call(engine, "again", 30)
-        assert adapted.gap(again, 20) < 1e-3
+        assert adapted.gap(await lost, 20) < 1e-3  # made again, on the server that took its place
+        assert any("was started again" in line for line in said)
 
         adapted.become(21)
         publication._probe = Probe(PROBE, 0.0)  # nothing passes
