@@ -1,6 +1,7 @@
 """Adapters on a real vLLM server: every token is of the adapter that its call was for."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, sized, under_way
 from tests.models import step_logprobs
+from tests.orchestration.runs import check_finished, recorded, start
 from treadle.core.config import build
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
@@ -163,3 +165,24 @@ async def test_versions_side_by_side_for_pinned_sessions(tmp_path: Path) -> None
         engine.close_session("s1")
         await published(publication, adapted, 4)
         assert [adapter.version for adapter in publication._alive] == [2, 4]  # of 3 there was no session
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_run_trains_adapters_that_servers_sample(tmp_path: Path, pinned: bool) -> None:
+    export_model(tmp_path / "base", sized("qwen3", 0), TOKENIZER)
+    options = {"python": python_with_vllm(), **VLLM["tied"]}
+    start(
+        tmp_path / "run",
+        "model.build=null",
+        "model.tokenizer=null",
+        f"model.path={tmp_path / 'base'}",
+        f"training.lora={{rank: 4, pin_attempts: {str(pinned).lower()}}}",
+        f"engine={{kind: vllm, batch: 16, options: {json.dumps(options)}}}",
+        "orchestration.max_staleness=1",
+        "orchestration.updates=8",
+        "data.train.options.seconds=0.2",
+    )
+    check_finished(tmp_path / "run")  # what was sampled has the learner's log-probabilities
+    versions = [{int(v) for s in steps for v in s.policy_versions} for _, steps in recorded(tmp_path / "run")]
+    assert max(max(each) for each in versions) >= 6
+    assert not pinned or max(map(len, versions)) == 1

@@ -5,8 +5,8 @@
                 +- failed: unload the new one; the old one serves on
 
 Version 0 is an adapter too, which changes nothing: on a CPU, vLLM computes calls of the bare base with whatever adapter
-is in its last slot, if both are in one batch. Names and files stay until no call and no session needs them: servers read
-adapters again that they have evicted.
+is in its last slot, if both are in one batch. Names and files stay until no call and no session needs them: servers
+read adapters again that they have evicted.
 """
 
 from __future__ import annotations
