@@ -15,6 +15,7 @@
     large_data      a million rows of Parquet before the first task
     recipe_runs     recipes over seeds and variants: table, JSON, picture
     against_trl     single-turn GRPO beside TRL, and one gradient by both
+    adapters        publication of LoRA adapters to vLLM, beside full weights
     gpu_check       what runs on a GPU, checked and measured
 
 `results/` holds the figures that the documentation quotes. `measure` and `workloads` are shared.

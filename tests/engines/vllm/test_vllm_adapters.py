@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, sized, under_way
+from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, shared_files, sized, under_way
 from tests.models import step_logprobs
 from tests.orchestration.runs import check_finished, recorded, start
 from treadle.core.config import build
@@ -72,19 +72,19 @@ async def serving(
 ) -> AsyncIterator[tuple[VLLMEngine, AdapterPublication, Adapted]]:
     export_model(folder / "base", sized("qwen3", 0), TOKENIZER)
     adapted = Adapted(folder / "base")
-    (folder / "adapters").mkdir()
-    await adapted.source.export(folder / "adapters" / "first")
+    await adapted.source.export(folder / "adapter")
     config = build(
         EngineConfig, {"kind": "vllm", "batch": 32, "options": {"python": python_with_vllm(), **VLLM["tied"]}}
     )
-    config = Exported.read(folder / "adapters" / "first").served_by(config, slots=(pinned or 0) + 2)
+    exported = Exported.read(folder / "adapter")
+    config = exported.served_by(config, slots=(pinned or 0) + 2)
     engine, publication = await open_engine(
         config,
         adapted.source,
         serve=lambda number: ServerProcess(folder / "base", config, folder / "log"),
         stop_token_ids=[],
         probe=Probe(PROBE, config.tolerance),
-        adapters=folder / "adapters",
+        adapters=exported.settings,
         pinned=pinned,
         notify=(said if said is not None else []).append,
     )
@@ -144,7 +144,7 @@ async def test_publications_under_load_and_after_a_loss(tmp_path: Path) -> None:
         assert adapted.gap(await call(engine, "after", 30), 20) < 1e-3
         names = [model["id"] for model in (await engine._servers[0].get("/v1/models"))["data"]]
         assert [name for name in names if "-v21" in name] == []
-    assert not (tmp_path / "adapters").exists()
+    assert not shared_files()
 
 
 async def test_versions_side_by_side_for_pinned_sessions(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats
 from treadle.engines.config import EngineConfig
+from treadle.engines.staging import WeightsFile, stage_file
 from treadle.engines.vllm.publication import Probe
 from treadle.engines.vllm.server import Adapter, Admission, Admitted, Server, on_each
 from treadle.models.model_files import ADAPTER_CONFIG
@@ -37,16 +38,18 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for; ev
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an adapter's directory says of it."""
+    """What an adapter's directory says of it. settings: the content of adapter_config.json."""
 
     base: Path
     rank: int
     targets: list[str]
+    settings: bytes
 
     @classmethod
     def read(cls, directory: Path) -> Exported:
-        settings: Any = json.loads((directory / ADAPTER_CONFIG).read_bytes())
-        return cls(Path(settings["base_model_name_or_path"]), settings["r"], settings["target_modules"])
+        content = (directory / ADAPTER_CONFIG).read_bytes()
+        settings: Any = json.loads(content)
+        return cls(Path(settings["base_model_name_or_path"]), settings["r"], settings["target_modules"], content)
 
     def served_by(self, config: EngineConfig, slots: int) -> EngineConfig:
         """Return the settings of servers that compute `slots` versions at once. `engine.options` overrides them."""
@@ -64,20 +67,26 @@ class Exported:
 class AdapterPublication:
     """Publishes adapters to vLLM's servers (a `WeightSync`), and knows which of them each call is for.
 
-    folder: that servers can read, in which each version's files lie. pinned: sessions keep the version of their first
-    call, at most so many behind the newest; None: a call is for the newest one as it begins.
+    settings: the adapters' adapter_config.json. pinned: sessions keep the version of their first call, at most so many
+    behind the newest; None: a call is for the newest one as it begins.
     """
 
     def __init__(
         self,
         servers: MutableSequence[Server],
         source: WeightSource,
-        folder: Path,
+        settings: bytes,
         *,
         probe: Probe | None = None,
         pinned: int | None = None,
     ) -> None:
-        self._servers, self._source, self._folder, self._probe, self._pinned = servers, source, folder, probe, pinned
+        self._servers, self._source, self._settings, self._probe, self._pinned = (
+            servers,
+            source,
+            settings,
+            probe,
+            pinned,
+        )
         self._owner, self._written = uuid4().hex[:8], 0
         self.admission = Admission()  # always open
         self.is_refused = False
@@ -124,9 +133,11 @@ class AdapterPublication:
         """
         async with self._one:
             self._written += 1
-            new = Adapter(f"treadle-{self._owner}-{self._written}-v{version}", version)
+            name = f"treadle-{self._owner}-{self._written}-v{version}"
+            file = await stage_file(self._source, WeightsFile(private=False, name="adapter_model.safetensors"))
+            new = Adapter(name, version, file.path.parent)
             try:
-                await self._source.export(self._folder / new.name)
+                (new.directory / ADAPTER_CONFIG).write_bytes(self._settings)
                 expected = None if self._probe is None else await self._source.score(self._probe.ids)
                 await on_each(self._servers, lambda server: self._load(server, new))
                 await on_each(self._servers, lambda server: self._prove(server, new, expected))
@@ -152,7 +163,8 @@ class AdapterPublication:
             self._servers[number] = server
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for adapter in self._alive:
+            shutil.rmtree(adapter.directory, ignore_errors=True)
 
     def _unused(self) -> list[Adapter]:
         """The old adapters that no call is in flight for, and no session may still make one."""
@@ -161,8 +173,8 @@ class AdapterPublication:
         return [a for a in self._alive[:-1] if not self._calls[a] and a not in kept]
 
     async def _load(self, server: Server, adapter: Adapter) -> None:
-        path = str(self._folder / adapter.name)
-        await server.post("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": path})
+        request = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        await server.post("/v1/load_lora_adapter", request)
 
     async def _prove(self, server: Server, adapter: Adapter, expected: Floats | None) -> None:
         if self._probe is None or expected is None:
@@ -179,4 +191,4 @@ class AdapterPublication:
             await on_each(
                 self._servers, lambda server: server.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
             )
-        shutil.rmtree(self._folder / adapter.name, ignore_errors=True)
+        shutil.rmtree(adapter.directory, ignore_errors=True)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,7 +213,7 @@ async def open_engine(
     serve: Callable[[int], Started] | None,
     stop_token_ids: Sequence[int],
     probe: Probe | None = None,
-    adapters: Path | None = None,
+    adapters: bytes | None = None,
     pinned: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
@@ -222,7 +221,7 @@ async def open_engine(
     """Return an engine whose servers answer, at version 0, and the publication of the source's weights to them.
 
     serve: starts the server of a number, also again when it is lost; None: servers run already.
-    adapters: the source publishes adapters, and has its files there; pinned: see `AdapterPublication`.
+    adapters: if the source publishes any, their `settings`; pinned: see `AdapterPublication`.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
     take weights; ConfigError without vLLM.

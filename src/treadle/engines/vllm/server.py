@@ -30,10 +30,11 @@ _EXCERPT = 500  # characters of a response that an error shows
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that servers have loaded under a name."""
+    """An adapter that servers have loaded under a name. directory: of its files."""
 
     name: str
     version: int
+    directory: Path
 
 
 @dataclass(frozen=True, slots=True)

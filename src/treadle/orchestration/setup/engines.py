@@ -202,7 +202,7 @@ async def open_vllm(
         if is_adapter(folder):
             exported = Exported.read(folder)
             config, served = exported.served_by(config, slots=(spec.pinned or 0) + 2), exported.base
-            connected = partial(connected, adapters=folder.parent, pinned=spec.pinned)
+            connected = partial(connected, adapters=exported.settings, pinned=spec.pinned)
         else:
             served = folder
 
