@@ -16,8 +16,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.data.config import DataConfig
 from treadle.data.load import LoadContext, load_tasks
-from treadle.data.mixture import Mixture
-from treadle.data.tasks import players, task_ids, tasks_sha256
+from treadle.data.tasks import Mixture, players, task_ids, tasks_sha256
 from treadle.orchestration.sampling.task_queue import TaskOrder
 
 

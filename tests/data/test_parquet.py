@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
-from treadle.data.arrow_checks import is_well_formed
 from treadle.data.config import Columns, SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.load import load_tasks as load
 from treadle.data.rows import Row, make_task
+from treadle.data.table import is_well_formed
 from treadle.data.tasks import LazyTasks, players, task_ids, tasks_sha256
 
 PLAYER = ("environment", "arithmetic")
@@ -310,7 +310,7 @@ def test_a_name_that_cannot_be_loaded_is_told_in_one_line(
 
 
 def test_offline_a_name_is_given_up_at_once(tmp_path: Path) -> None:
-    program = "from treadle.data.hub import open_data_set; open_data_set('org/math', '', {}, 'data.train')"
+    program = "from treadle.data.table import open_data_set; open_data_set('org/math', '', {}, 'data.train')"
     ours = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, timeout=300, check=False)

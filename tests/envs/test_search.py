@@ -15,8 +15,7 @@ from tests.retrieval.scripted import found, scripted_server
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task
 from treadle.envs.base import EnvStep, Finish
-from treadle.envs.search.environment import Search
-from treadle.envs.search.protocol import answer_of, normalize_answer
+from treadle.envs.search.environment import Search, answer_of, normalize_answer
 
 PROMPT = (Message(role="user", content="What does Anna like?"),)
 

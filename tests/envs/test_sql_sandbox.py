@@ -172,7 +172,7 @@ def test_memory_is_bounded(sandbox: Sandbox, file: Path) -> None:
     """By the kernel: a child that has to keep 5 GB of rows for comparison ends, and is replaced."""
     select(sandbox, TWO, "SELECT 1")
     for child in sandbox._idle:
-        child.wait_until_ready()
+        child.wait_until_ready(CEILING)
         limits = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
         values = {line[:26].strip(): line[26:].split()[0] for line in limits}
         assert values["Max address space"] == str(ADDRESS_SPACE)
@@ -187,7 +187,7 @@ def test_a_child_that_dies_fails_its_query_only() -> None:
     with closing(Sandbox(children=2)) as sandbox:
         select(sandbox, TWO, "SELECT 1")
         for child in sandbox._idle:
-            child.wait_until_ready()
+            child.wait_until_ready(CEILING)
             os.kill(child.pid, signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(QueryError, match="its process ended"):

@@ -15,8 +15,7 @@ from tests.envs.sql_cases import CASES, DATABASE, DEVIATIONS, GOLD, MAX_TURNS, R
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Status, Task
 from treadle.envs.base import EnvStep, Finish
-from treadle.envs.sql.environment import TextToSql, solution_of
-from treadle.envs.sql.table import ENOUGH, LONGEST, render_table
+from treadle.envs.sql.environment import ENOUGH, LONGEST, TextToSql, render_table, solution_of
 
 
 @pytest.fixture(scope="module")

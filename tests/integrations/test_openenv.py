@@ -18,8 +18,7 @@ from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task, Trajectory
-from treadle.integrations.openenv.config import OpenEnvConfig
-from treadle.integrations.openenv.driver import OpenEnvDriver
+from treadle.integrations.openenv.driver import OpenEnvConfig, OpenEnvDriver
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address

@@ -22,8 +22,7 @@ from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.data.rows import task_from_row
-from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver
-from treadle.integrations.verifiers.tasks import verifiers
+from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver, verifiers
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
@@ -38,7 +37,7 @@ CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 @pytest.fixture(scope="module", autouse=True)
 def _listed_by_kept_workers(kept: KeptWorkers) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treadle.integrations.verifiers.tasks.asyncio", SimpleNamespace(run=kept.run))
+        patch.setattr("treadle.integrations.verifiers.driver.asyncio", SimpleNamespace(run=kept.run))
         yield
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.retrieval.bm25 import words
-from treadle.retrieval.retriever import Hit
+from treadle.retrieval.corpus import Hit
+from treadle.retrieval.index import words
 
 
 def texts(count: int, seed: int = 0, vocabulary: int = 200, length: int = 12) -> list[str]:

@@ -11,8 +11,8 @@ pytest.importorskip("bm25s")
 
 from tests.retrieval.corpora import brute_force, texts
 from treadle.core.errors import DataError
-from treadle.retrieval.bm25 import Bm25, words
-from treadle.retrieval.retriever import Hit, top_hits
+from treadle.retrieval.corpus import Hit, top_hits
+from treadle.retrieval.index import Bm25, words
 
 WORDS = st.lists(st.sampled_from(["ada", "bob", "cat", "dog", "the", "7", "é", "straße"]), max_size=8).map(" ".join)
 

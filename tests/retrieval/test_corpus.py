@@ -10,9 +10,8 @@ pytest.importorskip("bm25s")
 
 from tests.retrieval.corpora import texts, write_corpus
 from treadle.core.errors import ConfigError, DataError
-from treadle.retrieval.bm25 import Bm25
 from treadle.retrieval.corpus import Corpus, find_rows
-from treadle.retrieval.index import open_corpus
+from treadle.retrieval.index import Bm25, open_corpus
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tests.integrations.harbor.trials import (
 )
 from tests.integrations.libraries import KeptWorkers
 from treadle.core.types import Status, Trajectory
-from treadle.integrations.harbor.small import harbor_sums
+from treadle.integrations.harbor.tasks import harbor_sums
 
 TOUCH = "touch /app/hello.txt"
 

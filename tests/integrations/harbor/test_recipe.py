@@ -11,7 +11,7 @@ from treadle.core.errors import ConfigError
 from treadle.data.config import sources_of
 from treadle.integrations.harbor.config import HarborConfig
 from treadle.integrations.harbor.driver import HarborDriver
-from treadle.integrations.harbor.small import harbor_sums
+from treadle.integrations.harbor.tasks import harbor_sums
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.inputs import configured_drivers
 

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from tests.integrations.harbor.trials import python_with_harbor
 from treadle.cli.main import main
 from treadle.core.errors import ConfigError, DataError
-from treadle.integrations.harbor import packed
-from treadle.integrations.harbor.packed import unpack
-from treadle.integrations.harbor.tasks import harbor_tasks
+from treadle.integrations.harbor import tasks as packed
+from treadle.integrations.harbor.tasks import harbor_tasks, unpack
 
 SHIPPED = Path(str(files("treadle.recipes") / "harbor_tasks"))
 

@@ -24,9 +24,7 @@ from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, Trajector
 from treadle.core.metrics import Metric, measured
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Task
-from treadle.integrations.worker.config import WorkerConfig
-from treadle.integrations.worker.pool import WorkerPool
-from treadle.integrations.worker.process import WorkerProgram
+from treadle.integrations.worker.pool import WorkerConfig, WorkerPool, WorkerProgram
 from treadle.rollout.drivers.driver import DriverSetup
 from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
 from treadle.rollout.gateway.gateway import SessionAddress

@@ -14,8 +14,7 @@ from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Status, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
-from treadle.envs.single_turn import SingleTurn
-from treadle.envs.tasks import made_class
+from treadle.envs.tasks import SingleTurn, made_class
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.env_metrics import EnvMetrics
 from treadle.rollout.isolation.user_code import UserCode, is_async
