@@ -103,7 +103,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
     ("core/text.py", "\\u2066-\\u2069", "", "core/test_text.py"),
     ("core/types.py", "np.full(length, self.sampling.temperature > 0)", "np.full(length, True)", "core/test_types.py"),
     ("envs/gsm8k.py", "FORMAT_SHARE / self.max_turns", "FORMAT_SHARE", "envs/test_gsm8k.py"),
-    ("envs/arithmetic.py", "_ANSWER.fullmatch(text)", "_ANSWER.search(text)", "envs/test_arithmetic.py"),
+    ("envs/arithmetic.py", "_ANSWER.fullmatch(text)", "_ANSWER.search(text)", "envs/test_small_worlds.py"),
     ("rendering/raw.py", "if text.startswith(decoded):", "if True:", "rollout/test_raw.py"),
     ("rendering/splices.py", " and text[start:end] != wanted", " and False", "rollout/test_conversation.py"),
     ("rollout/rewards.py", "enumerate(trajectory.steps) if was_played(step)), default=None)",

@@ -190,7 +190,7 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
             {"server": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
         ),
         ({"server": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
-        ({"server": ["false", "{port}"]}, "'false .*' ended with status 1"),
+        ({"server": ["false", "{port}"]}, "'false .*' exited with status 1"),
         ({"server": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
         ({}, "missing key 'server'"),
         ({"server": "localhost:8000"}, "'localhost:8000' is not a base URL"),

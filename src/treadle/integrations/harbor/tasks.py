@@ -11,6 +11,7 @@ Archives are foreign: nothing of them is written outside of its task's directory
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import shutil
@@ -57,7 +58,7 @@ def harbor_tasks(
     if "@" in path and not Path(path).exists():
         order = {"data_set": path, "registry": registry and str(Path(registry).absolute())}
         try:
-            answer = call_once(harbor_program(python), worker, {"tasks": order})
+            answer = asyncio.run(call_once(harbor_program(python), worker, {"tasks": order}))
         except TrajectoryFailure as failure:
             raise ConfigError(f"Harbor cannot download {path!r}: {failure.message}") from failure
         yield from (_harbor_task(Path(task).name, Path(task)) for task in answer["tasks"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def verifiers(
     """
     chosen = {"environment": environment, "arguments": dict(arguments or {}), "split": split}
     try:
-        answer = call_once(verifiers_program(python), worker, {"do": "rows", **chosen, "first": first, "count": count})
+        order = {"do": "rows", **chosen, "first": first, "count": count}
+        answer = asyncio.run(call_once(verifiers_program(python), worker, order))
     except TrajectoryFailure as failure:
         raise ConfigError(
             f"verifiers: environment {environment!r} gives no {split} data: {failure.message}"

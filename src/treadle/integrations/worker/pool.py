@@ -162,14 +162,10 @@ class WorkerPool:
         return ready
 
 
-def call_once(program: WorkerProgram, worker: Mapping[str, Any] | None, payload: Mapping[str, Any]) -> Json:
+async def call_once(program: WorkerProgram, worker: Mapping[str, Any] | None, payload: Mapping[str, Any]) -> Json:
     """Make one call in a process of its own. worker: keys of `WorkerConfig`. Raises ConfigError, TrajectoryFailure."""
-
-    async def call() -> Json:
-        async with WorkerPool(program, build(WorkerConfig, {**(worker or {}), "processes": 1})) as pool:
-            return await pool.call(payload)
-
-    return asyncio.run(call())
+    async with WorkerPool(program, build(WorkerConfig, {**(worker or {}), "processes": 1})) as pool:
+        return await pool.call(payload)
 
 
 class _Slot:
