@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.extras import how_to_install
+from treadle.core.registry import how_to_install
 from treadle.core.types import Task
 from treadle.data.config import Columns, SourceConfig, sources_of
 from treadle.data.rows import PROMPT, Row, make_task

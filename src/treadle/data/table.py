@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.extras import how_to_install
+from treadle.core.registry import how_to_install
 from treadle.core.types import PLAYERS, Task
 from treadle.data.config import Columns
 from treadle.data.rows import KEYS, OWN_NAMES, Row, unknown_key

@@ -23,8 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
-from treadle.core.extras import how_to_install
 from treadle.core.files import cache_directory
+from treadle.core.registry import how_to_install
 from treadle.core.text import escape_text
 from treadle.core.types import Message, Task
 from treadle.envs import arithmetic
