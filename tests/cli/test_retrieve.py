@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("bm25s")
 
-from tests.retrieval.corpora import write_corpus
-from tests.retrieval.servers import port_of, serving
+from tests.retrieval.servers import port_of, serving, write_corpus
 from treadle.cli.retrieve import main
 from treadle.retrieval.client import RetrievalClient
 

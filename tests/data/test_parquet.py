@@ -1,5 +1,6 @@
 """Tasks of Parquet files and of `datasets`: read row by row, checked as a whole beforehand."""
 
+import json
 import os
 import subprocess
 import sys
@@ -317,3 +318,14 @@ def test_offline_a_name_is_given_up_at_once(tmp_path: Path) -> None:
     assert "Retrying in" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "data.train.source: 'org/math' is not a file or directory here, and not in the cache" in last
+
+
+@pytest.mark.slow
+def test_a_million_rows_do_not_lie_in_memory() -> None:
+    command = [sys.executable, "-m", "benchmarks.large_data", "--rows", "1000000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tasks"] == 1_000_000
+    assert found["file_megabytes"] > 300  # of which memory never holds all
+    assert found["megabytes"] < 300

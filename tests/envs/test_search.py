@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("httpx")
 
 from tests.envs.search_cases import CASES, SHOWN, Case
-from tests.retrieval.scripted import found, scripted_server
+from tests.retrieval.servers import found, scripted_server
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task
 from treadle.envs.base import EnvStep, Finish

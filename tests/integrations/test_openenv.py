@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.libraries import library_python
+from tests.integrations.libraries import library_python, play_by
 from tests.orchestration.runs import check_finished, query, start
-from tests.rollout.test_agents import alive
-from tests.worlds import END, PLAIN, plain_ids, plain_renderer, user
+from tests.until import alive
+from tests.worlds import END, PLAIN, plain_ids, user
 from treadle.core.config import build
-from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.integrations.openenv.driver import OpenEnvConfig, OpenEnvDriver
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
 COUNTING = """
@@ -95,16 +91,9 @@ async def play(
     options: dict[str, Any], tasks: list[Task], reply: Callable[[str], str], **settings: Any
 ) -> list[Trajectory]:
     engine = FakeEngine(lambda prompt, sampling: [*plain_ids(reply(str(PLAIN.decode(list(prompt))))), END])
-    config = RolloutConfig(**{"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings})
+    limits = {"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings}
     made = build(OpenEnvConfig, {"python": python(), **options})
-    players = Players(drivers={"openenv": lambda setup: OpenEnvDriver(setup, made)})
-    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
-        running = [
-            rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
-        ]
-        trajectories = list(await asyncio.gather(*running))
-    assert not engine.open
-    return trajectories
+    return await play_by("openenv", lambda setup: OpenEnvDriver(setup, made), engine, tasks, **limits)
 
 
 def played(

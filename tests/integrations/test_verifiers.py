@@ -1,6 +1,5 @@
 """verifiers, both generations: its environments unmodified, with the rewards of its own loop and exact tokens."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -13,19 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.libraries import KeptWorkers, library_python
+from tests.integrations.libraries import KeptWorkers, library_python, play_by
 from tests.integrations.verifiers_environments import scripted_model
 from tests.orchestration.runs import check_finished, query, start
-from tests.worlds import END, PLAIN, plain_ids, plain_renderer
+from tests.worlds import END, PLAIN, plain_ids
 from treadle.core.config import build
-from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.data.rows import task_from_row
 from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver, verifiers
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # workers import the library once
@@ -88,25 +83,12 @@ def scripted(fail_at: int = 99) -> FakeEngine:
 
 
 async def play(case: Case, tasks: list[Task], engine: FakeEngine | None = None, **settings: Any) -> list[Trajectory]:
-    config = RolloutConfig(
-        **{
-            "max_steps": 10,
-            "max_input_tokens": 8000,
-            "max_completion_tokens": 200,
-            "reply_parser": "hermes",
-            **settings,
-        }
-    )
+    limits = {"max_steps": 10, "max_input_tokens": 8000, "max_completion_tokens": 200, "reply_parser": "hermes"}
     options = build(VerifiersConfig, {"python": case.python, "worker": WORKER})
-    players = Players(drivers={"verifiers": lambda setup: VerifiersDriver(setup, options)})
     engine = engine or scripted()
-    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
-        running = [
-            rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
-        ]
-        trajectories = list(await asyncio.gather(*running))
-    assert not engine.open
-    return trajectories
+    return await play_by(
+        "verifiers", lambda setup: VerifiersDriver(setup, options), engine, tasks, **{**limits, **settings}
+    )
 
 
 @pytest.fixture

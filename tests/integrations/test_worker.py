@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.until import CEILING, until
+from tests.until import CEILING, alive, until
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker import WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram
@@ -49,14 +49,6 @@ async def failed(call: Any) -> TrajectoryFailure:
     with pytest.raises(TrajectoryFailure) as error:
         await call
     return error.value
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Held:
@@ -107,16 +99,7 @@ async def test_attempts_beyond_the_limit_wait_their_turn() -> None:
     assert max(result["together"] for result in results) == 2
 
 
-async def test_an_attempt_is_asked_to_come_to_its_end() -> None:
-    async with opened() as pool:
-        held = Held(pool)
-        await begun(pool)
-        assert not held.call.done()
-        assert await held.let_go() == pool.ready.pid
-        assert (await pool.call({"do": "wait_for_stop"}, held.stop))["value"] == "stopped"  # before it begins
-
-
-async def test_what_the_handler_raises_fails_its_attempt_alone() -> None:
+async def test_what_the_handler_raises_fails_its_attempt_alone_and_the_others_are_asked_to_come_to_their_end() -> None:
     async with opened(cause=Cause.AGENT) as pool:
         other = Held(pool)
         for do, message in (
@@ -128,7 +111,10 @@ async def test_what_the_handler_raises_fails_its_attempt_alone() -> None:
             failure = await failed(pool.call({"do": do}))
             assert (failure.cause, failure.message) == (Cause.AGENT, message)
             assert "handler.py" in failure.traceback
+        assert not other.call.done()
         assert await other.let_go() == pool.ready.pid
+        assert (await pool.call({"do": "wait_for_stop"}, other.stop))["value"] == "stopped"  # before it begins
+        assert await pool.call({"do": "print", "lines": 1000}) == {"value": ""}  # what is printed is no answer
         assert restarts(pool) == 0
 
 
@@ -141,11 +127,6 @@ async def test_results_that_cannot_be_sent_fail_their_attempt() -> None:
         ):
             assert (await failed(pool.call({"do": "return", "what": what}))).message == message
             assert await pool.call({"do": "return", "what": "{'a': 'x' * 1900}"}) == {"a": "x" * 1900}
-
-
-async def test_what_is_printed_is_no_answer() -> None:
-    async with opened() as pool:
-        assert await pool.call({"do": "print", "lines": 1000}) == {"value": ""}
 
 
 async def test_a_process_that_dies_fails_its_attempts_and_is_replaced() -> None:
@@ -276,14 +257,10 @@ async def test_nothing_outlives_a_kill(tmp_path: Path) -> None:
             started = _pids(tmp_path)
             [worker] = {_parent(pid) for pid in started} & started
             os.kill(run.pid if who == "run" else worker, signal.SIGKILL)
-            await until(partial(_are_gone, started))
+            await until(partial(lambda pids: not any(map(alive, pids)), started))
     finally:
         run.kill()
         run.wait()
-
-
-def _are_gone(pids: set[int]) -> bool:
-    return not any(map(alive, pids))
 
 
 def _pids(folder: Path) -> set[int]:
@@ -311,7 +288,7 @@ async def test_what_cannot_start_is_one_line_with_its_remedy(changes: dict[str, 
     assert "\n" not in str(error.value)
 
 
-async def test_modules_of_the_directory_of_the_run_can_be_imported(
+async def test_modules_of_the_directory_of_the_run_can_be_imported_unless_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "below").mkdir()
@@ -320,12 +297,9 @@ async def test_modules_of_the_directory_of_the_run_can_be_imported(
     monkeypatch.chdir(tmp_path)
     async with opened(handler=tmp_path / "below" / "h.py") as pool:
         assert pool.ready.info == {"of": "mine"}
-
-
-async def test_a_start_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "h.py").write_text("import time\ntime.sleep(1000)\n")
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(1000)\n")
     with pytest.raises(ConfigError, match=r"not ready after 0\.1 s; see docs"):
-        async with opened({"start": 0.1, "cleanup": 0.1}, handler=tmp_path / "h.py"):
+        async with opened({"start": 0.1, "cleanup": 0.1}, handler=tmp_path / "below" / "h.py"):
             pass
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("faiss")
 
 import faiss
 
-from tests.retrieval.corpora import texts, write_corpus
+from tests.retrieval.servers import texts, write_corpus
 from treadle.core.errors import ConfigError
 from treadle.retrieval.flat import Encoder, FlatIndex
 from treadle.retrieval.index import open_corpus
