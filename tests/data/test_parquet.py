@@ -290,10 +290,7 @@ def test_a_name_on_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("error", "message"),
     [
         (ConnectionError("Couldn't reach 'org/math' on the Hub\nmore"), "not in the cache .*, and the hub cannot be"),
-        (
-            ValueError("Config name is missing\nmore"),
-            "the hub's data set cannot be loaded: Config name is missing;",
-        ),
+        (ValueError("Config name is missing\nmore"), "the hub's data set cannot be loaded: Config name is missing;"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_told_in_one_line(

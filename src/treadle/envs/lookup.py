@@ -170,9 +170,8 @@ class Lookup(Environment):
         self.page_reward = task.extras.get("page_reward")
         if self.page_reward is not None:
             if not is_finite(self.page_reward):
-                raise DataError(
-                    f"task {task.task_id} of environment lookup: page_reward must be a number, got {self.page_reward!r}"
-                )
+                where = f"task {task.task_id} of environment lookup"
+                raise DataError(f"{where}: page_reward must be a number, got {self.page_reward!r}")
             self.unopened = set(question.solve(self.world)[0])
         return question.prompt()
 
@@ -203,16 +202,13 @@ class Lookup(Environment):
 
 def question_of(task: Task) -> Question:
     """Return the question that a task asks. Raises DataError, naming the task and what it lacks."""
-    where = f"task {task.task_id} of environment lookup"
-    keys = ("world_seed", "start", "attribute")
+    where, keys = f"task {task.task_id} of environment lookup", ("world_seed", "start", "attribute")
     if missing := [key for key in keys if not isinstance(task.extras.get(key), str)]:
         raise DataError(f"{where} needs the strings {', '.join(missing)} in extras, has {dict(task.extras)}")
     question = Question(*(task.extras[key] for key in keys))
     if question.start not in PERSONS or question.attribute not in QUESTIONS:
-        raise DataError(
-            f"{where} asks for {question.attribute!r} of {question.start!r}; attribute must be one of "
-            f"{', '.join(QUESTIONS)} and start one of lookup.PERSONS"
-        )
+        must = f"attribute must be one of {', '.join(QUESTIONS)} and start one of lookup.PERSONS"
+        raise DataError(f"{where} asks for {question.attribute!r} of {question.start!r}; {must}")
     if not isinstance(task.ground_truth, str):
         raise DataError(f"{where} needs its answer as a string in ground_truth, got {task.ground_truth!r}")
     return question

@@ -19,17 +19,7 @@ from typing import NamedTuple
 from treadle.core.types import Message, Task
 from treadle.envs.lookup import CITIES, COMPANIES, HOBBIES, PERSONS, PRODUCTS
 from treadle.envs.search.environment import PROTOCOLS, Search
-from treadle.envs.tasks import (
-    SPLITS,
-    check_hops,
-    check_share,
-    contents,
-    exchange,
-    is_drill,
-    opening,
-    split_key,
-    words,
-)
+from treadle.envs.tasks import SPLITS, check_hops, check_share, contents, exchange, is_drill, opening, split_key, words
 from treadle.retrieval.corpus import Retriever
 
 SYSTEM = "Search, then answer."

@@ -72,7 +72,7 @@ INVALID = (
 )
 """What the agent reads after a reply with neither query nor solution."""
 
-BAD_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
+BAD_FORMAT = -1.0
 
 _SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -159,9 +159,9 @@ def run_query(query: Query) -> tuple[str, bool]:
 def grade(query: Query, gold: str) -> float:
     """Return the reward of a solution: whether its rows are those of `gold`; not, if it fails or takes too long."""
     try:
-        return RIGHT if SANDBOX.has_same_rows(query, gold) else WRONG
+        return float(SANDBOX.has_same_rows(query, gold))
     except QueryError:
-        return WRONG
+        return 0.0
 
 
 def observation(shown: str, turns_left: int) -> Message:

@@ -173,11 +173,7 @@ class HarborDriver(GatewayDriver):
         return {
             "name": trial_name(self._names, name),
             "directory": str(self._directory),
-            "gateway": {
-                "base_url": address.base_url,
-                "anthropic_url": address.anthropic_url,
-                "secret": address.secret,
-            },
+            "gateway": {"base_url": address.base_url, "anthropic_url": address.anthropic_url, "secret": address.secret},
             "config": options.trial,
             "agent": options.agent,
             "environment": options.environment,
@@ -262,6 +258,5 @@ def _metrics(report: TrialReport, verdict: Verdict, unreported: int, misreported
         "calls_misreported": misreported,
     }
     return measured(
-        "trajectory",
-        {Metric(name, "trajectory", "mean", *_METRICS[name]): [value] for name, value in values.items()},
+        "trajectory", {Metric(name, "trajectory", "mean", *_METRICS[name]): [value] for name, value in values.items()}
     )

@@ -104,6 +104,7 @@ class OpenEnvDriver(WorkerDriver):
 async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
     """Run the command until the context ends; nothing of it stays behind. Raises ConfigError if it does not serve."""
     words = [word.replace(PORT, str(port)) for word in command]
+    where = f"driver_options.server: {' '.join(words)!r}"
     with open(os.devnull) as nothing:
         server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
@@ -113,11 +114,9 @@ async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
                 while not (ended.done() or await _listens(port)):
                     await asyncio.sleep(_LOOK)
         except TimeoutError:
-            raise ConfigError(
-                f"driver_options.server: {' '.join(words)!r} does not listen on port {port} after {_START:g} s"
-            ) from None
+            raise ConfigError(f"{where} does not listen on port {port} after {_START:g} s") from None
         if ended.done():
-            raise ConfigError(f"driver_options.server: {' '.join(words)!r} {how_it_ended(ended.result())}")
+            raise ConfigError(f"{where} {how_it_ended(ended.result())}")
         yield
     finally:
         await server.stop()
