@@ -64,18 +64,6 @@ def contents(messages: Sequence[Message], role: str) -> list[str]:
 # ---- tasks
 
 
-def test_a_task_is_plain_data_and_holds_its_prompt() -> None:
-    task = tasks("train", 18, seed=3)[17]
-    assert task.task_id == "lookup-train-3-000017"
-    assert task.environment == "lookup"
-    assert task.prompt[0] == {"role": "system", "content": "Search, then answer."}
-    assert task.prompt[1]["role"] == "user"
-    assert task.extras["start"] in task.prompt[1]["content"]
-    assert set(task.extras) == {"world_seed", "hops", "attribute", "start"}
-    assert isinstance(task.extras["world_seed"], str)
-    assert task.ground_truth in lookup.VALUES[task.extras["attribute"]]
-
-
 HELD_OUT = tasks("held_out", 300)
 
 

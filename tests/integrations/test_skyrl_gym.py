@@ -73,13 +73,8 @@ def here(script: Script, **settings: Any) -> Trajectory:
     """The attempt played by Treadle, from reset to close."""
     make = partial(SkyrlGym, env=script["env"], config=script["config"], max_turns=script["max_turns"])
     task = Task("t", (user("?"),), "world", extras=script["extras"])
-    settings = {
-        "max_steps": max(script["max_turns"], 1),
-        "max_input_tokens": 60_000,
-        "max_completion_tokens": 4000,
-        "environment_timeout": CEILING,
-        **settings,
-    }
+    limits = {"max_steps": max(script["max_turns"], 1), "max_input_tokens": 60_000, "max_completion_tokens": 4000}
+    settings = {**limits, "environment_timeout": CEILING, **settings}
     [trajectory] = play(make, saying_in_turn(script["replies"]), task, **settings)
     return trajectory
 
@@ -121,16 +116,7 @@ def test_gsm8k_multi_turn(own_loop: OwnLoop) -> None:
 
 @in_one_process
 def test_aime(own_loop: OwnLoop) -> None:
-    replies = [
-        "Answer: 72",
-        "so\nAnswer: $72$",
-        "\\boxed{72}",
-        "Answer: 73",
-        "x",
-        "",
-        "Answer: 72 Answer: 1",
-        "Answer: 072",
-    ]
+    replies = ["Answer: 72", "so\nAnswer: $72$", "\\boxed{72}", "Answer: 73", "x", "", "Answer: 72 Answer: 1"]
     published = check(own_loop, [script("aime", [reply], "72") for reply in replies])
     assert {own["rewards"][0] for own in published} == {1.0, -1.0}
 
@@ -366,13 +352,8 @@ def test_an_outage_fails_the_attempt_and_is_no_text(url: str, monkeypatch: pytes
 
 def test_another_version_of_the_tools_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_gym.tools.search.call_search_api", lambda url, queries: None)
-    with pytest.raises(
-        ConfigError, match=r"another skyrl_gym\.tools\.search\.call_search_api, and its tools could not"
-    ):
+    with pytest.raises(ConfigError, match=r"another skyrl_gym\.tools\.search\.call_search_api, and its tools could"):
         guard_tools()
-    monkeypatch.delattr("skyrl_gym.envs.sql.utils.execute_sql_wrapper_single")
-    monkeypatch.undo()
-    guard_tools()
 
 
 # --- rows and the package -----------------------------------------------------------------------------------------
