@@ -84,18 +84,18 @@ def check_disjoint(train: Sequence[Task], held_out: Sequence[Task]) -> None:
 
 def check_no_copies(train: Iterable[Task], held_out: Iterable[Task]) -> None:
     """Raise DataError if a task of one has the same content as a task of the other, whatever their ids."""
-    places = {_content(task): task.task_id for task in train}
-    copies = [(task.task_id, places[content]) for task in held_out if (content := _content(task)) in places]
+
+    def content(task: Task) -> bytes:
+        parts = [task.prompt, task.player, task.ground_truth, dict(task.extras)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+    places = {content(task): task.task_id for task in train}
+    copies = [(task.task_id, places[key]) for task in held_out if (key := content(task)) in places]
     if copies:
         held, trained = copies[0]
         raise DataError(
             f"{len(copies)} held-out tasks are training tasks too, for example {held!r} is {trained!r}; keep them apart"
         )
-
-
-def _content(task: Task) -> bytes:
-    parts = [task.prompt, task.player, task.ground_truth, dict(task.extras)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
 def with_player(task: Task, player: Player) -> Task:

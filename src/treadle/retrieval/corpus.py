@@ -32,10 +32,7 @@ class Hit(NamedTuple):
 
 
 class Retriever(Protocol):
-    """Finds passages.
-
-    batch: how many waiting queries it gets at once; 1 if a batch saves nothing.
-    """
+    """Finds passages. batch: how many waiting queries it gets at once; 1 if a batch saves nothing."""
 
     batch: int
 

@@ -167,9 +167,7 @@ class HarborDriver(GatewayDriver):
         """Return a worker's order of a trial of the task. Raises DataError."""
         options, rollout, path = self._harbor, self.config, task.extras.get("path")
         if not isinstance(path, str):
-            raise DataError(
-                f"task {task.task_id}: no extra 'path', the directory of a task of Harbor's; use harbor_tasks"
-            )
+            raise DataError(f"task {task.task_id}: no extra 'path', a directory of a Harbor task; use harbor_tasks")
         return {
             "name": trial_name(self._names, name),
             "directory": str(self._directory),
@@ -193,10 +191,9 @@ def check_programs(config: HarborConfig) -> None:
     if config.agent.startswith("terminus-2"):
         wanted["tmux"] = "tmux"
     if missing := [program for program in wanted if shutil.which(program) is None]:
-        packages = " ".join(sorted({wanted[program] for program in missing}))
+        install = f"apt-get install {' '.join(sorted({wanted[program] for program in missing}))}"
         raise ConfigError(
-            f"driver_options.environment 'local' needs {' and '.join(missing)}, and there is none: apt-get install "
-            f"{packages}"
+            f"driver_options.environment 'local' needs {' and '.join(missing)}, and there is none: {install}"
         )
 
 
