@@ -1,9 +1,9 @@
 """`PinnedEngine`: every session is sampled by the weights of its first call, whatever is published meanwhile.
 
-    version   engine                        sessions
-    7         adapters of 7, cache          a (which began when 7 was the newest)
-    8         adapters of 8, cache          b, c          all three share the base's tensors
-    9         adapters of 9, cache          d, and those that begin now
+version   engine                        sessions
+7         adapters of 7, cache          a (which began when 7 was the newest)
+8         adapters of 8, cache          b, c          all three share the base's tensors
+9         adapters of 9, cache          d, and those that begin now
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from treadle.core.engine import ComponentStatus, Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.torch.engine import TorchEngine
