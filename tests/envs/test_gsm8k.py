@@ -145,15 +145,3 @@ def test_every_golden_answer_is_right_and_corrupted_ones_are_wrong(rows: tuple[P
             assert reward(asked, row["answer"]) == reward(asked, f"#### {golden}") == 1
         for kind, text in corrupted(row["answer"], golden).items():
             assert reward(made, text) == 0, (made.task_id, kind)
-
-
-async def test_every_golden_answer_is_right_in_the_last_turn(rows: tuple[Path, list[dict[str, str]]]) -> None:
-    file, found = rows
-    for made, row in zip(load(file, multi_turn=True), found, strict=True):
-        environment = Gsm8kMultiTurn()
-        await environment.reset(made)
-        texts = list(corrupted(row["answer"], made.ground_truth).values())
-        wrong = [await environment.step(text) for text in texts[:4]]
-        assert [total(step) for step in wrong] == [0.04] * 4 and not any(step.done for step in wrong)
-        last = await environment.step(row["answer"])
-        assert total(last) == 1 and last.done

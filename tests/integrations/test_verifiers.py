@@ -197,20 +197,21 @@ def test_what_fails_fails_its_attempt_alone(played: Played) -> None:
         pytest.param(
             {"arguments": {"size": 3}}, "unexpected keyword argument 'size'", marks=pytest.mark.slow, id="arguments"
         ),
+        pytest.param(
+            {"environment": "guess_v1", "arguments": {"player": CHAT}, "python": None},
+            r"has no end; say how many tasks are wanted \(count\)",
+            marks=pytest.mark.slow,
+            id="endless",
+        ),
         ({"python": "/no/python"}, "verifiers: '/no/python' is not an interpreter; name an interpreter"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(options: dict[str, Any], expected: str) -> None:
     options = {"environment": "reverse_text_classic", "python": SINGLE.python, "worker": WORKER, **options}
+    options["python"] = options["python"] or MULTI_V1.python
     with pytest.raises(ConfigError, match=expected) as error:
         list(verifiers("train", **options))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_an_endless_taskset_needs_a_count() -> None:
-    with pytest.raises(ConfigError, match=r"has no end; say how many tasks are wanted \(count\)"):
-        list(verifiers("train", "guess_v1", {"player": CHAT}, python=MULTI_V1.python, worker=WORKER))
 
 
 def test_a_python_without_the_library_is_one_line_with_its_remedy() -> None:
