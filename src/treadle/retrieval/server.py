@@ -108,10 +108,8 @@ class RetrievalQueue:
         return [one for one in batch if not one.answer.done()]
 
     def _find(self, queries: list[str], topk: int) -> list[list[ScoredPassage]]:
-        return [
-            [ScoredPassage(self._passages[hit.passage], hit.score) for hit in hits]
-            for hits in self._retriever.search(queries, topk)
-        ]
+        rows = self._retriever.search(queries, topk)
+        return [[ScoredPassage(self._passages[hit.passage], hit.score) for hit in hits] for hits in rows]
 
 
 MOST_PASSAGES = 100
