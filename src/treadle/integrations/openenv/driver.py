@@ -18,7 +18,7 @@ from treadle.core.types import Task
 from treadle.engines.vllm.launch import free_port
 from treadle.integrations.worker.driver import WorkerDriver
 from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, how_it_ended, interpreter
-from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables
+from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
 from treadle.rollout.drivers.driver import DriverSetup
 
 PORT = "{port}"

@@ -20,7 +20,7 @@ from pydantic import Field
 from treadle.core.config import Config, build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker import child
-from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables
+from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
 
 Json = dict[str, Any]
 
