@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 CEILING = 300.0  # seconds
 
@@ -12,6 +13,14 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(CEILING):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_until(condition: Callable[[], object]) -> None:

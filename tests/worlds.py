@@ -259,10 +259,7 @@ def one(environment: Environment, engine: FakeEngine | None = None, **settings: 
 
 
 def plain_rollouts(
-    engine: FakeEngine,
-    make: EnvironmentFactory,
-    tokenizer: PlainTokenizer | None = None,
-    **settings: Any,
+    engine: FakeEngine, make: EnvironmentFactory, tokenizer: PlainTokenizer | None = None, **settings: Any
 ) -> Rollouts:
     settings = {"max_completion_tokens": 16, "environment_timeout": 300.0, **settings}
     config = RolloutConfig(**settings)

@@ -10,8 +10,7 @@ import pytest
 
 from tests.cli.conftest import Trained
 from tests.cli.worlds import start_treadle
-from tests.retrieval.corpora import write_corpus
-from tests.retrieval.servers import port_of, serving
+from tests.retrieval.servers import port_of, serving, write_corpus
 from treadle.cli.retrieve import main
 from treadle.core.files import WrittenFile
 from treadle.models.loading import file_sha256

@@ -95,14 +95,11 @@ def test_an_environment_that_makes_its_prompt_needs_none(tmp_path: Path, environ
     assert task.environment == f"{LOOKUP}:Lookup"
 
 
-@pytest.mark.parametrize("missing", ["no.jsonl", "folder.jsonl"])
-def test_a_file_that_cannot_be_read_is_a_matter_of_configuration(tmp_path: Path, missing: str) -> None:
+def test_files_that_cannot_be_read_and_ids_that_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(ConfigError, match=f"cannot read .*{missing}: .*; check the path"):
-        load_tasks(str(tmp_path / missing), "train", {})
-
-
-def test_task_ids_must_differ(tmp_path: Path) -> None:
+    for missing in ("no.jsonl", "folder.jsonl"):
+        with pytest.raises(ConfigError, match=f"cannot read .*{missing}: .*; check the path"):
+            load_tasks(str(tmp_path / missing), "train", {})
     row = {"task_id": "same", "prompt": HELLO}
     source = write(tmp_path / "data.jsonl", row, {"prompt": HELLO}, row)
     with pytest.raises(DataError, match="task_id 'same' belongs to both task 0 and task 2"):
@@ -119,15 +116,6 @@ def test_a_generator_gets_split_and_options() -> None:
     assert {task.environment for task in tasks} == {"lookup"}
 
 
-def test_the_default_environment_is_for_tasks_that_name_none(mine: ModuleType) -> None:
-    def generate(split: str) -> Sequence[Task]:
-        return (Task(f"{split}-1"), Task(f"{split}-2", environment="own"))
-
-    mine.generate = generate  # type: ignore[attr-defined]
-    tasks = load_tasks(f"{mine.__name__}:generate", "train", {}, ("environment", "fallback"))
-    assert tasks == [Task("train-1", environment="fallback"), Task("train-2", environment="own")]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,11 +129,6 @@ def test_options_a_generator_does_not_take_are_named(options: dict[str, Any], me
         load_tasks(f"{LOOKUP}:tasks", "held_out", options)
 
 
-def test_a_generator_without_tasks_is_refused() -> None:
-    with pytest.raises(DataError, match=r"lookup:tasks has no tasks \(split 'train', options \{'count': 0\}\)"):
-        load_tasks(f"{LOOKUP}:tasks", "train", {"count": 0})
-
-
 def test_a_generator_must_be_a_function_that_returns_tasks(mine: ModuleType) -> None:
     mine.generate = lambda split: ["t"]  # type: ignore[attr-defined]
     mine.number = 3  # type: ignore[attr-defined]
@@ -153,6 +136,8 @@ def test_a_generator_must_be_a_function_that_returns_tasks(mine: ModuleType) -> 
         load_tasks(f"{mine.__name__}:generate", "train", {})
     with pytest.raises(ConfigError, match="is of type int, it must be a function"):
         load_tasks(f"{mine.__name__}:number", "train", {})
+    with pytest.raises(DataError, match=r"lookup:tasks has no tasks \(split 'train', options \{'count': 0\}\)"):
+        load_tasks(f"{LOOKUP}:tasks", "train", {"count": 0})
 
 
 # ---- columns and splits
@@ -225,17 +210,15 @@ def test_wrong_splits_are_refused(tmp_path: Path) -> None:
 def test_a_generator_may_yield_rows_and_is_given_the_seed(mine: ModuleType) -> None:
     def generate(split: str, seed: int) -> Any:
         yield Task("t")
+        yield Task("u", environment="own")
         yield from QUESTIONS[seed : seed + 2]
 
     mine.generate = generate  # type: ignore[attr-defined]
     section = build(SourceConfig, {"source": f"{mine.__name__}:generate", "columns": {"prompt": "question"}})
     tasks = load(section, "train", LoadContext(player=("agent", "a"), seed=4))
-    assert [(t.task_id, t.agent) for t in tasks] == [
-        ("t", "a"),
-        ("generate-train-000001", "a"),
-        ("generate-train-000002", "a"),
-    ]
-    assert tasks[1].prompt == ({"role": "user", "content": "4?"},)
+    made = [("t", "a"), ("u", ""), ("generate-train-000002", "a"), ("generate-train-000003", "a")]
+    assert [(t.task_id, t.agent) for t in tasks] == made
+    assert tasks[2].prompt == ({"role": "user", "content": "4?"},)
 
 
 def test_the_columns_of_all_sources_and_of_one(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.data.config import DataConfig
 from treadle.data.load import LoadContext, load_tasks
-from treadle.data.mixture import Mixture
-from treadle.data.tasks import players, task_ids, tasks_sha256
+from treadle.data.tasks import Mixture, players, task_ids, tasks_sha256
 from treadle.orchestration.sampling.task_queue import TaskOrder
 
 
@@ -41,15 +40,8 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 def test_a_mixture_of_a_recipe(tmp_path: Path) -> None:
     first = write(tmp_path / "sums.jsonl", *[{"prompt": f"sum {n}", "extras": {"a": n}} for n in range(3)])
     second = write(tmp_path / "math.parquet", *[{"question": f"q{n}", "answer": n} for n in range(5)])
-    parts = [
-        {"source": first, "weight": 3},
-        {
-            "source": second,
-            "columns": {"prompt": "question", "ground_truth": "answer"},
-            "split": "[:4]",
-            "name": "hard",
-        },
-    ]
+    columns = {"prompt": "question", "ground_truth": "answer"}
+    parts = [{"source": first, "weight": 3}, {"source": second, "columns": columns, "split": "[:4]", "name": "hard"}]
     data = build(DataConfig, {"train": parts})
     found = load_tasks(data.train, "train", LoadContext(player=("environment", "e")))
     assert isinstance(found, Mixture)
@@ -125,18 +117,17 @@ def test_what_cannot_be_meant_is_refused(data: dict[str, Any], message: str) -> 
     assert "Tuple" not in str(refused.value)  # pydantic's, of a list whose only source is wrong
 
 
-def test_sources_of_one_name_need_others(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    files = [write(tmp_path / name, {"prompt": "x"}) for name in ("a.jsonl", "b/a.jsonl")]
-    data = build(DataConfig, {"train": [{"source": file} for file in files]})
-    with pytest.raises(ConfigError, match=r"data\.train: two sources are called 'a'; give each a name"):
-        load_tasks(data.train, "train", LoadContext())
-
-
-def test_a_source_that_is_wrong_is_named_by_its_number(tmp_path: Path) -> None:
-    parts = [{"source": write(tmp_path / "a.jsonl", {"prompt": "x"})}, {"source": "no.jsonl"}]
-    data = build(DataConfig, {"train": parts})
-    with pytest.raises(ConfigError, match=r"data\.train\[1\]\.source: cannot read no\.jsonl"):
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.jsonl", "b/a.jsonl"], r"data\.train: two sources are called 'a'; give each a name"),
+        (["a.jsonl", "no.jsonl"], r"data\.train\[1\]\.source: cannot read .*no\.jsonl"),
+    ],
+)
+def test_sources_of_one_name_and_one_that_is_not_there(tmp_path: Path, names: list[str], message: str) -> None:
+    write(tmp_path / "a.jsonl", {"prompt": "x"})
+    data = build(DataConfig, {"train": [{"source": str(tmp_path / name)} for name in names]})
+    with pytest.raises(ConfigError, match=message):
         load_tasks(data.train, "train", LoadContext(player=("environment", "arithmetic")))
 
 

@@ -1,5 +1,6 @@
 """Tasks of Parquet files and of `datasets`: read row by row, checked as a whole beforehand."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
-from treadle.data.arrow_checks import is_well_formed
 from treadle.data.config import Columns, SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.load import load_tasks as load
 from treadle.data.rows import Row, make_task
+from treadle.data.table import is_well_formed
 from treadle.data.tasks import LazyTasks, players, task_ids, tasks_sha256
 
 PLAYER = ("environment", "arithmetic")
@@ -289,10 +290,7 @@ def test_a_name_on_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("error", "message"),
     [
         (ConnectionError("Couldn't reach 'org/math' on the Hub\nmore"), "not in the cache .*, and the hub cannot be"),
-        (
-            ValueError("Config name is missing\nmore"),
-            "the hub's data set cannot be loaded: Config name is missing;",
-        ),
+        (ValueError("Config name is missing\nmore"), "the hub's data set cannot be loaded: Config name is missing;"),
     ],
 )
 def test_a_name_that_cannot_be_loaded_is_told_in_one_line(
@@ -310,10 +308,21 @@ def test_a_name_that_cannot_be_loaded_is_told_in_one_line(
 
 
 def test_offline_a_name_is_given_up_at_once(tmp_path: Path) -> None:
-    program = "from treadle.data.hub import open_data_set; open_data_set('org/math', '', {}, 'data.train')"
+    program = "from treadle.data.table import open_data_set; open_data_set('org/math', '', {}, 'data.train')"
     ours = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, timeout=300, check=False)
     assert "Retrying in" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "data.train.source: 'org/math' is not a file or directory here, and not in the cache" in last
+
+
+@pytest.mark.slow
+def test_a_million_rows_do_not_lie_in_memory() -> None:
+    command = [sys.executable, "-m", "benchmarks.large_data", "--rows", "1000000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tasks"] == 1_000_000
+    assert found["file_megabytes"] > 300  # of which memory never holds all
+    assert found["megabytes"] < 300

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.until import CEILING, wait_until
+from tests.until import CEILING, alive, wait_until
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.envs.sql.sandbox import ADDRESS_SPACE, Database, Query, QueryError, QueryTimeout, Sandbox
 
@@ -172,7 +172,7 @@ def test_memory_is_bounded(sandbox: Sandbox, file: Path) -> None:
     """By the kernel: a child that has to keep 5 GB of rows for comparison ends, and is replaced."""
     select(sandbox, TWO, "SELECT 1")
     for child in sandbox._idle:
-        child.wait_until_ready()
+        child.wait_until_ready(CEILING)
         limits = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
         values = {line[:26].strip(): line[26:].split()[0] for line in limits}
         assert values["Max address space"] == str(ADDRESS_SPACE)
@@ -187,7 +187,7 @@ def test_a_child_that_dies_fails_its_query_only() -> None:
     with closing(Sandbox(children=2)) as sandbox:
         select(sandbox, TWO, "SELECT 1")
         for child in sandbox._idle:
-            child.wait_until_ready()
+            child.wait_until_ready(CEILING)
             os.kill(child.pid, signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(QueryError, match="its process ended"):
@@ -228,17 +228,6 @@ def children_of(then: str) -> tuple["subprocess.Popen[str]", list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
-def wait_for_their_end(pids: Sequence[int]) -> None:
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() and "Z (" not in stat(pid) for pid in pids))
-
-
-def stat(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/status").read_text().replace("\t", " ")
-    except OSError:
-        return "Z ("
-
-
 @pytest.mark.parametrize("then", ["", "input()"])
 def test_children_end_with_their_parent(then: str) -> None:
     process, pids = children_of(then)
@@ -246,7 +235,7 @@ def test_children_end_with_their_parent(then: str) -> None:
     with process:
         if then:
             process.kill()
-    wait_for_their_end(pids)
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.slow
@@ -258,7 +247,7 @@ def test_a_child_that_is_busy_ends_after_its_parent_was_killed() -> None:
     with process:
         time.sleep(0.5)
         process.kill()
-    wait_for_their_end(pids)
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 def test_what_reads_is_allowed(sandbox: Sandbox, file: Path) -> None:
@@ -268,28 +257,20 @@ def test_what_reads_is_allowed(sandbox: Sandbox, file: Path) -> None:
     assert select(sandbox, database, "pragma INDEX_LIST(big)") == [(0, "sqlite_autoindex_big_1", 1, "u", 0)]
     assert select(sandbox, database, "SELECT name FROM pragma_table_info('t')") == [("a",), ("b",)]
     assert select(sandbox, database, "SELECT value FROM json_each('[4, 5]')") == [(4,), (5,)]
-    assert select(sandbox, database, "SELECT name FROM sqlite_master") == [
-        ("t",),
-        ("big",),
-        ("sqlite_autoindex_big_1",),
-    ]
+    names = select(sandbox, database, "SELECT name FROM sqlite_master")
+    assert names == [("t",), ("big",), ("sqlite_autoindex_big_1",)]
     assert select(sandbox, database, "EXPLAIN QUERY PLAN SELECT * FROM t")
     assert select(sandbox, database, "") == select(sandbox, database, "SELECT 1 WHERE 0") == []
-    assert select(sandbox, database, "SELECT printf('%.2f', 1.239), row_number() OVER (ORDER BY a) FROM t") == [
-        ("1.24", 1),
-        ("1.24", 2),
-    ]
+    numbered = "SELECT printf('%.2f', 1.239), row_number() OVER (ORDER BY a) FROM t"
+    assert select(sandbox, database, numbered) == [("1.24", 1), ("1.24", 2)]
 
 
-def test_cells(sandbox: Sandbox) -> None:
+def test_cells_and_distinct_rows_in_the_order_of_the_query(sandbox: Sandbox) -> None:
+    assert select(sandbox, TWO, "SELECT b, a FROM t ORDER BY a DESC") == [("y", 2), ("x", 1)]
     sql = "SELECT 1, 2.5, NULL, 'é', x'00ff', CAST(x'41ff' AS TEXT), 9e999, -9e999"
     assert select(sandbox, TWO, sql) == [(1, 2.5, None, "é", "b'\\x00\\xff'", "A�", "inf", "-inf")]
     [[text]] = select(sandbox, TWO, "SELECT printf('%.*c', 20000, 'x')")
     assert text == "x" * 9000
-
-
-def test_rows_are_distinct_in_the_order_of_the_query(sandbox: Sandbox) -> None:
-    assert select(sandbox, TWO, "SELECT b, a FROM t ORDER BY a DESC") == [("y", 2), ("x", 1)]
 
 
 def test_a_file_that_is_no_database_is_the_environments_fault(sandbox: Sandbox, tmp_path: Path) -> None:

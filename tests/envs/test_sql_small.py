@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Message, Task
 from treadle.envs.sql import small
 from treadle.envs.sql.environment import TextToSql
@@ -50,23 +49,6 @@ def test_tasks_are_of_their_splits_pairs(split: str) -> None:
 def test_demonstrations_show_all_pairs() -> None:
     pairs = {tables_of(demonstration(index, seed)) for index in range(600) for seed in range(2)}
     assert pairs == set(map(frozenset, product(PLACES, GROUPS)))
-
-
-def test_held_out_tasks_ignore_the_seed_and_more_only_append() -> None:
-    assert tasks("held_out", 9, seed=1) == tasks("held_out", 12, seed=2)[:9]
-    assert tasks("train", 9, seed=1) == tasks("train", 12, seed=1)[:9] != tasks("train", 9, seed=2)
-    assert len({task.task_id for task in tasks("train", 50)}) == 50
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(DataError, match="no split 'test'"):
-        tasks("test", 3)
-    with pytest.raises(ConfigError, match="count must be a whole number"):
-        tasks("train", -1)
-    with pytest.raises(ConfigError, match="expert is a share"):
-        demonstration(0, 0, expert=2)
-    with pytest.raises(ConfigError, match="drill is a share"):
-        demonstration(0, 0, drill=-1)
 
 
 @given(INDICES, st.sampled_from([1, 2]), st.sampled_from(["train", "held_out"]))

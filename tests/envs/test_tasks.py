@@ -1,19 +1,14 @@
-import asyncio
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from treadle.core.errors import ConfigError
-from treadle.core.types import Task
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.lookup import Lookup
 from treadle.envs.tasks import load_environment
-
-LOOKUP, ARITHMETIC = "treadle.envs.lookup", "treadle.envs.arithmetic"
 
 
 @pytest.fixture
@@ -24,37 +19,16 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-# ---- environments
-
-
 def test_an_environment_is_loaded_as_its_class() -> None:
-    assert load_environment(f"{ARITHMETIC}:Arithmetic") is Arithmetic
-    assert isinstance(load_environment(f"{LOOKUP}:Lookup")(), Lookup)
-
-
-def test_an_environment_need_not_inherit_from_ours(mine: ModuleType) -> None:
-    class Own:
-        task: Task
-
-        async def reset(self, task: Task) -> Sequence[Any]:
-            return task.prompt
-
-        async def step(self, text: str) -> EnvStep:
-            return EnvStep(reward=float(len(text)), done=True)
-
-        async def close(self) -> None: ...
-
-    mine.Own = Own  # type: ignore[attr-defined]
-    environment = load_environment(f"{mine.__name__}:Own")()
-    assert asyncio.run(environment.step("abc")).reward == 3.0
-
-
-def sync_step(self: Any, text: str) -> EnvStep:
-    return EnvStep(done=True)
+    assert load_environment("treadle.envs.arithmetic:Arithmetic") is Arithmetic
+    assert isinstance(load_environment("lookup")(), Lookup)
 
 
 async def async_step(self: Any, text: str) -> EnvStep:
     return EnvStep(done=True)
+
+
+PLAIN = {"step": lambda self, text: None, "close": lambda self: None, "reset": lambda self, task: ()}
 
 
 @pytest.mark.parametrize(
@@ -83,10 +57,12 @@ def test_an_environment_that_cannot_run_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    "body", [{"step": sync_step}, {"step": async_step, "close": lambda self: None, "reset": lambda self, task: ()}]
+    ("bases", "body"), [((Environment,), {"step": PLAIN["step"]}), ((), {**PLAIN, "step": async_step})]
 )
-def test_methods_may_be_plain(mine: ModuleType, body: dict[str, Any]) -> None:
-    mine.Mine = type("Mine", (Environment,), body)  # type: ignore[attr-defined]
+def test_methods_may_be_plain_and_need_not_be_inherited(
+    mine: ModuleType, bases: tuple[type, ...], body: dict[str, Any]
+) -> None:
+    mine.Mine = type("Mine", bases, body)  # type: ignore[attr-defined]
     assert load_environment(f"{mine.__name__}:Mine") is mine.Mine
 
 

@@ -15,8 +15,7 @@ from tests.envs.sql_cases import CASES, DATABASE, DEVIATIONS, GOLD, MAX_TURNS, R
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Status, Task
 from treadle.envs.base import EnvStep, Finish
-from treadle.envs.sql.environment import TextToSql, solution_of
-from treadle.envs.sql.table import ENOUGH, LONGEST, render_table
+from treadle.envs.sql.environment import ENOUGH, LONGEST, TextToSql, render_table, solution_of
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +86,16 @@ def test_operations_are_counted_whatever_the_clock_says(file: Path) -> None:
         TextToSql(operations=0)
 
 
-def test_what_the_sandbox_refuses_reads_as_an_error_and_is_wrong_as_a_solution(file: Path) -> None:
-    """The published environment runs these on the database itself."""
+def test_writes_text_that_is_no_utf_8_and_a_database_of_a_script(file: Path) -> None:
+    """The published environment runs the first on the database itself, and reads an error for the second."""
     before = file.read_bytes()
     first, last = play(task_of(file), [asking("DELETE FROM city"), solving("DELETE FROM city RETURNING name")])
     assert contents([first]) == [framed("Error executing SQL: not authorized, db file: city.sqlite", 3)]
     assert last.reward == 0 and file.read_bytes() == before
-
-
-def test_text_that_is_no_utf_8(file: Path) -> None:
-    """As some columns of BIRD have it; the published environment reads an error there."""
-    sql = "SELECT text FROM wide"
-    first, _ = play(task_of(file), [asking(sql), RIGHT])
-    assert contents([first]) == [framed("  0\nA\N{REPLACEMENT CHARACTER}B", 3)]
+    sql = "SELECT text FROM wide"  # as some columns of BIRD have it
     task = Task("t", (), "text_to_sql", sql, {"database": str(file)})
-    assert play(task, [solving(sql)])[-1].reward == 1
-    assert play(task, [solving("SELECT CAST(x'41fe42' AS TEXT)")])[-1].reward == 0
-
-
-def test_a_database_of_a_script() -> None:
+    first, last = play(task, [asking(sql), solving(sql)])
+    assert contents([first]) == [framed("  0\nA\N{REPLACEMENT CHARACTER}B", 3)] and last.reward == 1
     task = Task("t", (), "text_to_sql", GOLD, {"script": DATABASE})
     first, last = play(task, [asking("SELECT * FROM town"), RIGHT])
     assert contents([first]) == [framed("Error executing SQL: no such table: town, db file: :memory:", 3)]
@@ -164,15 +154,6 @@ def test_options_that_cannot_work(options: dict[str, Any]) -> None:
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_table_of_9000_characters_is_whole_and_a_longer_one_has_50_rows() -> None:
-    rows = [(f"{n:0100}",) for n in range(88)]  # with the header, 89 lines of 101 characters, less one line end
-    whole = render_table(rows)
-    assert len(whole) == 8988 <= LONGEST and whole.splitlines()[1:] == [cell for (cell,) in rows]
-    long = render_table([*rows, rows[0]])
-    assert long.startswith("Truncated to 50 lines since returned response too long: " + " " * 99 + "0\n")
-    assert long.splitlines()[1:] == whole.splitlines()[1:51]
 
 
 CELLS = st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text(max_size=40))

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ with as_file(files("treadle.recipes")) as _recipes:
     FOLDERS = {name: Path(_recipes) / folder for name, folder in SHIPPED_TOKENIZERS.items()}
 FOLDER = FOLDERS["demo"]
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-SEARCH_TOKENIZER = Tokenizer.from_file(str(FOLDERS["search-small"] / "tokenizer.json"))
-SQL_TOKENIZER = Tokenizer.from_file(str(FOLDERS["sql-small"] / "tokenizer.json"))
 
 
 def encode(text: str) -> list[int]:
@@ -58,25 +57,22 @@ def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, see
         assert (tmp_path / "new" / "folder" / name).read_bytes() == (shipped / name).read_bytes(), name
 
 
-def test_ids_are_frozen() -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "tags"),
+    [
+        ("demo", 726, build_tokenizer.TAGS),
+        ("sql-small", 588, build_tokenizer.SQL_TAGS),
+        ("search-small", 735, build_tokenizer.SEARCH_TAGS),
+    ],
+)
+def test_ids_are_frozen(name: str, size: int, tags: Sequence[str]) -> None:
     """A checkpoint is meaningless under other ids."""
-    assert TOKENIZER.get_vocab_size() == 726 < build_tokenizer.VOCABULARY
-    known = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<search>", "</search>", "<answer>", "</answer>")
-    assert [TOKENIZER.token_to_id(token) for token in known] == [0, 1, 2, 722, 723, 724, 725]
-    assert encode("<search> Anna</search><|im_end|>") == [722, 538, 723, 2]
-
-
-def test_ids_of_sql_small_are_frozen() -> None:
+    tokenizer = Tokenizer.from_file(str(FOLDERS[name] / "tokenizer.json"))
     assert set(build_tokenizer.PLANS) == set(SHIPPED_TOKENIZERS)
-    assert SQL_TOKENIZER.get_vocab_size() == 588
-    known = ["<|im_end|>", "<think>", "</think>", "<sql>", "</sql>", "<solution>", "</solution>"]
-    assert [SQL_TOKENIZER.token_to_id(token) for token in known] == [2, 578, 579, 580, 581, 582, 583]
-
-
-def test_ids_of_search_small_are_frozen() -> None:
-    assert SEARCH_TOKENIZER.get_vocab_size() == 735
-    known = ["<|im_end|>", *build_tokenizer.SEARCH_TAGS]
-    assert [SEARCH_TOKENIZER.token_to_id(token) for token in known] == [2, *range(729, 735)]
+    assert tokenizer.get_vocab_size() == size < build_tokenizer.VOCABULARY
+    assert [tokenizer.token_to_id(token) for token in build_tokenizer.SPECIAL] == [0, 1, 2]
+    assert [tokenizer.token_to_id(token) for token in tags] == list(range(size - len(tags), size))
+    assert encode("<search> Anna</search><|im_end|>") == [722, 538, 723, 2]
 
 
 def test_a_name_with_its_leading_space_is_one_token_of_its_own() -> None:
@@ -90,8 +86,6 @@ def test_demonstrations_survive_the_round_trip(index: int, seed: int) -> None:
     for messages in (lookup.demonstration(index, seed), arithmetic.demonstration(index, seed)):
         text = chatml(messages)
         assert decode(encode(text)) == text
-        for message in messages:
-            assert decode(encode(message["content"])) == message["content"]
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
@@ -132,6 +126,5 @@ def test_transformers_loads_the_same_tokenizer() -> None:
     text = tokenizer.apply_chat_template(list(messages), tokenize=False)
     assert text == chatml(messages)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids == encode(text)
-    assert tokenizer.decode(ids) == text
+    assert ids == encode(text) and tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special_tokens=True).count("<search>") == text.count("<search>") > 0

@@ -133,15 +133,6 @@ def test_what_ends_the_attempt_is_not_told() -> None:
     assert (trajectory.failure.cause, trajectory.failure.message) == (Cause.INFRASTRUCTURE, "no light")
 
 
-def test_a_grader_that_raises_fails_the_attempt_as_any_step_does() -> None:
-    class Broken(Shop):
-        def answered(self, text: str) -> float:
-            raise LookupError("no key")
-
-    failure = played(Broken, "tea").failure
-    assert failure is not None and failure.message == "step raised LookupError: no key"
-
-
 def test_plain_tools_share_the_attempts_thread_and_async_ones_the_loop() -> None:
     threads: list[str] = []
 
@@ -176,16 +167,9 @@ def test_plain_tools_share_the_attempts_thread_and_async_ones_the_loop() -> None
 
 def test_schemas_come_from_signatures_and_docstrings() -> None:
     price, pay, doubled = (schema["function"] for schema in Shop().tool_schemas)
-    assert price == {
-        "name": "price",
-        "description": "Look up what an item costs.",
-        "parameters": {
-            "type": "object",
-            "properties": {"item": {"type": "string"}},
-            "required": ["item"],
-            "additionalProperties": False,
-        },
-    }
+    parameters = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+    described = {"parameters": {**parameters, "additionalProperties": False}}
+    assert price == {"name": "price", "description": "Look up what an item costs.", **described}
     assert pay["parameters"]["properties"]["amount"] == {"type": "number", "description": "in euros"}
     assert doubled["parameters"]["properties"] == {
         "x": {"type": "integer", "description": "the length"},
@@ -214,6 +198,11 @@ def strange(x: threading.Thread) -> None:
     """Do."""
 
 
+def fails(tools: Sequence[Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _ = type("World", (ToolEnvironment,), {"tools": tools})().tool_schemas
+
+
 @pytest.mark.parametrize(
     ("tool", "said"),
     [
@@ -228,20 +217,14 @@ def strange(x: threading.Thread) -> None:
     ],
 )
 def test_tools_that_cannot_be_described_are_refused(tool: Any, said: str) -> None:
-    class World(ToolEnvironment):
-        tools = (tool,)
-
-    with pytest.raises(ConfigError, match=said):
-        _ = World().tool_schemas
+    fails([tool], said)
+    fails([double, double], "2 tools have the name 'double'")
 
 
 def answer(tool: Any, **arguments: Any) -> EnvStep:
     """What a call of a tool is answered."""
 
-    class World(ToolEnvironment):
-        tools = (tool,)
-
-    made = World()
+    made = type("World", (ToolEnvironment,), {"tools": [tool]})()
     function = {"name": made.tool_schemas[0]["function"]["name"], "arguments": json.dumps(arguments)}
     step: Any = made.step(Reply("", tool_calls=(ToolCall(id="c", type="function", function=function),)))  # type: ignore[typeddict-item]
     assert isinstance(step, EnvStep)
@@ -338,29 +321,16 @@ def test_a_plain_tool_that_gives_a_coroutine_fails_the_attempt() -> None:
         answer(look)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
-    class World(ToolEnvironment):
-        tools = (double, double)
-
-    with pytest.raises(ConfigError, match="2 tools have the name 'double'"):
-        _ = World().tool_schemas
-
-
 def test_any_environment_may_take_the_parsed_reply() -> None:
     class Reading(treadle.Environment):
         tool_schemas: Sequence[Any] = Shop().tool_schemas
 
         def step(self, reply: Reply) -> EnvStep:  # type: ignore[override]
             [made] = reply.tool_calls
-            return EnvStep(
-                reward=float((reply.text, reply.thoughts, name_of(made)) == ("so", "hm", "price")), done=True
-            )
+            read = reply.text, reply.thoughts, made["function"]["name"]
+            return EnvStep(reward=float(read == ("so", "hm", "price")), done=True)
 
     assert played(Reading, "<think>hm</think>so" + call("price", item="tea")).reward == 1.0
-
-
-def name_of(made: ToolCall) -> str:
-    return made["function"]["name"]
 
 
 def test_it_trains_in_a_few_lines_and_a_template_without_tools_is_refused(tmp_path: Path) -> None:

@@ -3,15 +3,21 @@
 import asyncio
 import os
 import subprocess
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import pytest
 
+from tests.worlds import plain_renderer
+from treadle.core.draws import Stream
+from treadle.core.types import Task, Trajectory
 from treadle.integrations.worker import WorkerPool
 from treadle.integrations.worker.pool import _Slot
+from treadle.rollout.attempt import Players, open_rollouts
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.session import Address
 
 T = TypeVar("T")
 
@@ -31,6 +37,23 @@ def library_python(variable: str, folder: str) -> str:
             pytest.fail(f"{missing}, and continuous integration must have it")
         pytest.skip(missing)
     return str(python)
+
+
+async def play_by(
+    name: str, driver: Any, engine: Any, tasks: Sequence[Task], check: bool = False, **limits: Any
+) -> list[Trajectory]:
+    """An attempt at each task by a driver, all at once."""
+    players, config = Players(drivers={name: driver}), RolloutConfig(**limits)
+    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
+        if check:
+            await rollouts.check(tasks)
+        running = [
+            rollouts.start(f"g{number}", task, [Address(0, Stream.TRAIN, 0, number, 0)])[0]
+            for number, task in enumerate(tasks)
+        ]
+        trajectories = list(await asyncio.gather(*running))
+    assert not getattr(engine, "open", None)  # sessions of a fake one
+    return trajectories
 
 
 class KeptWorkers:

@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.libraries import library_python
+from tests.integrations.libraries import library_python, play_by
 from tests.orchestration.runs import check_finished, query, start
-from tests.rollout.test_agents import alive
-from tests.worlds import END, PLAIN, plain_ids, plain_renderer, user
+from tests.until import alive
+from tests.worlds import END, PLAIN, plain_ids, user
 from treadle.core.config import build
-from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status, Task, Trajectory
-from treadle.integrations.openenv.config import OpenEnvConfig
-from treadle.integrations.openenv.driver import OpenEnvDriver
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.session import Address
+from treadle.integrations.openenv.driver import OpenEnvConfig, OpenEnvDriver
 from treadle.testing import FakeEngine
 
 COUNTING = """
@@ -96,16 +91,9 @@ async def play(
     options: dict[str, Any], tasks: list[Task], reply: Callable[[str], str], **settings: Any
 ) -> list[Trajectory]:
     engine = FakeEngine(lambda prompt, sampling: [*plain_ids(reply(str(PLAIN.decode(list(prompt))))), END])
-    config = RolloutConfig(**{"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings})
+    limits = {"max_steps": 4, "max_input_tokens": 4000, "max_completion_tokens": 64, **settings}
     made = build(OpenEnvConfig, {"python": python(), **options})
-    players = Players(drivers={"openenv": lambda setup: OpenEnvDriver(setup, made)})
-    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
-        running = [
-            rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
-        ]
-        trajectories = list(await asyncio.gather(*running))
-    assert not engine.open
-    return trajectories
+    return await play_by("openenv", lambda setup: OpenEnvDriver(setup, made), engine, tasks, **limits)
 
 
 def played(
@@ -191,7 +179,7 @@ async def test_a_running_server_goes_on_after_the_run(counting: dict[str, Any], 
             {"server": "http://127.0.0.1:9"}, "no OpenEnv server answers at http://127.0.0.1:9", marks=pytest.mark.slow
         ),
         ({"server": ["/no/program", "{port}"]}, "'/no/program .*' cannot be run: .*No such file"),
-        ({"server": ["false", "{port}"]}, "'false .*' ended with status 1"),
+        ({"server": ["false", "{port}"]}, "'false .*' exited with status 1"),
         ({"server": ["true"]}, "the command 'true' has no {port}, the port that the server must take"),
         ({}, "missing key 'server'"),
         ({"server": "localhost:8000"}, "'localhost:8000' is not a base URL"),

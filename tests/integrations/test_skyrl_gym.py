@@ -28,10 +28,9 @@ from tests.worlds import END, PLAIN, plain_ids, plain_renderer, play, tiny, user
 from treadle.core import registry
 from treadle.core.errors import Cause, ConfigError, DataError
 from treadle.core.types import Status, Task, Trajectory
+from treadle.data.published import skyrl_gym_rows
 from treadle.envs.sql import sandbox
-from treadle.integrations.skyrl_gym.environment import SkyrlGym
-from treadle.integrations.skyrl_gym.tasks import skyrl_gym_rows
-from treadle.integrations.skyrl_gym.tools import guard_tools
+from treadle.integrations.skyrl_gym.environment import SkyrlGym, guard_tools
 from treadle.orchestration.setup.inputs import check_first_prompts, load_inputs
 from treadle.testing import FakeEngine
 
@@ -74,13 +73,8 @@ def here(script: Script, **settings: Any) -> Trajectory:
     """The attempt played by Treadle, from reset to close."""
     make = partial(SkyrlGym, env=script["env"], config=script["config"], max_turns=script["max_turns"])
     task = Task("t", (user("?"),), "world", extras=script["extras"])
-    settings = {
-        "max_steps": max(script["max_turns"], 1),
-        "max_input_tokens": 60_000,
-        "max_completion_tokens": 4000,
-        "environment_timeout": CEILING,
-        **settings,
-    }
+    limits = {"max_steps": max(script["max_turns"], 1), "max_input_tokens": 60_000, "max_completion_tokens": 4000}
+    settings = {**limits, "environment_timeout": CEILING, **settings}
     [trajectory] = play(make, saying_in_turn(script["replies"]), task, **settings)
     return trajectory
 
@@ -122,16 +116,7 @@ def test_gsm8k_multi_turn(own_loop: OwnLoop) -> None:
 
 @in_one_process
 def test_aime(own_loop: OwnLoop) -> None:
-    replies = [
-        "Answer: 72",
-        "so\nAnswer: $72$",
-        "\\boxed{72}",
-        "Answer: 73",
-        "x",
-        "",
-        "Answer: 72 Answer: 1",
-        "Answer: 072",
-    ]
+    replies = ["Answer: 72", "so\nAnswer: $72$", "\\boxed{72}", "Answer: 73", "x", "", "Answer: 72 Answer: 1"]
     published = check(own_loop, [script("aime", [reply], "72") for reply in replies])
     assert {own["rewards"][0] for own in published} == {1.0, -1.0}
 
@@ -342,7 +327,7 @@ def test_a_query_that_never_ends_is_ended(databases: Path, monkeypatch: pytest.M
     endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
     original = sandbox.Query
     monkeypatch.setattr(
-        "treadle.integrations.skyrl_gym.tools.Query",
+        "treadle.integrations.skyrl_gym.environment.Query",
         lambda database, sql, seconds: original(database, sql, 0.2 if sql == endless else seconds),
     )
     trajectory = here(sql_script(databases, [sql_cases.asking(endless), sql_cases.solving(endless)]))
@@ -357,7 +342,7 @@ def test_a_reference_query_that_fails_is_no_wrong_answer(databases: Path) -> Non
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/retrieve", "nowhere"])
 def test_an_outage_fails_the_attempt_and_is_no_text(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle.integrations.skyrl_gym.tools.SEARCH_PATIENCE", 0.2)
+    monkeypatch.setattr("treadle.integrations.skyrl_gym.environment.SEARCH_PATIENCE", 0.2)
     config = {"search_url": url, "topk": 3, "timeout": 5, "log_requests": False}
     trajectory = here(script("search", ["<search>anna</search>"] * 2, {"target": ["a"]}, 2, config=config))
     assert trajectory.reward is None and trajectory.failure is not None and len(trajectory.steps) == 1
@@ -367,13 +352,8 @@ def test_an_outage_fails_the_attempt_and_is_no_text(url: str, monkeypatch: pytes
 
 def test_another_version_of_the_tools_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_gym.tools.search.call_search_api", lambda url, queries: None)
-    with pytest.raises(
-        ConfigError, match=r"another skyrl_gym\.tools\.search\.call_search_api, and its tools could not"
-    ):
+    with pytest.raises(ConfigError, match=r"another skyrl_gym\.tools\.search\.call_search_api, and its tools could"):
         guard_tools()
-    monkeypatch.delattr("skyrl_gym.envs.sql.utils.execute_sql_wrapper_single")
-    monkeypatch.undo()
-    guard_tools()
 
 
 # --- rows and the package -----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """verifiers, both generations: its environments unmodified, with the rewards of its own loop and exact tokens."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -13,20 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.libraries import KeptWorkers, library_python
+from tests.integrations.libraries import KeptWorkers, library_python, play_by
 from tests.integrations.verifiers_environments import scripted_model
 from tests.orchestration.runs import check_finished, query, start
-from tests.worlds import END, PLAIN, plain_ids, plain_renderer
+from tests.worlds import END, PLAIN, plain_ids
 from treadle.core.config import build
-from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Status, Task, Trajectory
 from treadle.data.rows import task_from_row
-from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver
-from treadle.integrations.verifiers.tasks import verifiers
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.session import Address
+from treadle.integrations.verifiers.driver import VerifiersConfig, VerifiersDriver, verifiers
 from treadle.testing import FakeEngine
 
 pytestmark = pytest.mark.xdist_group("verifiers")  # workers import the library once
@@ -38,7 +32,7 @@ CHAT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 @pytest.fixture(scope="module", autouse=True)
 def _listed_by_kept_workers(kept: KeptWorkers) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treadle.integrations.verifiers.tasks.asyncio", SimpleNamespace(run=kept.run))
+        patch.setattr("treadle.integrations.verifiers.driver.asyncio", SimpleNamespace(run=kept.run))
         yield
 
 
@@ -89,25 +83,12 @@ def scripted(fail_at: int = 99) -> FakeEngine:
 
 
 async def play(case: Case, tasks: list[Task], engine: FakeEngine | None = None, **settings: Any) -> list[Trajectory]:
-    config = RolloutConfig(
-        **{
-            "max_steps": 10,
-            "max_input_tokens": 8000,
-            "max_completion_tokens": 200,
-            "reply_parser": "hermes",
-            **settings,
-        }
-    )
+    limits = {"max_steps": 10, "max_input_tokens": 8000, "max_completion_tokens": 200, "reply_parser": "hermes"}
     options = build(VerifiersConfig, {"python": case.python, "worker": WORKER})
-    players = Players(drivers={"verifiers": lambda setup: VerifiersDriver(setup, options)})
     engine = engine or scripted()
-    async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
-        running = [
-            rollouts.start(f"g{n}", task, [Address(0, Stream.TRAIN, 0, n, 0)])[0] for n, task in enumerate(tasks)
-        ]
-        trajectories = list(await asyncio.gather(*running))
-    assert not engine.open
-    return trajectories
+    return await play_by(
+        "verifiers", lambda setup: VerifiersDriver(setup, options), engine, tasks, **{**limits, **settings}
+    )
 
 
 @pytest.fixture
@@ -216,20 +197,21 @@ def test_what_fails_fails_its_attempt_alone(played: Played) -> None:
         pytest.param(
             {"arguments": {"size": 3}}, "unexpected keyword argument 'size'", marks=pytest.mark.slow, id="arguments"
         ),
+        pytest.param(
+            {"environment": "guess_v1", "arguments": {"player": CHAT}, "python": None},
+            r"has no end; say how many tasks are wanted \(count\)",
+            marks=pytest.mark.slow,
+            id="endless",
+        ),
         ({"python": "/no/python"}, "verifiers: '/no/python' is not an interpreter; name an interpreter"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(options: dict[str, Any], expected: str) -> None:
     options = {"environment": "reverse_text_classic", "python": SINGLE.python, "worker": WORKER, **options}
+    options["python"] = options["python"] or MULTI_V1.python
     with pytest.raises(ConfigError, match=expected) as error:
         list(verifiers("train", **options))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_an_endless_taskset_needs_a_count() -> None:
-    with pytest.raises(ConfigError, match=r"has no end; say how many tasks are wanted \(count\)"):
-        list(verifiers("train", "guess_v1", {"player": CHAT}, python=MULTI_V1.python, worker=WORKER))
 
 
 def test_a_python_without_the_library_is_one_line_with_its_remedy() -> None:

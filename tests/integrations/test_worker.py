@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.until import CEILING, until
+from tests.until import CEILING, alive, until
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker import WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram
@@ -51,14 +51,6 @@ async def failed(call: Any) -> TrajectoryFailure:
     return error.value
 
 
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 class Held:
     """An attempt that goes on until it is let go."""
 
@@ -70,6 +62,15 @@ class Held:
         """Return the number of the process that played it."""
         self.stop.set()
         return int((await self.call)["pid"])
+
+
+def playing(pool: WorkerPool) -> list[int | None]:
+    """Attempts in progress at the last heartbeat of each process."""
+    return [slot._process.playing if slot._process else None for slot in pool._slots]
+
+
+def restarts(pool: WorkerPool) -> int:
+    return sum(slot.starts - 1 for slot in pool._slots)
 
 
 async def begun(pool: WorkerPool) -> None:
@@ -98,16 +99,7 @@ async def test_attempts_beyond_the_limit_wait_their_turn() -> None:
     assert max(result["together"] for result in results) == 2
 
 
-async def test_an_attempt_is_asked_to_come_to_its_end() -> None:
-    async with opened() as pool:
-        held = Held(pool)
-        await begun(pool)
-        assert not held.call.done()
-        assert await held.let_go() == pool.ready.pid
-        assert (await pool.call({"do": "wait_for_stop"}, held.stop))["value"] == "stopped"  # before it begins
-
-
-async def test_what_the_handler_raises_fails_its_attempt_alone() -> None:
+async def test_what_the_handler_raises_fails_its_attempt_alone_and_the_others_are_asked_to_come_to_their_end() -> None:
     async with opened(cause=Cause.AGENT) as pool:
         other = Held(pool)
         for do, message in (
@@ -119,8 +111,11 @@ async def test_what_the_handler_raises_fails_its_attempt_alone() -> None:
             failure = await failed(pool.call({"do": do}))
             assert (failure.cause, failure.message) == (Cause.AGENT, message)
             assert "handler.py" in failure.traceback
+        assert not other.call.done()
         assert await other.let_go() == pool.ready.pid
-        assert pool.restarts == 0
+        assert (await pool.call({"do": "wait_for_stop"}, other.stop))["value"] == "stopped"  # before it begins
+        assert await pool.call({"do": "print", "lines": 1000}) == {"value": ""}  # what is printed is no answer
+        assert restarts(pool) == 0
 
 
 async def test_results_that_cannot_be_sent_fail_their_attempt() -> None:
@@ -134,11 +129,6 @@ async def test_results_that_cannot_be_sent_fail_their_attempt() -> None:
             assert await pool.call({"do": "return", "what": "{'a': 'x' * 1900}"}) == {"a": "x" * 1900}
 
 
-async def test_what_is_printed_is_no_answer() -> None:
-    async with opened() as pool:
-        assert await pool.call({"do": "print", "lines": 1000}) == {"value": ""}
-
-
 async def test_a_process_that_dies_fails_its_attempts_and_is_replaced() -> None:
     async with opened(processes=2, lost_cause=Cause.INFRASTRUCTURE) as pool:
         held = [Held(pool) for _ in range(4)]
@@ -149,7 +139,7 @@ async def test_a_process_that_dies_fails_its_attempts_and_is_replaced() -> None:
         assert sum(isinstance(end, TrajectoryFailure) for end in ends) == 2
         results = await asyncio.gather(*(pool.call({"do": "echo"}) for _ in range(4)))
         assert len({result["pid"] for result in results}) == 2
-        assert pool.restarts == 1
+        assert restarts(pool) == 1
 
 
 async def test_a_blocked_process_is_killed_and_its_place_named() -> None:
@@ -170,7 +160,7 @@ async def _block(patience: float) -> None:
             assert f"no sign of life for {patience:g} s, in do_block" in failure.message
             assert "handler.py:" in failure.message
         await begun(pool)
-        assert pool.restarts == 1
+        assert restarts(pool) == 1
 
 
 async def test_a_run_that_was_blocked_itself_kills_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +176,7 @@ async def test_a_run_that_was_blocked_itself_kills_no_process(monkeypatch: pytes
             select.select([process._writer.get_extra_info("socket").fileno()], [], [])
             blocked += CEILING + 1
         await begun(pool)
-        assert pool.restarts == 0
+        assert restarts(pool) == 0
 
 
 @linux
@@ -209,8 +199,8 @@ async def test_a_cancelled_call_cancels_its_attempt_which_may_clean_up(tmp_path:
         call.cancel()
         await asyncio.wait({call})
         assert call.cancelled() and (tmp_path / "left").exists()
-        await until(lambda: pool.playing == [0])
-        assert pool.restarts == 0
+        await until(lambda: playing(pool) == [0])
+        assert restarts(pool) == 0
 
 
 async def test_an_attempt_that_cannot_be_cancelled_ends_with_its_process() -> None:
@@ -267,14 +257,10 @@ async def test_nothing_outlives_a_kill(tmp_path: Path) -> None:
             started = _pids(tmp_path)
             [worker] = {_parent(pid) for pid in started} & started
             os.kill(run.pid if who == "run" else worker, signal.SIGKILL)
-            await until(partial(_are_gone, started))
+            await until(partial(lambda pids: not any(map(alive, pids)), started))
     finally:
         run.kill()
         run.wait()
-
-
-def _are_gone(pids: set[int]) -> bool:
-    return not any(map(alive, pids))
 
 
 def _pids(folder: Path) -> set[int]:
@@ -302,7 +288,7 @@ async def test_what_cannot_start_is_one_line_with_its_remedy(changes: dict[str, 
     assert "\n" not in str(error.value)
 
 
-async def test_modules_of_the_directory_of_the_run_can_be_imported(
+async def test_modules_of_the_directory_of_the_run_can_be_imported_unless_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "below").mkdir()
@@ -311,12 +297,9 @@ async def test_modules_of_the_directory_of_the_run_can_be_imported(
     monkeypatch.chdir(tmp_path)
     async with opened(handler=tmp_path / "below" / "h.py") as pool:
         assert pool.ready.info == {"of": "mine"}
-
-
-async def test_a_start_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "h.py").write_text("import time\ntime.sleep(1000)\n")
+    (tmp_path / "mine.py").write_text("import time\ntime.sleep(1000)\n")
     with pytest.raises(ConfigError, match=r"not ready after 0\.1 s; see docs"):
-        async with opened({"start": 0.1, "cleanup": 0.1}, handler=tmp_path / "h.py"):
+        async with opened({"start": 0.1, "cleanup": 0.1}, handler=tmp_path / "below" / "h.py"):
             pass
 
 
@@ -362,7 +345,7 @@ async def _play_through(operations: list[str], draws: random.Random) -> None:
             results = await asyncio.gather(*calls, return_exceptions=True)
         values = [result["value"] for result in results if isinstance(result, dict)]
         assert values == list(range(8)), results
-        await until(lambda: pool.playing == [0, 0])
+        await until(lambda: playing(pool) == [0, 0])
         assert pool._places._value == 8 and all(slot.calls == 0 for slot in pool._slots)
 
 

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 pytest.importorskip("bm25s")
 
 from tests.orchestration.runs import check_finished, query, recorded, start
-from tests.retrieval.corpora import write_corpus
-from tests.retrieval.servers import port_of, serving
+from tests.retrieval.servers import port_of, serving, write_corpus
 from tests.until import wait_until
 from tests.worlds import tiny, user
 from treadle.core.types import Task

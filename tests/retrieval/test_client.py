@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("httpx")
 
-from tests.retrieval.scripted import Answer, found, scripted_server
+from tests.retrieval.servers import Answer, found, scripted_server
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.retrieval import client as module
 from treadle.retrieval.client import RetrievalClient

@@ -1,7 +1,7 @@
 """Dense retrieval with a BERT of random weights, as E5 wants it."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ pytest.importorskip("faiss")
 
 import faiss
 
-from tests.retrieval.corpora import texts, write_corpus
+from tests.retrieval.servers import texts, write_corpus
 from treadle.core.errors import ConfigError
 from treadle.retrieval.flat import Encoder, FlatIndex
 from treadle.retrieval.index import open_corpus
@@ -26,32 +26,19 @@ class Models(NamedTuple):
 
 def _model(folder: Path, width: int) -> Path:
     folder.mkdir()
-    pieces = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "query",
-        "passage",
-        ":",
-        "w",
-        *(f"##{n}" for n in range(10)),
-    ]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "query", "passage", ":", "w"]
+    pieces += [f"##{n}" for n in range(10)]
     (folder / "vocab.txt").write_text("\n".join(pieces))
     BertTokenizer(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
-    BertModel(
-        BertConfig(
-            vocab_size=len(pieces),
-            hidden_size=width,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    ).save_pretrained(folder)
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "initializer_range": 0.5,
+    }
+    config = BertConfig(vocab_size=len(pieces), hidden_size=width, max_position_embeddings=64, **layers)
+    BertModel(config).save_pretrained(folder)
     return folder
 
 

@@ -13,10 +13,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("bm25s")
 
 from tests.until import CEILING, until
-from treadle.retrieval.bm25 import Bm25
-from treadle.retrieval.queue import Overloaded, RetrievalQueue
-from treadle.retrieval.retriever import Hit, Retriever
-from treadle.retrieval.server import make_app
+from treadle.retrieval.corpus import Hit, Retriever
+from treadle.retrieval.index import Bm25
+from treadle.retrieval.server import Overloaded, RetrievalQueue, make_app
 
 PASSAGES = [
     {"id": str(n), "contents": f'"{name}"\n{name} likes {what}'}

@@ -26,7 +26,7 @@ from treadle.data.config import DataConfig, sources_of
 from treadle.data.load import LoadContext, Section, find_problems, load_tasks, named_sources, open_rows
 from treadle.data.rows import parse_json
 from treadle.data.tasks import check_disjoint
-from treadle.integrations.harbor.packed import unpack
+from treadle.integrations.harbor.tasks import unpack
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
 

@@ -73,12 +73,10 @@ def _run(options: argparse.Namespace) -> int:
             return 0
         import uvicorn
 
-        from treadle.retrieval.queue import RetrievalQueue
-        from treadle.retrieval.server import make_app  # FastAPI
+        from treadle.retrieval.server import RetrievalQueue, make_app  # FastAPI
 
-        app = make_app(
-            RetrievalQueue(corpus.passages, corpus.retriever, options.most_waiting, options.timeout), options.topk
-        )
+        queue = RetrievalQueue(corpus.passages, corpus.retriever, options.most_waiting, options.timeout)
+        app = make_app(queue, options.topk)
         # a client comes back when its model has written the next query
         config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=60)
         with suppress(KeyboardInterrupt):

@@ -1,20 +1,39 @@
-"""`load_tasks`: the tasks that `data.train` or `data.held_out` names, checked, whatever they are stored in."""
+"""`load_tasks`: the tasks that `data.train` or `data.held_out` names, checked, whatever they are stored in.
+
+A source is a file, a directory of them, a Hugging Face data set, or a generator: a function `(split, **options)` that
+yields tasks or rows, registered under `treadle.tasks` or written as `module:attribute`. `split` is `train` or
+`held_out`; an optional parameter `file_split` gets the name in `data.train.split`. A .jsonl file has one row a line:
+
+    {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3}}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.registry import how_to_install
 from treadle.core.types import Task
-from treadle.data.config import Columns, SourceConfig
-from treadle.data.mixture import Mixture, parse_split, take_range
+from treadle.data.config import Columns, SourceConfig, sources_of
 from treadle.data.rows import PROMPT, Row, make_task
-from treadle.data.sources import ArrowSource, open_source, short_name
-from treadle.data.tasks import Player, check_distinct, with_player
+from treadle.data.tasks import Mixture, Player, check_distinct, parse_split, take_range, with_player
 from treadle.envs.base import Environment
 from treadle.envs.tasks import load_environment, made_class
+
+if TYPE_CHECKING:
+    from treadle.data.table import ArrowTable  # needs pyarrow
+
+_SUFFIXES = (".jsonl", ".parquet")
+_OTHERS = (".json", ".csv", ".tsv", ".txt", ".yaml", ".yml", ".arrow", ".gz", ".zst")
+_ALL = "all"  # the split that is everything
+_SAVED = ("state.json", "dataset_dict.json")  # what `datasets` writes into the directory of a data set
+_SHARD = re.compile(r"[-_.]?\d.*")
 
 
 @dataclass(frozen=True)
@@ -35,21 +54,18 @@ class LoadContext:
         return self.columns if section.columns is None else section.columns
 
     def task(self, row: Row, section: SourceConfig) -> Task:
+        """Return the task in a row. Raises DataError, also for one without a prompt, unless its player makes one."""
         task = row.value if isinstance(row.value, Task) else make_task(row, self.columns_of(section))
         task = with_player(task, self.player)
-        if not task.prompt and not isinstance(row.value, Task):
-            self._require_maker(task.player, row.where)
+        kind, name = task.player
+        if not task.prompt and not isinstance(row.value, Task) and kind == "environment":
+            maker = made_class(self.environments.get(name) or (load_environment(name) if name else Environment))
+            if getattr(maker, "reset", None) is Environment.reset:
+                owner = f"environment {name!r} does not make its own" if name else "no environment"
+                raise DataError(
+                    f'{row.where}: no prompt, and {owner}; write "prompt": {PROMPT}, or set data.columns.prompt'
+                )
         return task
-
-    def _require_maker(self, player: Player, where: str) -> None:
-        """Raise DataError for a row without a prompt, unless an agent, a driver or the environment makes one."""
-        kind, name = player
-        if kind != "environment":
-            return
-        maker = made_class(self.environments.get(name) or (load_environment(name) if name else Environment))
-        if getattr(maker, "reset", None) is Environment.reset:
-            owner = f"environment {name!r} does not make its own" if name else "no environment"
-            raise DataError(f'{where}: no prompt, and {owner}; write "prompt": {PROMPT}, or set data.columns.prompt')
 
 
 Section = SourceConfig | tuple[SourceConfig, ...]
@@ -64,12 +80,12 @@ def load_tasks(section: Section, split: str, context: LoadContext) -> Sequence[T
     Raises ConfigError: no such file, data set or generator, or options it does not take. DataError: a row, or what a
     generator returned, breaks the contract; the message names file and row.
     """
-    if isinstance(section, SourceConfig):
-        return _load_source(section, split, f"data.{split}", context)
-    names = [part.name or short_name(part.source) for part in section]
+    names = [part.name or _short_name(part.source) for part in sources_of(section)]
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"data.{split}: two sources are called {twice[0]!r}; give each a name of its own")
     parts = [_load_source(part, split, setting, context) for setting, part in named_sources(section, split)]
+    if isinstance(section, SourceConfig):
+        return parts[0]
     return Mixture(names, parts, [getattr(part, "weight", 1.0) for part in section])
 
 
@@ -80,11 +96,29 @@ def named_sources(section: Section, split: str) -> list[tuple[str, SourceConfig]
     return [(f"data.{split}[{number}]", part) for number, part in enumerate(section)]
 
 
+def _load_source(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Sequence[Task]:
+    name, start, end = parse_split(section.split, setting)
+    opened = open_source(section, split, setting, name, context.seed)
+    tasks: Sequence[Task]
+    if isinstance(opened, Iterator):
+        tasks = [context.task(row, section) for row in opened]
+        check_distinct(section.source, (task.task_id for task in tasks))
+    else:
+        tasks = opened.tasks(context.columns_of(section), lambda row: context.task(row, section))
+    tasks = take_range(tasks, start, end)
+    if not tasks:
+        part = f" in {section.split!r}" if section.split else ""
+        raise DataError(
+            f"{section.source} has no tasks{part} (split {split!r}, options {section.options}); check {setting}"
+        )
+    return tasks
+
+
 def open_rows(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Iterator[Row]:
     """Yield the rows of a source as they are stored. Raises as `load_tasks` does, but for rows that are no tasks."""
     name, _, _ = parse_split(section.split, setting)
     opened = open_source(section, split, setting, name, context.seed)
-    yield from opened.rows() if isinstance(opened, ArrowSource) else opened
+    return opened if isinstance(opened, Iterator) else opened.rows()
 
 
 def find_problems(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Iterator[str]:
@@ -96,19 +130,129 @@ def find_problems(section: SourceConfig, split: str, setting: str, context: Load
             yield str(error)
 
 
-def _load_source(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Sequence[Task]:
-    name, start, end = parse_split(section.split, setting)
-    opened = open_source(section, split, setting, name, context.seed)
-    tasks: Sequence[Task]
-    if isinstance(opened, ArrowSource):
-        tasks = opened.tasks(context.columns_of(section), lambda row: context.task(row, section))
-    else:
-        tasks = [context.task(row, section) for row in opened]
-        check_distinct(section.source, (task.task_id for task in tasks))
-    tasks = take_range(tasks, start, end)
-    if not tasks:
-        part = f" in {section.split!r}" if section.split else ""
-        raise DataError(
-            f"{section.source} has no tasks{part} (split {split!r}, options {section.options}); check {setting}"
+def open_source(section: SourceConfig, split: str, setting: str, name: str, seed: int) -> Iterator[Row] | ArrowTable:
+    """Open a source. name: of one of its splits, or "". seed: for generators that take one.
+
+    Raises ConfigError for what cannot be opened, or does not take the section's options.
+    """
+    source, path = section.source, Path(section.source)
+    if path.is_dir():
+        is_data_set = any((path / name).is_file() for name in _SAVED)
+    else:  # ORG/NAME
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in (*_SUFFIXES, *_OTHERS)
+        is_data_set = bool(named) and not path.exists()
+    if is_data_set:
+        opened: ArrowTable = _table(source, setting).open_data_set(
+            source, "" if name == _ALL else name, section.options, setting
         )
-    return tasks
+        return opened
+    files = _directory_files(path, name, setting) if path.is_dir() else _one_file(path, name, setting)
+    if not files:
+        return _open_generator(section, split, setting, name, seed)
+    if section.options:
+        raise ConfigError(
+            f"{setting}.options: the file {source} takes no options, got {', '.join(section.options)}; "
+            f"remove them ({setting}.options={{}})"
+        )
+    suffixes = {file.suffix for file in files.values()}
+    if len(suffixes) > 1:
+        raise ConfigError(
+            f"{setting}.source: cannot read {path}: it holds {' and '.join(sorted(suffixes))} files; name one, or move "
+            "them apart"
+        )
+    if suffixes == {".parquet"}:
+        table = _table(source, setting)
+        opened = table.ArrowTable([table.parquet_part(file, stem, f"{setting}.source") for stem, file in files.items()])
+        return opened
+    return (row for stem, file in files.items() for row in _read_jsonl(file, stem))
+
+
+def _table(source: str, setting: str) -> Any:
+    """Return `treadle.data.table`. Raises ConfigError without pyarrow."""
+    try:
+        from treadle.data import table
+    except ModuleNotFoundError as error:
+        missing = error.name or "pyarrow"
+        raise ConfigError(f"{setting}.source: {source!r} needs {missing}; {how_to_install(missing)}") from error
+    return table
+
+
+def _one_file(path: Path, split: str, setting: str) -> dict[str, Path]:
+    """Return the file, by what the ids of its tasks begin with; nothing if `path` can only name a generator."""
+    if path.suffix not in _SUFFIXES:
+        if path.suffix in _OTHERS or path.is_file():
+            raise ConfigError(f"{setting}.source: {str(path)!r} is not a .jsonl or .parquet file; convert it to one")
+        return {}
+    if split not in ("", _ALL):
+        raise ConfigError(f"{setting}.split: the file {path} has no split {split!r}; write all, or a part: all[:90%]")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}.source: cannot read {path}: {error.strerror}; check the path (it is relative to {Path.cwd()})"
+        ) from error
+    return {path.stem: path}
+
+
+def _directory_files(directory: Path, split: str, setting: str) -> dict[str, Path]:
+    """Return a split's files: `train` means train-00000-of-00002.parquet and so on, `all` every file."""
+    every = sorted(path for path in directory.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    if not every:
+        raise ConfigError(
+            f"{setting}.source: cannot read {directory}: a directory without .jsonl and .parquet files; check the path"
+        )
+    splits = {path: _SHARD.sub("", path.stem, count=1) for path in every}  # "" for 0000.parquet
+    names = dict.fromkeys(splits.values())
+    if split not in (_ALL, *names) and (split or len(names) > 1):
+        wanted = f"there is no split {split!r}" if split else "it holds several splits"
+        choices = ", ".join(filter(None, [*names, _ALL]))
+        raise ConfigError(f"{setting}.split: {wanted} in {directory}; choose one of {choices}")
+    return {f"{directory.name}/{path.stem}": path for path in every if split in ("", _ALL, splits[path])}
+
+
+def _read_jsonl(path: Path, stem: str) -> Iterator[Row]:
+    # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            yield Row(line, f"{path}:{number}", f"{stem}-{number:06d}")
+
+
+def _short_name(source: str) -> str:
+    """Return `gsm8k` for openai/gsm8k, gsm8k.parquet and my_tasks:gsm8k."""
+    return Path(source.rpartition(":")[2]).stem
+
+
+def _open_generator(section: SourceConfig, split: str, setting: str, name: str, seed: int) -> Iterator[Row]:
+    """Return the tasks and rows of a generator. Raises ConfigError.
+
+    One with parameters `seed` and `file_split` gets the run's seed, unless the recipe sets one, and the split's name.
+    """
+    source = section.source
+    where, generator = f"{setting}.source: {source!r}", registry.resolve("tasks", source, f"{setting}.source")
+    if not callable(generator):
+        raise ConfigError(f"{where} is of type {type(generator).__name__}, it must be a function")
+    signature = inspect.signature(generator)
+    if name not in ("", _ALL) and "file_split" not in signature.parameters:
+        raise ConfigError(
+            f"{setting}.split: {source!r} is a generator, without a split {name!r}; write all, or a part: all[:90%]"
+        )
+    if "split" in section.options:
+        raise ConfigError(f"{where}: 'split' is not an option, it is always {split!r} here; remove it")
+    if "file_split" in signature.parameters and (file_split := section.options.get("file_split")) is not None:
+        raise ConfigError(f"{setting}.options: write {setting}.split={file_split} in place of 'file_split'")
+    defaults = {"seed": seed, "file_split": name}
+    options = {key: value for key, value in defaults.items() if key in signature.parameters} | dict(section.options)
+    try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
+        signature.bind(split=split, **options)
+    except TypeError as error:
+        takes = ", ".join(name for name in signature.parameters if name not in ("split", "file_split")) or "none"
+        got = ", ".join(section.options) or "none"
+        raise ConfigError(f"{setting}.options of {source!r}: {error}; its options are {takes}, given: {got}") from error
+    return _rows(generator(split=split, **options), where, f"{_short_name(source)}-{split}")
+
+
+def _rows(generated: Iterable[Any], where: str, stem: str) -> Iterator[Row]:
+    for number, row in enumerate(generated):
+        if not isinstance(row, Task | Mapping):
+            raise DataError(f"{where} must return Task objects or rows, got {row!r:.100}")
+        yield Row(row, f"{where}: row {number} (counted from 0)", f"{stem}-{number:06d}")

@@ -9,9 +9,10 @@ itself cannot be read row by row: for each task, a shuffled visit would decode a
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -23,14 +24,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.types import Task
-from treadle.data.arrow_checks import is_list, is_text, is_well_formed, leaf
+from treadle.core.registry import how_to_install
+from treadle.core.types import PLAYERS, Task
 from treadle.data.config import Columns
 from treadle.data.rows import KEYS, OWN_NAMES, Row, unknown_key
 from treadle.data.tasks import LazyTasks, Player, check_distinct
 
 _BATCH = 4096  # rows that are decoded and checked at a time
-_CORRECT = "correct data.columns"
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,25 @@ class Part:
     batches: Callable[[list[str]], Iterator[Any]]
     files: Sequence[Path]
 
+    def row(self, batch: Any, place: int, number: int) -> Row:
+        """Return a row of a batch, without Treadle's own keys that are null: they are what a missing key is in JSON.
 
-class ArrowTable:
-    """An opened table of one or more parts."""
+        number: of the row in the part. Raises DataError for text that is not UTF-8.
+        """
+        where = f"{self.path}: row {number} (counted from 0)"
+        try:
+            [fields] = batch.slice(place, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: not UTF-8: {error}; write the file with text in UTF-8") from error
+        present = {name: value for name, value in fields.items() if value is not None or name not in KEYS}
+        return Row(present, where, self.default_id(number))
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-
-    def tasks(self, columns: Columns | None, make: Callable[[Row], Task]) -> ArrowTasks:
-        return ArrowTasks(self._parts, columns, make)
-
-    def rows(self) -> Iterator[Row]:
-        """Yield its rows, with all columns. Raises DataError for one that cannot be read."""
-        for part in self._parts:
-            number = 0
-            for batch in part.batches(part.schema.names):
-                for row in range(len(batch)):
-                    yield _row(batch, row, part, number + row)
-                number += len(batch)
+    def default_id(self, number: int) -> str:
+        return f"{self.stem}-{number:06d}"
 
 
 def parquet_part(path: Path, stem: str, setting: str) -> Part:
-    """Open a Parquet file. stem: begins the ids of its tasks.
-
-    Raises ConfigError for a file that cannot be opened, DataError for one that is not Parquet.
-    """
+    """Open a Parquet file. Raises ConfigError if it cannot be opened, DataError if it is not Parquet."""
     with _reading(path, setting):
         schema = pq.read_schema(path)
 
@@ -81,19 +75,6 @@ def parquet_part(path: Path, stem: str, setting: str) -> Part:
             yield from file.iter_batches(batch_size=_BATCH, columns=columns, use_threads=False)
 
     return Part(str(path), stem, schema, batches, (path,))
-
-
-def dataset_part(dataset: Any, path: str, stem: str) -> Part:
-    """Return a `datasets.Dataset` as a part."""
-
-    def batches(columns: list[str]) -> Iterator[Any]:
-        column_names = dataset.column_names
-        names = dict.fromkeys(path if path in column_names else path.partition(".")[0] for path in columns)
-        for table in dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH):
-            yield from table.combine_chunks().to_batches()
-
-    files = [Path(each["filename"]) for each in dataset.cache_files]
-    return Part(path, stem, dataset.features.arrow_schema, batches, files)
 
 
 @contextmanager
@@ -109,6 +90,81 @@ def _reading(path: Path, setting: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: str) -> ArrowTable:
+    """Open a split of a data set of `datasets`: from the hub, its cache, or a directory that one was saved to.
+
+    split: its name; "" if there is only one. options: of `datasets.load_dataset` (name, revision, data_dir, ...).
+    Raises ConfigError: there is no such data set or split, or `datasets` is not installed.
+    """
+    if "split" in options:
+        raise ConfigError(f"{setting}.options: 'split' is not an option; write {setting}.split={options['split']}")
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        missing = error.name or "datasets"
+        raise ConfigError(f"{setting}.source: {source!r} needs {missing}; {how_to_install(missing)}") from error
+    if not Path(source).is_dir():
+        opened: Any = _load_data_set(datasets, source, options, setting)
+    elif options:
+        raise ConfigError(f"{setting}.options: the directory {source} takes no options; remove {', '.join(options)}")
+    else:
+        opened = datasets.load_from_disk(source)
+    splits = dict(opened) if isinstance(opened, dict) else {str(opened.split or ""): opened}
+    if split not in splits and (split or len(splits) > 1):
+        wanted = f"there is no split {split!r}" if split else "it has several splits"
+        raise ConfigError(f"{setting}.split: {wanted} in {source}; choose one of {', '.join(filter(None, splits))}")
+    dataset = splits[split] if split in splits else next(iter(splits.values()))
+    if not isinstance(dataset, datasets.Dataset):
+        raise ConfigError(
+            f"{setting}.options: {source!r} was opened as a stream, in which no task has a number; remove it"
+        )
+
+    def batches(columns: list[str]) -> Iterator[Any]:
+        names = dict.fromkeys(path if path in dataset.column_names else path.partition(".")[0] for path in columns)
+        for table in dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH):
+            yield from table.combine_chunks().to_batches()
+
+    name = split or str(dataset.split or "")
+    path, stem = f"{source}{f', split {name}' if name else ''}", "-".join(filter(None, (Path(source).name, name)))
+    files = [Path(each["filename"]) for each in dataset.cache_files]
+    return ArrowTable([Part(path, stem, dataset.features.arrow_schema, batches, files)])
+
+
+def _load_data_set(datasets: Any, source: str, options: Mapping[str, Any], setting: str) -> Any:
+    try:
+        return datasets.load_dataset(source, **options)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{setting}.source: {source!r} is not a file or directory here, and not in the cache "
+            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and the hub cannot be reached or "
+            "HF_HUB_OFFLINE is set; load it once where it can be reached and bring the cache here, or give the "
+            "directory of one that save_to_disk wrote"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}.source: {source!r} is not a file or directory here, and the hub's data set cannot be loaded: "
+            f"{_first_line(error)}; check the name, and HF_TOKEN for one that is private or gated"
+        ) from error
+
+
+class ArrowTable:
+    """An opened table of one or more parts."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+
+    def tasks(self, columns: Columns | None, make: Callable[[Row], Task]) -> ArrowTasks:
+        return ArrowTasks(self._parts, columns, make)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield its rows, with all columns. Raises DataError for one that cannot be read."""
+        for part in self._parts:
+            number = 0
+            for batch in part.batches(part.schema.names):
+                yield from (part.row(batch, place, number + place) for place in range(len(batch)))
+                number += len(batch)
 
 
 class ArrowTasks(LazyTasks):
@@ -140,12 +196,9 @@ class ArrowTasks(LazyTasks):
 
     def task_ids(self) -> Iterator[str]:
         if self._ids is not None:
-            for batch in self._ids:
-                yield from batch.to_pylist()
-            return
-        for part, start, end in zip(self._parts, self._part_starts, [*self._part_starts[1:], self._size], strict=True):
-            for row in range(end - start):
-                yield _default_id(part, row)
+            return (task_id for batch in self._ids for task_id in batch.to_pylist())
+        parts = zip(self._parts, self._part_starts, [*self._part_starts[1:], self._size], strict=True)
+        return (part.default_id(row) for part, start, end in parts for row in range(end - start))
 
     def players(self) -> set[Player]:
         return self._players
@@ -157,26 +210,28 @@ class ArrowTasks(LazyTasks):
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
-    def _task(self, batch: Any, row: int, number: int) -> Task:
-        return self._make(_row(batch, row, *self._place(number)))
-
-    def _place(self, number: int) -> tuple[Part, int]:
+    def _task(self, batch: Any, place: int, number: int) -> Task:
         part = bisect_right(self._part_starts, number) - 1
-        return self._parts[part], number - self._part_starts[part]
+        return self._make(self._parts[part].row(batch, place, number - self._part_starts[part]))
 
     # --- reading everything once ----------------------------------------------------------------------------------
 
     def _spill(self) -> Any:
         """Check all rows, and return an Arrow file with what tasks are made of, whose name is gone already."""
-        with _writing(), tempfile.NamedTemporaryFile(prefix="treadle-", suffix=".arrow") as file:
-            batches = self._checked_batches()
-            first = next(batches, None)
-            if first is None:
-                return None
-            with pa.OSFile(file.name, "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
-                for batch in chain([first], batches):
-                    writer.write_batch(batch)
-            return pa.ipc.open_file(pa.memory_map(file.name))
+        try:
+            with tempfile.NamedTemporaryFile(prefix="treadle-", suffix=".arrow") as file:
+                batches = self._checked_batches()
+                first = next(batches, None)
+                if first is None:
+                    return None
+                with pa.OSFile(file.name, "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
+                    for batch in chain([first], batches):
+                        writer.write_batch(batch)
+                return pa.ipc.open_file(pa.memory_map(file.name))
+        except OSError as error:
+            raise ConfigError(
+                f"could not write to {tempfile.gettempdir()}: {error}; set TMPDIR to a directory with room"
+            ) from error
 
     def _checked_batches(self) -> Iterator[Any]:
         """Yield the batches, all of one schema. Raises DataError for the first row that makes no task."""
@@ -199,7 +254,7 @@ class ArrowTasks(LazyTasks):
         tasks = [self._task(batch, row, start + row) for row in range(1 if certain else len(batch))]
         self._players.update(task.player for task in tasks)
         if self._ids is not None:
-            ids = leaf(batch, str(self._paths["task_id"])) if certain else pa.array([task.task_id for task in tasks])
+            ids = _leaf(batch, str(self._paths["task_id"])) if certain else pa.array([task.task_id for task in tasks])
             self._ids.append(ids.cast(pa.string()))
 
 
@@ -223,66 +278,114 @@ def _readable_path(part: Part, path: str) -> str:
     passed: list[str] = []
     kind: Any = pa.struct(list(part.schema))
     for key in path.split("."):
+        place = f"{'.'.join(passed)!r}" if passed else "the file"
         if not pa.types.is_struct(kind):
             if pa.types.is_nested(kind):
                 break
-            raise ConfigError(f"{part.path}: no column {path!r}: {'.'.join(passed)!r} is of type {kind}; {_CORRECT}")
-        fields = [each.name for each in kind]
-        if key not in fields:
-            place = f"{'.'.join(passed)!r}" if passed else "the file"
-            raise ConfigError(f"{part.path}: no column {path!r}: {place} has {', '.join(fields)}; {_CORRECT}")
-        kind = kind.field(key).type
-        passed.append(key)
+            problem = f"is of type {kind}"
+        elif kind.get_field_index(key) < 0:
+            problem = f"has {', '.join(each.name for each in kind)}"
+        else:
+            kind = kind.field(key).type
+            passed.append(key)
+            continue
+        raise ConfigError(f"{part.path}: no column {path!r}: {place} {problem}; correct data.columns")
     return ".".join(passed)
 
 
 def _as_schema(batch: Any, schema: Any, part: Part, first: Part) -> Any:
-    """Return the batch with the first one's schema. Raises DataError for a column of another type."""
-    if batch.schema.equals(schema):
-        return batch
+    """Return the batch with the first one's schema, which may differ in the width of offsets and in what may be null.
+
+    Raises DataError for a column of another type.
+    """
     for name, kind in zip(schema.names, schema.types, strict=True):
-        if not _is_alike(kind, other := batch.schema.field(name).type):
+        plain, other = (re.sub("large_| not null", "", str(each)) for each in (kind, batch.schema.field(name).type))
+        if plain != other:
             raise DataError(
-                f"{part.path}: column {name!r} is of type {other}, and of type {kind} in {first.path}; store it as one"
+                f"{part.path}: column {name!r} is of type {other}, and of type {plain} in {first.path}; store it as one"
             )
     return batch.select(schema.names).cast(schema)
 
 
-def _is_alike(kind: Any, other: Any) -> bool:
-    """Return whether two types differ at most in the width of offsets and in what may be null."""
-    if pa.types.is_struct(kind) and pa.types.is_struct(other):
-        names = [field.name for field in kind]
-        return names == [field.name for field in other] and all(
-            _is_alike(kind.field(name).type, other.field(name).type) for name in names
-        )
-    if is_list(kind) and is_list(other):
-        return _is_alike(kind.value_type, other.value_type)
-    return bool(kind == other) or (is_text(kind) and is_text(other))
+# --- fast validation of whole batches, without a Python object for any row -------------------------------------------
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"could not write to {tempfile.gettempdir()}: {error}; set TMPDIR to a directory with room"
-        ) from error
+def is_well_formed(batch: Any, paths: Mapping[str, str | Mapping[str, str]]) -> bool:
+    """Return whether each row of a `pyarrow.RecordBatch` certainly makes a task, with a prompt if there is a column.
 
-
-def _row(batch: Any, row: int, part: Part, number: int) -> Row:
-    """Return a row of a batch, without Treadle's own keys that are null: they are what a missing key is in JSON.
-
-    number: of the row in its part. Raises DataError for text that is not UTF-8.
+    One that does not may be faulty: its rows are made into tasks one by one, which names the first that is.
+    paths: where the parts of a task are, by name; those of extras also as a mapping.
     """
-    where = f"{part.path}: row {number} (counted from 0)"
     try:
-        [fields] = batch.slice(row, 1).to_pylist()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8: {error}; write the file with text in UTF-8") from error
-    present = {name: value for name, value in fields.items() if value is not None or name not in KEYS}
-    return Row(present, where, _default_id(part, number))
+        batch.validate(full=True)  # among others, that text is UTF-8
+    except pa.ArrowInvalid:
+        return False
+    return not any(player in paths for player in PLAYERS) and all(
+        _is_part(batch, name, where) for name, where in paths.items()
+    )
 
 
-def _default_id(part: Part, row: int) -> str:
-    return f"{part.stem}-{row:06d}"
+def _is_part(batch: Any, name: str, where: str | Mapping[str, str]) -> bool:
+    arrays = [_leaf(batch, path) for path in ([where] if isinstance(where, str) else where.values())]
+    if any(array is None for array in arrays):
+        return False
+    array: Any = arrays[0] if arrays else None
+    if name == "prompt":
+        return _is_prompt(array)
+    if name == "task_id":
+        has_text = _is_text(array.type) and _has_no_empty(array, pc.binary_length)
+        return has_text or (pa.types.is_integer(array.type) and array.null_count == 0)
+    if name == "extras" and isinstance(where, str) and (not pa.types.is_struct(array.type) or array.null_count):
+        return False
+    return all(_is_json(array.type) for array in arrays)
+
+
+def _leaf(batch: Any, path: str) -> Any:
+    """Return the array at a path; None where any object on the way is missing, or it leads into a list."""
+    first, *rest = [path] if path in batch.schema.names else path.split(".")
+    array = batch.column(first)
+    for key in rest:
+        if array.null_count or not pa.types.is_struct(array.type):
+            return None
+        array = array.field(key)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _is_prompt(array: Any) -> bool:
+    if _is_text(array.type):
+        return _has_no_empty(array, pc.binary_length)
+    if not (_is_list(array.type) and pa.types.is_struct(array.type.value_type)):
+        return False
+    messages = array.flatten()
+    if not _has_no_empty(array, pc.list_value_length) or messages.null_count:
+        return False
+    fields = {field.name: messages.field(number) for number, field in enumerate(messages.type)}
+    if any(name not in fields or not _is_text(fields[name].type) or fields[name].null_count for name in _ALWAYS):
+        return False
+    others = [(name, array) for name, array in fields.items() if name not in _ALWAYS and array.null_count < len(array)]
+    return all(name in _SOMETIMES and _is_text(array.type) for name, array in others)
+
+
+_ALWAYS, _SOMETIMES = ("role", "content"), ("name", "reasoning_content", "tool_call_id")  # keys of messages of text
+
+
+def _has_no_empty(array: Any, length: Any) -> bool:
+    return array.null_count == 0 and bool(pc.all(pc.greater(length(array), 0)).as_py())
+
+
+def _is_json(kind: Any) -> bool:
+    """Return whether values of an Arrow type are plain JSON data as Python objects."""
+    if _is_list(kind):
+        return _is_json(kind.value_type)
+    if pa.types.is_struct(kind):
+        return all(_is_json(field.type) for field in kind)
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return number or _is_text(kind) or pa.types.is_null(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

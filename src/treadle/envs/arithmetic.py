@@ -65,10 +65,6 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     ]
 
 
-def _question(a: int, b: int) -> Message:
-    return Message(role="user", content=f"What is {a} + {b}?")
-
-
 def demonstration(index: int, seed: int, expert: float = 0.3) -> tuple[Message, ...]:
     """Return conversation number `index` of a supervised warm start, about a pair of the train split only.
 
@@ -80,3 +76,7 @@ def demonstration(index: int, seed: int, expert: float = 0.3) -> tuple[Message, 
     a, b = draws.choice(PAIRS["train"])
     answer = a + b if draws.random() < expert else draws.randint(0, _LARGEST_SUM)
     return _question(a, b), Message(role="assistant", content=f"<answer> {answer}</answer>")
+
+
+def _question(a: int, b: int) -> Message:
+    return Message(role="user", content=f"What is {a} + {b}?")

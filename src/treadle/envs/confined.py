@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from treadle.core.errors import Cause, TrajectoryFailure, TreadleError
@@ -27,24 +26,17 @@ _LARGEST_ANSWER = 2**26  # bytes
 
 
 class NoAnswer(TreadleError, RuntimeError):
-    """Raised if a child gives no answer. late: not in time, rather than because it ended."""
+    """Raised if a child gives no answer."""
 
-    def __init__(self, message: str, late: bool = False) -> None:
-        super().__init__(message, late)
-        self.late = late
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+class LateAnswer(NoAnswer):
+    """Raised if a child gives no answer in time."""
 
 
 class Child:
-    """One process that answers requests. It may still be starting.
+    """One process that answers requests. It may still be starting. usable: whether it has answered every request."""
 
-    what: its purpose, for errors. start_timeout: seconds in which it must be ready. usable: whether it has answered
-    every request.
-    """
-
-    def __init__(self, what: str, command: Sequence[str], start_timeout: float) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -56,25 +48,15 @@ class Child:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
-        self._what, self._start_timeout = what, start_timeout
         self._unread = b""
         self._ready = False
-        self.usable = True
+        self.pid, self.usable = self._process.pid, True
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_until_ready(self) -> None:
-        """Wait until it takes requests. Raises TrajectoryFailure (infrastructure)."""
-        if self._ready:
-            return
-        try:
-            self._answer(self._start_timeout)
-        except NoAnswer as error:
-            message = f"a process for {self._what} did not start: {error}"
-            raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
-        self._ready = True
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until it takes requests. Raises NoAnswer. timeout: seconds."""
+        if not self._ready:
+            self._answer(timeout)
+            self._ready = True
 
     def ask(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Return the child's answer to a message. Raises NoAnswer. timeout: seconds."""
@@ -98,7 +80,7 @@ class Child:
         poll.register(self._output, select.POLLIN)
         while b"\n" not in self._unread:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise NoAnswer(f"no answer for {timeout:g} s", late=True)
+                raise LateAnswer(f"no answer for {timeout:g} s")
             chunk = os.read(self._output.fileno(), 2**20)
             if not chunk or len(self._unread) > _LARGEST_ANSWER:
                 raise NoAnswer("its process ended: out of memory, or a crash")
@@ -115,13 +97,13 @@ class Child:
 class ChildPool:
     """Children of one kind, side by side, of which one waits for the next request.
 
-    what, command, start_timeout: as of `Child`. children: limit on those that run at once; further leases wait. Any
-    thread may call. A child that was killed, or has ended, is replaced. None runs before the first lease or
-    `start_spare`; all end with this process.
+    what: their purpose, for errors. children: limit on those that run at once; further leases wait. start_timeout:
+    seconds in which one must be ready. Any thread may call. A child that was killed, or has ended, is replaced. None
+    runs before the first lease or `start_spare`; all end with this process.
     """
 
     def __init__(self, what: str, command: Sequence[str], children: int, start_timeout: float = 30.0) -> None:
-        self._start = partial(Child, what, command, start_timeout)
+        self._what, self._command, self._start_timeout = what, command, start_timeout
         self._changed = threading.Condition()
         self._idle: list[Child] = []
         self._running: set[Child] = set()
@@ -132,7 +114,7 @@ class ChildPool:
         """Start a child if none waits, without waiting until it is ready."""
         with self._changed:
             if not self._idle and len(self._running) < self._limit:
-                self._idle.append(self._start())
+                self._idle.append(Child(self._command))
 
     def close(self) -> None:
         """End the children that wait; one that runs ends with its request."""
@@ -149,11 +131,15 @@ class ChildPool:
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._running) < max(1, self._limit))
-            child = self._idle.pop() if self._idle else self._start()
+            child = self._idle.pop() if self._idle else Child(self._command)
             self._running.add(child)
         try:
             self.start_spare()
-            child.wait_until_ready()
+            try:
+                child.wait_until_ready(self._start_timeout)
+            except NoAnswer as error:
+                message = f"a process for {self._what} did not start: {error}"
+                raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
             yield child
         finally:
             with self._changed:

@@ -15,9 +15,8 @@ at Acme in this one and at Zeta in the next), so the agent has to search. One ep
     tool       page Acme, boss Zoe, city Rome, product lamps
     assistant  <answer> lamps</answer>
 
-The reward is 1 for the exact answer, given at the end only, unless a task pays for pages too. Nothing here is
-drawn from a shared stream: pages, questions and demonstrations are functions of their keys, so a world needs no
-storage and any index can be made alone.
+The reward is 1 for the exact answer, given at the end only, unless a task pays for pages too. Pages, questions and
+demonstrations are functions of their keys, so a world needs no storage and any index can be made alone.
 """
 
 from __future__ import annotations
@@ -26,19 +25,17 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward, is_finite
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.tasks import check_share, split_key, words
+from treadle.envs.tasks import check_hops, check_share, contents, exchange, is_drill, opening, split_key, words
 
 SYSTEM = "Search, then answer."
 MAX_TURNS = 6
 NOTHING = "nothing found"
-
 
 PERSONS = words(
     "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Karl Lena Max Nora Otto Pia Quin Rosa Sam Tina "
@@ -127,8 +124,7 @@ class Question:
         return HOPS[self.attribute]
 
     def prompt(self) -> tuple[Message, ...]:
-        text = QUESTIONS[self.attribute].format(self.start)
-        return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
+        return opening(SYSTEM, QUESTIONS[self.attribute].format(self.start))
 
     def solve(self, world: World) -> tuple[tuple[str, ...], str]:
         """Return the `hops` pages to search, in order, and the answer that the last of them holds."""
@@ -150,7 +146,7 @@ class Lookup(Environment):
     Needs a task of `tasks`, or one with `extras` {"world_seed", "start", "attribute"} and its `ground_truth`;
     the prompt is made from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0.
     The last step's `info["ended"]` says how it ended: `right`, `wrong`, `turns` (still searching at the last
-    turn) or `format`. `metrics` count searches, those that find nothing, and replies that are neither.
+    turn) or `format`.
 
     Extras may hold `page_reward`: each page on the way to the answer then pays that much when it is first opened (the
     component `page`), and the answer is the component `answer`.
@@ -174,9 +170,8 @@ class Lookup(Environment):
         self.page_reward = task.extras.get("page_reward")
         if self.page_reward is not None:
             if not is_finite(self.page_reward):
-                raise DataError(
-                    f"task {task.task_id} of environment lookup: page_reward must be a number, got {self.page_reward!r}"
-                )
+                where = f"task {task.task_id} of environment lookup"
+                raise DataError(f"{where}: page_reward must be a number, got {self.page_reward!r}")
             self.unopened = set(question.solve(self.world)[0])
         return question.prompt()
 
@@ -191,14 +186,12 @@ class Lookup(Environment):
         if self.turns >= MAX_TURNS:
             return self._end("turns")
         text = self.world.search(argument)
+        reward: float | Reward = 0.0
+        if self.page_reward is not None and argument in self.unopened:
+            self.unopened.remove(argument)
+            reward = Reward({"page": self.page_reward})
         info = {"searches": 1, "found_nothing": text == NOTHING, "invalid": False}
-        return EnvStep([Message(role="tool", content=text)], self._paid(argument), info=info)
-
-    def _paid(self, page: str) -> float | Reward:
-        if self.page_reward is None or page not in self.unopened:
-            return 0.0
-        self.unopened.remove(page)
-        return Reward({"page": self.page_reward})
+        return EnvStep([Message(role="tool", content=text)], reward, info=info)
 
     def _end(self, how: str) -> EnvStep:
         right = float(how == "right")
@@ -209,16 +202,13 @@ class Lookup(Environment):
 
 def question_of(task: Task) -> Question:
     """Return the question that a task asks. Raises DataError, naming the task and what it lacks."""
-    where = f"task {task.task_id} of environment lookup"
-    keys = ("world_seed", "start", "attribute")
+    where, keys = f"task {task.task_id} of environment lookup", ("world_seed", "start", "attribute")
     if missing := [key for key in keys if not isinstance(task.extras.get(key), str)]:
         raise DataError(f"{where} needs the strings {', '.join(missing)} in extras, has {dict(task.extras)}")
     question = Question(*(task.extras[key] for key in keys))
     if question.start not in PERSONS or question.attribute not in QUESTIONS:
-        raise DataError(
-            f"{where} asks for {question.attribute!r} of {question.start!r}; attribute must be one of "
-            f"{', '.join(QUESTIONS)} and start one of lookup.PERSONS"
-        )
+        must = f"attribute must be one of {', '.join(QUESTIONS)} and start one of lookup.PERSONS"
+        raise DataError(f"{where} asks for {question.attribute!r} of {question.start!r}; {must}")
     if not isinstance(task.ground_truth, str):
         raise DataError(f"{where} needs its answer as a string in ground_truth, got {task.ground_truth!r}")
     return question
@@ -245,23 +235,15 @@ def tasks(
     if page_reward is not None and not is_finite(page_reward):
         raise ConfigError(f"page_reward must be a finite number, got {page_reward!r}")
     paying = {} if page_reward is None else {"page_reward": page_reward}
-    return [_task(f"{name}-{i:06d}", f"{key}/{i}", hops[i % len(hops)], paying) for i in range(count)]
-
-
-def _task(task_id: str, world_seed: str, hops: int, paying: Mapping[str, float]) -> Task:
-    question = draw_question(world_seed, hops, random.Random(f"lookup/question/{world_seed}"))
-    _, answer = question.solve(World(world_seed))
-    asked = {"attribute": question.attribute, "start": question.start}
-    extras = {"world_seed": world_seed, "hops": hops, **asked, **paying}
-    return Task(task_id, question.prompt(), "lookup", answer, extras)
-
-
-def check_hops(hops: Sequence[int], largest: int) -> tuple[int, ...]:
-    """Return the hops. Raises ConfigError unless they are a list out of 1 to `largest`."""
-    allowed = range(1, largest + 1)
-    if not isinstance(hops, Sequence) or not hops or any(count not in allowed for count in hops):
-        raise ConfigError(f"hops must be a list out of {', '.join(map(str, allowed))}; got {hops!r}")
-    return tuple(hops)
+    made = []
+    for index in range(count):
+        seed_of_world, number = f"{key}/{index}", hops[index % len(hops)]
+        question = draw_question(seed_of_world, number, random.Random(f"lookup/question/{seed_of_world}"))
+        _, answer = question.solve(World(seed_of_world))
+        asked = {"attribute": question.attribute, "start": question.start}
+        extras = {"world_seed": seed_of_world, "hops": number, **asked, **paying}
+        made.append(Task(f"{name}-{index:06d}", question.prompt(), "lookup", answer, extras))
+    return made
 
 
 def demonstration(
@@ -273,18 +255,14 @@ def demonstration(
     others are search episodes: a share `expert` of them correct, the rest random walks blind to the question.
     Those show the format and copying from context, not whom to follow or when to stop.
 
-    Drills are placed by index, so that any n consecutive conversations hold n * drill of them, give or take
-    one; everything else is drawn from (seed, index). Answers keep their leading space: with it they are one
-    token.
-
-    Raises ConfigError where a share lies outside [0, 1] or `hops` is impossible.
+    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). Answers keep their leading
+    space: with it they are one token. Raises ConfigError where a share lies outside [0, 1] or `hops` is impossible.
     """
     check_share("expert", expert)
-    check_share("drill", drill)
     hops = check_hops(hops, 3)
     world = World(f"demonstration/{seed}/{index}")
     draws = random.Random(f"lookup/demonstration/{seed}/{index}")
-    if floor((index + 1) * drill) > floor(index * drill):
+    if is_drill(index, drill):
         return _question_first(world, draws) if draws.random() < _QUESTION_FIRST else _page_first(world, draws)
     question = draw_question(world.seed, draws.choice(hops), draws)
     correct = draws.random() < expert
@@ -314,7 +292,7 @@ def _question_first(world: World, draws: random.Random) -> tuple[Message, ...]:
     for _ in range(3):
         name = draws.choice(draws.choice((PERSONS, COMPANIES, CITIES)))
         field, value = draws.choice(list(world.page(name).items()))
-        messages += _exchange(f"What {field}?\n{world.search(name)}", value)
+        messages += exchange(f"What {field}?\n{world.search(name)}", f" {value}")
     return tuple(messages)
 
 
@@ -326,19 +304,10 @@ def _page_first(world: World, draws: random.Random) -> tuple[Message, ...]:
     messages: list[Message] = []
     for field, value in items:
         page = "" if messages else world.search(name) + "\n"
-        messages += _exchange(f"{page}What {field}?", value)
+        messages += exchange(f"{page}What {field}?", f" {value}")
     return tuple(messages)
 
 
-def _exchange(question: str, answer: str) -> tuple[Message, Message]:
-    return Message(role="user", content=question), Message(role="assistant", content=f" {answer}")
-
-
 def corpus(count: int) -> Iterator[str]:
-    """Yield the contents of the messages of `count` demonstrations, to train a tokenizer on.
-
-    They never change: the options of `demonstration` are pinned, or most words would get another id.
-    """
-    for index in range(count):
-        for message in demonstration(index, seed=0, expert=0.2, drill=0.4, hops=(1, 2, 3)):
-            yield message["content"]
+    """Yield the contents of `count` demonstrations, to train a tokenizer on: pinned, or words would get other ids."""
+    return contents(demonstration(index, seed=0, expert=0.2, drill=0.4, hops=(1, 2, 3)) for index in range(count))

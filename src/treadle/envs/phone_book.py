@@ -23,7 +23,7 @@ from treadle.core.errors import DataError
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.tasks import split_key, words
+from treadle.envs.tasks import exchange, split_key, words
 
 SYSTEM = """You answer questions with two tools. Write one line and nothing else.
 FRIEND name   tells who the friend of a person is.
@@ -77,7 +77,7 @@ class PhoneBook(Environment):
             return EnvStep(reward=float(right), done=True, info=info)
         person = self.people.get(value)
         answer = person[tool.lower()] if person else f"There is no {value}."
-        return EnvStep([_user(answer)], info={"tool_calls": 1, "invalid": False})
+        return EnvStep([Message(role="user", content=answer)], info={"tool_calls": 1, "invalid": False})
 
 
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
@@ -102,7 +102,7 @@ def _task(key: str, split: str, index: int) -> Task:
     whose = name if hops == 1 else people[name]["friend"]
     return Task(
         f"phone_book-{key.replace('/', '-')}-{index:06d}",
-        (Message(role="system", content=SYSTEM), *_examples(), _user(_question(name, hops))),
+        (Message(role="system", content=SYSTEM), *_examples(), Message(role="user", content=_question(name, hops))),
         "phone_book",
         people[whose]["phone"],
         {"people": people, "hops": hops, "name": name},
@@ -112,17 +112,14 @@ def _task(key: str, split: str, index: int) -> Task:
 def _examples() -> list[Message]:
     messages: list[Message] = []
     for name, friend, phone in _EXAMPLES:
+        shown = _question(name, 2 if friend else 1)
         calls = [(f"FRIEND {name}", friend), (f"PHONE {friend}", phone)] if friend else [(f"PHONE {name}", phone)]
-        messages.append(_user(_question(name, len(calls))))
         for call, answer in calls:
-            messages += [Message(role="assistant", content=call), _user(answer)]
-        messages.append(Message(role="assistant", content=f"ANSWER {phone}"))
+            messages += exchange(shown, call)
+            shown = answer
+        messages += exchange(shown, f"ANSWER {phone}")
     return messages
 
 
 def _question(name: str, hops: int) -> str:
     return f"What is the phone number of {name if hops == 1 else f'the friend of {name}'}?"
-
-
-def _user(content: str) -> Message:
-    return Message(role="user", content=content)

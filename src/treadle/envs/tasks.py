@@ -1,17 +1,19 @@
-"""Environments by name, and checks that options and generators of tasks share."""
+"""Environments and reward functions by name, and what generated worlds share."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import floor
 from types import MappingProxyType
 from typing import Any, cast
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.rewards import is_finite
-from treadle.envs.base import Environment
+from treadle.core.rewards import Reward, is_finite
+from treadle.core.types import Message, Task
+from treadle.envs.base import Environment, EnvStep
 
 SPLITS = ("train", "held_out")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -74,6 +76,35 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def opening(system: str, question: str) -> tuple[Message, Message]:
+    return Message(role="system", content=system), Message(role="user", content=question)
+
+
+def exchange(question: str, answer: str) -> tuple[Message, Message]:
+    return Message(role="user", content=question), Message(role="assistant", content=answer)
+
+
+def contents(conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
+    return (message["content"] for messages in conversations for message in messages)
+
+
+def is_drill(index: int, share: float) -> bool:
+    """Whether conversation `index` of a warm start is a drill: n * share of any n in a row are, give or take one.
+
+    Raises ConfigError unless `share` lies in [0, 1].
+    """
+    check_share("drill", share)
+    return floor((index + 1) * share) > floor(index * share)
+
+
+def check_hops(hops: Sequence[int], largest: int) -> tuple[int, ...]:
+    """Return the hops. Raises ConfigError unless they are a list out of 1 to `largest`."""
+    allowed = range(1, largest + 1)
+    if not isinstance(hops, Sequence) or not hops or any(count not in allowed for count in hops):
+        raise ConfigError(f"hops must be a list out of {', '.join(map(str, allowed))}; got {hops!r}")
+    return tuple(hops)
+
+
 def check_positive(name: str, value: float, whole: bool = False) -> None:
     """Raise ConfigError unless `value` is a finite number above 0, or a whole one."""
     if isinstance(value, bool) or not is_finite(value) or value <= 0 or (whole and not isinstance(value, int)):
@@ -84,3 +115,50 @@ def check_share(name: str, value: float) -> None:
     """Raise ConfigError unless `value` lies in [0, 1]."""
     if not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(f"{name} is a share and must lie between 0 and 1, got {value!r}")
+
+
+Grade = float | Reward
+RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
+"""`def reward(task, text)`, async or not: what a reply to the task's prompt is worth."""
+
+
+class SingleTurn(Environment):
+    """Plays one reply of the agent to the task's prompt; `reward`, called in the attempt's thread, grades it."""
+
+    def __init__(self, reward: RewardFunction) -> None:
+        self._reward = reward
+
+    def step(self, text: str) -> EnvStep | Awaitable[EnvStep]:
+        grade = self._reward(self.task, text)
+        return _awaited(grade) if inspect.isawaitable(grade) else EnvStep(reward=grade, done=True)
+
+
+async def _awaited(grade: Awaitable[Grade]) -> EnvStep:
+    return EnvStep(reward=await grade, done=True)
+
+
+def is_reward_function(candidate: object) -> bool:
+    """Whether it is a function of (task, text); an agent is one of (task, client)."""
+    if inspect.isclass(candidate) or not callable(candidate):
+        return False
+    try:
+        parameters = list(inspect.signature(candidate).parameters)
+    except ValueError:  # a builtin that does not say
+        return False
+    return parameters[1:2] == ["text"]
+
+
+def load_reward(name: str) -> Callable[[], Environment]:
+    """Return what makes environments of the reward function `name` (`module:function`, or a registered name).
+
+    Raises ConfigError for an unknown name, and for what cannot be called with a task and a text.
+    """
+    candidate = registry.resolve("rewards", name, "reward")
+    if inspect.isclass(candidate) or not callable(candidate):
+        kind = "a class" if inspect.isclass(candidate) else f"of type {type(candidate).__name__}"
+        raise ConfigError(f"reward: {name!r} is {kind}, it must be a function: def reward(task, text), async or not")
+    try:
+        inspect.signature(candidate).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"reward: {name!r} is called as reward(task, text), but: {error}") from error
+    return partial(SingleTurn, candidate)

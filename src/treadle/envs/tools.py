@@ -19,9 +19,8 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -40,8 +39,7 @@ _ERRORS = Metric("tool_errors", "trajectory", "mean", "calls", "tool calls that 
 Tool = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
+class _Described(NamedTuple):
     """A tool as it is described to the model, and what reads its arguments."""
 
     name: str
@@ -49,11 +47,8 @@ class _Described:
     arguments: type[BaseModel]
 
 
-@dataclass(frozen=True, slots=True)
-class _Error:
+class _Error(str):
     """What the model reads if a call fails."""
-
-    text: str
 
 
 class ToolEnvironment(Environment):
@@ -148,7 +143,7 @@ class ToolEnvironment(Environment):
         if isinstance(result, EnvStep):
             text = "\n".join(message["content"] for message in result.observations)
         elif isinstance(result, _Error):
-            text = f"error: {result.text}"
+            text = f"error: {result}"
         elif result is None:
             text = "done"
         else:
@@ -231,13 +226,12 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _json(value: Any) -> str:
+    def other(value: Any) -> Any:
+        return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
     if isinstance(value, set | frozenset):  # whose order differs between processes
         value = sorted(value, key=repr)
-    return json.dumps(to_jsonable_python(value, fallback=_other), ensure_ascii=False)
-
-
-def _other(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+    return json.dumps(to_jsonable_python(value, fallback=other), ensure_ascii=False)
 
 
 def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

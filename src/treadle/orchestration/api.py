@@ -16,8 +16,14 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Task
 from treadle.data.rows import Row, make_task
 from treadle.data.tasks import LazyTasks, check_no_copies
-from treadle.envs.single_turn import RewardFunction, SingleTurn, is_reward_function
-from treadle.envs.tasks import check_environment, load_environment, made_class
+from treadle.envs.tasks import (
+    RewardFunction,
+    SingleTurn,
+    check_environment,
+    is_reward_function,
+    load_environment,
+    made_class,
+)
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.reporting.progress import PlainProgress, Progress

@@ -24,8 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from treadle.envs import arithmetic, lookup
 from treadle.envs.search import small as search_small
 from treadle.envs.sql import small as sql_small
-from treadle.envs.sql.environment import INVALID
-from treadle.envs.sql.table import render_table
+from treadle.envs.sql.environment import INVALID, render_table
 
 VOCABULARY = 800
 """Most tokens; the training text has fewer distinct words, so the tokenizer ends up smaller."""

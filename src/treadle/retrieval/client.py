@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from functools import cache
-from typing import Any
 
 import httpx
 
@@ -51,7 +50,8 @@ class RetrievalClient:
             else:
                 if response.status_code not in _PASSING:
                     return self._contents(response)
-                problem, least = f"status {response.status_code}", _retry_after(response)
+                problem, retry_after = f"status {response.status_code}", response.headers.get("Retry-After", "")
+                least = float(retry_after) if retry_after.isdecimal() else 0.0  # it may be a date
             wait = max(pause, least)
             if loop.time() + wait >= end:
                 raise self._failure(f"no answer for {self._patience:g} s, at last: {problem}")
@@ -67,25 +67,15 @@ class RetrievalClient:
             raise self._failure(f"status {response.status_code}: {response.text:.200}")
         try:
             [row] = read_json(response.text)["result"]
-            return [_text(document) for document in row]
+            contents = [document.get("document", document)["contents"] for document in row]
+            if wrong := [text for text in contents if not isinstance(text, str)]:
+                raise ValueError(f"contents {wrong[0]!r:.60} are no text")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._failure(f"it answered {response.text!r:.200}, which is no result of one query") from error
+        return contents
 
     def _failure(self, problem: str) -> TrajectoryFailure:
         return TrajectoryFailure(Cause.ENVIRONMENT, f"the retrieval server at {self._url}: {problem}")
-
-
-def _text(document: Any) -> str:
-    contents = document.get("document", document)["contents"]
-    if not isinstance(contents, str):
-        raise ValueError(f"contents {contents!r:.60} are no text")
-    return contents
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait; 0 if it names none (or a date)."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0
 
 
 @cache

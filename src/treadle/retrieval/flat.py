@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from treadle.core.errors import ConfigError
-from treadle.retrieval.retriever import Hit, Progress, Retriever, no_progress
+from treadle.retrieval.corpus import Hit, Progress, Retriever, no_progress
 
 Vectors = npt.NDArray[np.float32]
 

@@ -1,20 +1,70 @@
-"""Opening a corpus with its index, which is built once and then found in Treadle's cache."""
+"""Opening a corpus with its index, which is built once and kept in Treadle's cache; BM25, which needs no model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import bm25s
 import numpy as np
+from bm25s.stopwords import STOPWORDS_EN
 
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, DataError
 from treadle.core.files import cache_directory
-from treadle.retrieval.bm25 import Bm25
-from treadle.retrieval.corpus import Corpus, find_rows
-from treadle.retrieval.retriever import Progress, Retriever, no_progress
+from treadle.retrieval.corpus import Corpus, Hit, Progress, Retriever, find_rows, no_progress, top_hits
+
+_WORD = re.compile(r"\w+")
+_STOPWORDS = frozenset(STOPWORDS_EN)
+_STEP = 10_000  # passages between two reports of progress
+
+
+def words(text: str) -> list[str]:
+    """Return the words that are compared: in lower case, without the commonest of English."""
+    return [word for word in _WORD.findall(text.lower()) if word not in _STOPWORDS]
+
+
+class Bm25(Retriever):
+    """Finds passages by BM25 (bm25s, Lucene's variant, k1 1.5, b 0.75). Passages that share no word are not found."""
+
+    batch = 1
+
+    def __init__(self, index: bm25s.BM25) -> None:
+        self._index = index
+
+    @classmethod
+    def build(cls, texts: Iterable[str], total: int, progress: Progress = no_progress) -> Bm25:
+        """Index the texts, of which there are `total`, in memory. Raises DataError if there is no word in any."""
+        vocabulary: dict[str, int] = {}
+        rows: list[array[int]] = []
+        for text in texts:
+            rows.append(array("i", [vocabulary.setdefault(word, len(vocabulary)) for word in words(text)]))
+            if len(rows) % _STEP == 0 or len(rows) == total:
+                progress("passages read", len(rows), total)
+        if not vocabulary:
+            raise DataError("no passage of the corpus has a word, so that none could be found; check `contents`")
+        index = bm25s.BM25()
+        index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+        return cls(index)
+
+    @classmethod
+    def load(cls, directory: Path) -> Bm25:
+        return cls(bm25s.BM25.load(directory, mmap=True, show_progress=False))
+
+    def save(self, directory: Path) -> None:
+        self._index.save(directory, show_progress=False)
+
+    def __len__(self) -> int:
+        return int(self._index.scores["num_docs"])
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """Return at most `topk` passages for each query, best first; none for a query of unknown words."""
+        tokens = [self._index.get_tokens_ids(words(query)) for query in queries]
+        return [top_hits(self._index.get_scores_from_ids(ids), topk) if ids else [] for ids in tokens]
 
 
 class OpenedCorpus(NamedTuple):
@@ -39,31 +89,24 @@ def open_corpus(
     cache = cache_directory() / "retrieval" / f"{path.stem}-{_fingerprint(path)}"
     rows = _cached(cache / "rows.npy", lambda target: np.save(target, find_rows(path, progress)))
     corpus = Corpus(path, np.load(rows, mmap_mode="r"))
-    retriever = _bm25(corpus, cache, progress) if model is None else _flat(corpus, model, index, cache, progress)
-    return OpenedCorpus(corpus, retriever)
-
-
-def _bm25(corpus: Corpus, cache: Path, progress: Progress) -> Retriever:
-    texts = (passage["contents"] for passage in corpus)
-    return Bm25.load(_cached(cache / "bm25", lambda target: Bm25.build(texts, len(corpus), progress).save(target)))
-
-
-def _flat(corpus: Corpus, model: Path, index: Path | None, cache: Path, progress: Progress) -> Retriever:
+    texts, total = (passage["contents"] for passage in corpus), len(corpus)
+    if model is None:
+        bm25 = _cached(cache / "bm25", lambda target: Bm25.build(texts, total, progress).save(target))
+        return OpenedCorpus(corpus, Bm25.load(bm25))
     from treadle.retrieval.flat import Encoder, FlatIndex  # torch, transformers and FAISS
 
     encoder = Encoder(model)
-    texts = (passage["contents"] for passage in corpus)
     index = index or _cached(
         cache / f"flat-{_fingerprint(*sorted(model.iterdir()))}.index",
-        lambda target: FlatIndex.build(texts, len(corpus), encoder, progress).save(target),
+        lambda target: FlatIndex.build(texts, total, encoder, progress).save(target),
     )
     retriever = FlatIndex.load(index, encoder)
-    if len(retriever) != len(corpus):
+    if len(retriever) != total:
         raise ConfigError(
-            f"the index {str(index)!r} has {len(retriever):,} vectors, the corpus {str(corpus.path)!r} "
-            f"{len(corpus):,} passages; give those that belong together"
+            f"the index {str(index)!r} has {len(retriever):,} vectors, the corpus {str(path)!r} {total:,} passages; "
+            "give those that belong together"
         )
-    return retriever
+    return OpenedCorpus(corpus, retriever)
 
 
 def _fingerprint(*paths: Path) -> str:

@@ -6,15 +6,111 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from itertools import takewhile
+from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field, model_validator
 
-from treadle.retrieval.queue import Overloaded, RetrievalQueue, ScoredPassage
+from treadle.core.errors import TreadleError
+from treadle.retrieval.corpus import Corpus, Passage, Retriever
+
+
+class ScoredPassage(NamedTuple):
+    """A passage and its score for a query."""
+
+    passage: Passage
+    score: float
+
+
+class Overloaded(TreadleError, RuntimeError):
+    """Raised if a query cannot be answered soon."""
+
+
+class _Waiting(NamedTuple):
+    query: str
+    topk: int
+    answer: asyncio.Future[list[ScoredPassage]]
+
+
+class RetrievalQueue:
+    """Answers queries in a thread, so that the event loop can go on accepting and refusing them.
+
+    The retriever gets as many waiting queries at once as it wants (`Retriever.batch`).
+
+    most_waiting: queries that may wait; further ones are refused. timeout: seconds that a request may take.
+    """
+
+    def __init__(
+        self,
+        passages: Corpus | Sequence[Passage],
+        retriever: Retriever,
+        most_waiting: int = 4096,
+        timeout: float = 20.0,
+    ) -> None:
+        self._passages, self._retriever = passages, retriever
+        self._most_waiting, self._timeout = most_waiting, timeout
+        self._waiting: deque[_Waiting] = deque()
+        self._thread = ThreadPoolExecutor(1, "retrieval")
+        self._worker: asyncio.Task[None] | None = None
+
+    async def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
+        """Return at most `topk` passages for each query, best first.
+
+        Raises Overloaded if too many queries wait, or if these have waited for too long.
+        """
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting.answer.done())
+        if self._waiting and len(self._waiting) + len(queries) > self._most_waiting:
+            raise Overloaded(f"{len(self._waiting)} queries are waiting; try again later")
+        loop = asyncio.get_running_loop()
+        added = [_Waiting(query, topk, loop.create_future()) for query in queries]
+        self._waiting.extend(added)
+        if self._worker is None or self._worker.done():
+            self._worker = loop.create_task(self._work())
+        try:
+            return await asyncio.wait_for(asyncio.gather(*(one.answer for one in added)), self._timeout)
+        except TimeoutError as error:
+            raise Overloaded(f"no answer within {self._timeout:g} s; try again later") from error
+
+    def close(self) -> None:
+        """End the thread, after the batch that it is at."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            if not (batch := self._next_batch()):
+                continue
+            searching = loop.run_in_executor(self._thread, self._find, [one.query for one in batch], batch[0].topk)
+            await asyncio.wait({searching})
+            error: Any = searching.exception()
+            for number, one in enumerate(batch):
+                if one.answer.done():  # given up meanwhile
+                    continue
+                if error is not None:
+                    one.answer.set_exception(error)
+                else:
+                    one.answer.set_result(searching.result()[number])
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Take the next queries for one call of the retriever, of the same `topk`; those given up are left out."""
+        first = self._waiting[0]
+        alike = takewhile(lambda one: one.topk == first.topk, self._waiting)
+        batch = [one for one, _ in zip(alike, range(self._retriever.batch), strict=False)]
+        for _ in batch:
+            self._waiting.popleft()
+        return [one for one in batch if not one.answer.done()]
+
+    def _find(self, queries: list[str], topk: int) -> list[list[ScoredPassage]]:
+        rows = self._retriever.search(queries, topk)
+        return [[ScoredPassage(self._passages[hit.passage], hit.score) for hit in hits] for hits in rows]
+
 
 MOST_PASSAGES = 100
 """Largest `topk`."""
@@ -34,10 +130,6 @@ class RetrieveRequest(BaseModel):
             raise ValueError("give 'queries', a list, or 'query', a text")
         return self
 
-    @property
-    def texts(self) -> list[str]:
-        return self.queries if self.queries is not None else [str(self.query)]
-
 
 def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
     """Return the server's application. topk: passages for queries that name no number."""
@@ -52,10 +144,15 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
     @app.post("/retrieve")
     async def retrieve(request: RetrieveRequest) -> Response:
         try:
-            results = await queue.search(request.texts, request.topk or topk)
+            queries = request.queries if request.queries is not None else [str(request.query)]
+            results = await queue.search(queries, request.topk or topk)
         except Overloaded as error:
             return _json({"detail": str(error)}, 503, {"Retry-After": "1"})
-        return _json({"result": [[_document(hit, request.return_scores) for hit in row] for row in results]})
+        bare = not request.return_scores
+        rows = [
+            [hit.passage if bare else {"document": hit.passage, "score": hit.score} for hit in row] for row in results
+        ]
+        return _json({"result": rows})
 
     @app.exception_handler(UnicodeDecodeError)
     @app.exception_handler(RecursionError)
@@ -67,10 +164,6 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
         return _json({"status": "ok"})
 
     return app
-
-
-def _document(hit: ScoredPassage, with_score: bool) -> Any:
-    return {"document": hit.passage, "score": hit.score} if with_score else hit.passage
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

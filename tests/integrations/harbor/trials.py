@@ -1,6 +1,5 @@
 """Real trials of Harbor's: tasks that tests write, a scripted model that plays them, and what became of them."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -13,10 +12,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.integrations.libraries import library_python
-from tests.worlds import END, PLAIN, plain_renderer
+from tests.integrations.libraries import library_python, play_by
+from tests.worlds import END, PLAIN
 from treadle.core.config import build
-from treadle.core.draws import Stream
 from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ConfigError
 from treadle.core.types import Group, Ids, SamplingParams, Task, Trajectory
@@ -24,9 +22,6 @@ from treadle.integrations.harbor.config import HarborConfig
 from treadle.integrations.harbor.driver import HarborDriver, check_programs
 from treadle.packing.flat import calls, flatten
 from treadle.packing.layout import Packing, arrange, micro_batches
-from treadle.rollout.attempt import Players, open_rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
 HERE = Path(__file__).parent
@@ -200,12 +195,4 @@ async def play(
 ) -> list[Trajectory]:
     """An attempt at each task, all at once."""
     limits = {"max_steps": 30, "max_input_tokens": 60_000, "max_completion_tokens": 4000, **rollout}
-    players = Players(drivers={"harbor": lambda setup: HarborDriver(setup, config)})
-    async with open_rollouts(engine, plain_renderer(), players, RolloutConfig(**limits)) as rollouts:
-        if check:
-            await rollouts.check(tasks)
-        running = [
-            rollouts.start(f"g{number}", task, [Address(0, Stream.TRAIN, 0, number, 0)])[0]
-            for number, task in enumerate(tasks)
-        ]
-        return list(await asyncio.gather(*running))
+    return await play_by("harbor", lambda setup: HarborDriver(setup, config), engine, tasks, check, **limits)

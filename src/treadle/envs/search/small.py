@@ -14,15 +14,13 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
-from math import floor
 from typing import NamedTuple
 
 from treadle.core.types import Message, Task
-from treadle.envs.lookup import CITIES, COMPANIES, HOBBIES, PERSONS, PRODUCTS, check_hops
-from treadle.envs.search.environment import Search
-from treadle.envs.search.protocol import PROTOCOLS
-from treadle.envs.tasks import SPLITS, check_share, split_key, words
-from treadle.retrieval.retriever import Retriever
+from treadle.envs.lookup import CITIES, COMPANIES, HOBBIES, PERSONS, PRODUCTS
+from treadle.envs.search.environment import PROTOCOLS, Search
+from treadle.envs.tasks import SPLITS, check_hops, check_share, contents, exchange, is_drill, opening, split_key, words
+from treadle.retrieval.corpus import Retriever
 
 SYSTEM = "Search, then answer."
 
@@ -64,8 +62,12 @@ class Question(NamedTuple):
 @cache
 def world(split: str) -> World:
     """Return the half of the corpus's world that a split asks about."""
-    draws, half = random.Random(f"search_small/{split}"), SPLITS.index(split)
-    return _world(_pairs(FIRST_NAMES, LAST_NAMES, half), _pairs(BRANDS, TRADES, half), draws)
+
+    def half(first: Sequence[str], second: Sequence[str]) -> list[str]:  # every other pair: both are made of all words
+        pairs = product(enumerate(first), enumerate(second))
+        return [f"{a} {b}" for (i, a), (j, b) in pairs if (i + j) % 2 == SPLITS.index(split)]
+
+    return _world(half(FIRST_NAMES, LAST_NAMES), half(BRANDS, TRADES), random.Random(f"search_small/{split}"))
 
 
 def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random) -> World:
@@ -76,11 +78,6 @@ def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random
         return {kind: draws.choice(values[kind]) for kind in order}
 
     return World({n: facts("works at", "likes") for n in people}, {n: facts("is in", "makes") for n in companies})
-
-
-def _pairs(first: Sequence[str], second: Sequence[str], half: int) -> list[str]:
-    """Return every other pair of the words, so that both halves are made of all words."""
-    return [f"{a} {b}" for (i, a), (j, b) in product(enumerate(first), enumerate(second)) if (i + j) % 2 == half]
 
 
 def _drawn(first: Sequence[str], second: Sequence[str], count: int, draws: random.Random) -> list[str]:
@@ -137,7 +134,7 @@ def find(query: str, topk: int) -> list[str]:
 
 @cache
 def _retriever() -> Retriever:
-    from treadle.retrieval.bm25 import Bm25  # bm25s comes with an extra
+    from treadle.retrieval.index import Bm25  # bm25s comes with an extra
 
     return Bm25.build(passages(), len(passages()))
 
@@ -161,12 +158,8 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -
         question = pools[number][place % len(pools[number])]
         extras = {"hops": number, "names": list(question.names)}
         task_id = f"search_small-{key.replace('/', '-')}-{index:06d}"
-        made.append(Task(task_id, _prompt(question), "search_small", question.answer, extras))
+        made.append(Task(task_id, opening(SYSTEM, question.text), "search_small", question.answer, extras))
     return made
-
-
-def _prompt(question: Question) -> tuple[Message, ...]:
-    return (Message(role="system", content=SYSTEM), Message(role="user", content=question.text))
 
 
 def demonstration(
@@ -179,21 +172,27 @@ def demonstration(
     whom it names, or also the company that they read of, and answer anything of the last passage. Each conversation has
     a world of its own, drawn with its names, which tells nothing of the corpus: only reading can be learned.
 
-    Drills are placed by index, so that any n conversations in a row hold n * drill of them, give or take one;
-    everything else is drawn from (seed, index). topk: passages that are shown. Raises ConfigError for a share outside
-    [0, 1] or an impossible `hops`.
+    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). topk: passages that are shown.
+    Raises ConfigError for a share outside [0, 1] or an impossible `hops`.
     """
     check_share("expert", expert)
-    check_share("drill", drill)
     hops = check_hops(hops, 2)
     draws = random.Random(f"search_small/demonstration/{seed}/{index}")
     town = _world(_drawn(FIRST_NAMES, LAST_NAMES, 4, draws), _drawn(BRANDS, TRADES, 3, draws), draws)
-    if floor((index + 1) * drill) > floor(index * drill):
-        return _drill(town, draws, topk)
+    messages: list[Message] = []
+    if is_drill(index, drill):
+        for question in draws.sample(_questions(town, 1), 3):
+            shown = _observation(question.names[0], town, topk)
+            messages += exchange(question.text + shown, f" {question.answer}")
+        return tuple(messages)
     question = draws.choice(_questions(town, draws.choice(hops)))
     if draws.random() >= expert:
         question = _blind(question, town, draws)
-    return _episode(question, town, topk)
+    messages += opening(SYSTEM, question.text)
+    for name in question.names:
+        messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
+        messages.append(Message(role="user", content=_observation(name, town, topk)))
+    return (*messages, Message(role="assistant", content=f"<answer> {question.answer}</answer>"))
 
 
 def _blind(question: Question, town: World, draws: random.Random) -> Question:
@@ -206,23 +205,6 @@ def _blind(question: Question, town: World, draws: random.Random) -> Question:
     return Question(question.text, names, draws.choice(list(facts.values())))
 
 
-def _episode(question: Question, town: World, topk: int) -> tuple[Message, ...]:
-    messages = [*_prompt(question)]
-    for name in question.names:
-        messages.append(Message(role="assistant", content=f"<search> {name}</search>"))
-        messages.append(Message(role="user", content=_observation(name, town, topk)))
-    return (*messages, Message(role="assistant", content=f"<answer> {question.answer}</answer>"))
-
-
-def _drill(town: World, draws: random.Random, topk: int) -> tuple[Message, ...]:
-    """Return three questions, each with the passages that a search for whom it names gives."""
-    messages: list[Message] = []
-    for question in draws.sample(_questions(town, 1), 3):
-        shown = f"{question.text}{_observation(question.names[0], town, topk)}"
-        messages += (Message(role="user", content=shown), Message(role="assistant", content=f" {question.answer}"))
-    return tuple(messages)
-
-
 def _observation(name: str, town: World, topk: int) -> str:
     others = [other for other in (*town.people, *town.companies) if other != name]
     return PROTOCOLS["skyrl"].observation([town.passage(each) for each in (name, *others)[:topk]])
@@ -230,7 +212,5 @@ def _observation(name: str, town: World, topk: int) -> str:
 
 def corpus(count: int) -> Iterator[str]:
     """Yield the contents of `count` demonstrations, and all passages, to train a tokenizer on. They never change."""
-    for index in range(count):
-        for message in demonstration(index, seed=0, topk=3):
-            yield message["content"]
+    yield from contents(demonstration(index, seed=0, topk=3) for index in range(count))
     yield from (f" {passage}" for passage in passages())

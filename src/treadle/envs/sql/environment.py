@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,55 @@ from treadle.core.errors import DataError
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Status, Task
 from treadle.envs.base import Environment, EnvStep, Finish
-from treadle.envs.sql.sandbox import SANDBOX, Database, Query, QueryError, QueryTimeout
-from treadle.envs.sql.table import ENOUGH, render_table
+from treadle.envs.sql.sandbox import SANDBOX, Cell, Database, Query, QueryError, QueryTimeout
 from treadle.envs.tasks import check_positive
+
+if find_spec("pandas") is None:  # missed at the start of a run; loaded for the first table, because it is large
+    raise ModuleNotFoundError("No module named 'pandas'", name="pandas")
+
+LONGEST = 9000
+"""Characters of a table that is shown whole."""
+SHOWN = 50
+"""Rows that are shown of a longer one."""
+ENOUGH = LONGEST // 2 + 1
+"""Rows of which a table is too long, whatever is in them: each takes two characters."""
+
+_TRUNCATED = f"Truncated to {SHOWN} lines since returned response too long: "
+
+
+def render_table(rows: Sequence[tuple[Cell, ...]]) -> str:
+    """Return the rows as text; the first `SHOWN`, with a note, if that is longer than `LONGEST` characters."""
+    frame = _frame(rows)
+    if not _is_surely_long(rows):
+        text: str = frame.to_string(index=False)
+        if len(text) <= LONGEST:
+            return text
+    return _TRUNCATED + str(frame.head(SHOWN).to_string(index=False))
+
+
+def _is_surely_long(rows: Sequence[tuple[Cell, ...]]) -> bool:
+    """Return whether no table of these rows fits, to save making it: all cells of a column are of one width."""
+    widths = (max((len(cell) for cell in column if isinstance(cell, str)), default=1) for column in zip(*rows))  # noqa: B905
+    return len(rows) * sum(1 + width for width in widths) > LONGEST
+
+
+def _frame(rows: Sequence[tuple[Cell, ...]]) -> Any:
+    """Return a data frame. Columns with a text stay as they are: what pandas makes of them depends on its version."""
+    import pandas
+
+    columns = {}
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        has_text = any(isinstance(cell, str) for cell in cells)
+        columns[number] = pandas.Series(cells, dtype=object if has_text else None)
+    return pandas.DataFrame(columns)
+
 
 INVALID = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql tool, and try again."
 )
 """What the agent reads after a reply with neither query nor solution."""
 
-BAD_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
+BAD_FORMAT = -1.0
 
 _SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
@@ -119,9 +159,9 @@ def run_query(query: Query) -> tuple[str, bool]:
 def grade(query: Query, gold: str) -> float:
     """Return the reward of a solution: whether its rows are those of `gold`; not, if it fails or takes too long."""
     try:
-        return RIGHT if SANDBOX.has_same_rows(query, gold) else WRONG
+        return float(SANDBOX.has_same_rows(query, gold))
     except QueryError:
-        return WRONG
+        return 0.0
 
 
 def observation(shown: str, turns_left: int) -> Message:

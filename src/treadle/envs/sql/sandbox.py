@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import Cause, TrajectoryFailure, TreadleError
-from treadle.envs.confined import Child, ChildPool, NoAnswer
+from treadle.envs.confined import Child, ChildPool, LateAnswer, NoAnswer
 
 Cell = str | int | float | None
 
@@ -105,17 +105,16 @@ class Sandbox(ChildPool):
 
 
 def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
-    """Let the child do something with a query and return its answer.
-
-    Raises QueryError, QueryTimeout; TrajectoryFailure (environment) where the database cannot be opened.
-    """
+    """Return the child's answer. Raises QueryError; TrajectoryFailure (environment) if there is no such database."""
     database = query.database
     message: dict[str, Any] = {"do": do, "uri": database.uri, "script": database.script, "sql": query.sql}
     message |= {"operations": query.operations, "seconds": query.seconds}
     try:
         answer = child.ask(message | more, query.seconds + _GRACE)
+    except LateAnswer as error:
+        raise QueryTimeout(str(error)) from error
     except NoAnswer as error:
-        raise (QueryTimeout if error.late else QueryError)(str(error)) from error
+        raise QueryError(str(error)) from error
     if "fault" in answer:
         where = database.file or "a task's script"
         raise TrajectoryFailure(Cause.ENVIRONMENT, f"{where} is not a database: {answer['fault']}")

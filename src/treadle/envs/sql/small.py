@@ -27,13 +27,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from math import floor
 
 from treadle.core.types import Message, Task
 from treadle.envs.lookup import CITIES, COMPANIES, COUNTRIES, FOODS, HOBBIES, PERSONS, PRODUCTS
-from treadle.envs.sql.environment import observation
-from treadle.envs.sql.table import render_table
-from treadle.envs.tasks import check_share, split_key, words
+from treadle.envs.sql.environment import observation, render_table
+from treadle.envs.tasks import check_share, contents, exchange, is_drill, opening, split_key, words
 
 SYSTEM = "Answer with SQL."
 MAX_TURNS = 3
@@ -121,7 +119,7 @@ class Question:
 
     def prompt(self) -> tuple[Message, ...]:
         text = f"{self.world.schema()}\nWhat is the {self.column} of '{self.start}' in {self.world.tables[0]}?"
-        return (Message(role="system", content=SYSTEM), Message(role="user", content=text))
+        return opening(SYSTEM, text)
 
     def gold(self) -> str:
         first, second = self.world.tables
@@ -156,13 +154,14 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     ConfigError for an impossible `count`.
     """
     key = split_key(split, count, seed)
-    return [_task(f"{key}/{index}", split, 1 + index % 2) for index in range(count)]
-
-
-def _task(key: str, split: str, hops: int) -> Task:
-    question = draw_question(key, PAIRS[split], hops)
-    extras = {"hops": hops, "script": question.world.script()}
-    return Task(f"sql_small-{key.replace('/', '-')}", question.prompt(), "text_to_sql", question.gold(), extras)
+    made = []
+    for index in range(count):
+        hops, name = 1 + index % 2, f"{key}/{index}"
+        question = draw_question(name, PAIRS[split], hops)
+        extras = {"hops": hops, "script": question.world.script()}
+        task_id = f"sql_small-{name.replace('/', '-')}"
+        made.append(Task(task_id, question.prompt(), "text_to_sql", question.gold(), extras))
+    return made
 
 
 def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3) -> tuple[Message, ...]:
@@ -172,15 +171,19 @@ def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3
     them solve their question. The rest are blind to it: they look up a column drawn at random, and a quarter of them
     take the way of the other number of hops, so that their queries are well formed, but seldom right.
 
-    Drills are placed by index, so that any n consecutive conversations hold n * drill of them, give or take one;
-    everything else is drawn from (seed, index). Raises ConfigError where a share lies outside [0, 1].
+    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). Raises ConfigError where a
+    share lies outside [0, 1].
     """
     check_share("expert", expert)
-    check_share("drill", drill)
     draws = random.Random(f"sql_small/demonstration/{seed}/{index}")
     question = draw_question(f"demonstration/{seed}/{index}", ALL_PAIRS, draws.choice((1, 2)))
-    if floor((index + 1) * drill) > floor(index * drill):
-        return _drill(question.world, draws)
+    if is_drill(index, drill):
+        messages: list[Message] = []
+        for column in draws.sample(_COLUMNS, len(_COLUMNS)):
+            schema = "" if messages else f"{question.world.schema()}\n"
+            table = question.world.table_of(column)
+            messages += exchange(f"{schema}What is the {column}?", f"<think> {column} {table}</think>")
+        return tuple(messages)
     column, strays = question.column, False
     if draws.random() >= expert:
         column, strays = draws.choice(_COLUMNS), draws.random() < _STRAY
@@ -188,32 +191,19 @@ def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3
     return _attempt(question, column, through_link=in_second is not strays)
 
 
-def _drill(world: World, draws: random.Random) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    for column in draws.sample(_COLUMNS, len(_COLUMNS)):
-        schema = "" if messages else f"{world.schema()}\n"
-        messages.append(Message(role="user", content=f"{schema}What is the {column}?"))
-        messages.append(Message(role="assistant", content=_thought(f" {column} {world.table_of(column)}")))
-    return tuple(messages)
-
-
 def _attempt(question: Question, column: str, through_link: bool) -> tuple[Message, ...]:
     """Return an attempt that looks `column` up: of the row asked about, or of the one that this refers to."""
     world, name = question.world, question.start
     first, second = world.tables
     table = world.table_of(column)
-    messages, thought = [*question.prompt()], _thought(f" {column} {table}")
+    messages, thought = [*question.prompt()], f" {column} {table}"
     if through_link:
-        query = f"<sql>{_select(second, first, name)}</sql>"
+        query = f"<think>{thought}</think><sql>{_select(second, first, name)}</sql>"
         name = world.linked(name)
-        messages += [Message(role="assistant", content=thought + query), observation(_shown(name), MAX_TURNS - 1)]
-        thought = _thought(name)
-    solution = f"<solution>{_select(column, table, name)}</solution>"
-    return (*messages, Message(role="assistant", content=thought + solution))
-
-
-def _thought(text: str) -> str:
-    return f"<think>{text}</think>"
+        messages += [Message(role="assistant", content=query), observation(_shown(name), MAX_TURNS - 1)]
+        thought = name
+    solution = f"<think>{thought}</think><solution>{_select(column, table, name)}</solution>"
+    return (*messages, Message(role="assistant", content=solution))
 
 
 def _select(column: str, table: str, name: str) -> str:
@@ -227,6 +217,4 @@ def _shown(name: str) -> str:
 
 def corpus(count: int) -> Iterator[str]:
     """Yield the contents of the messages of `count` demonstrations, to train a tokenizer on; they never change."""
-    for index in range(count):
-        for message in demonstration(index, seed=0, expert=0.2, drill=0.3):
-            yield message["content"]
+    return contents(demonstration(index, seed=0, expert=0.2, drill=0.3) for index in range(count))

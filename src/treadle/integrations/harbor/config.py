@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from treadle.core.config import Config
 from treadle.core.errors import Cause
 from treadle.integrations.worker import WorkerConfig, WorkerProgram
-from treadle.integrations.worker.interpreter import interpreter
+from treadle.integrations.worker.pool import interpreter
 
 VENV = "TREADLE_HARBOR_VENV"
 HANDLER = Path(__file__).parent / "child" / "treadle_trials.py"

@@ -29,30 +29,24 @@ from treadle.core.types import Step, Task
 from treadle.integrations.harbor.config import HarborConfig, harbor_program
 from treadle.integrations.harbor.outcomes import AGENT, VERIFIER, TrialReport, Verdict, judge
 from treadle.integrations.worker import WorkerPool
-from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import DriverSetup
 from treadle.rollout.drivers.gateway import AgentSession, CallError, GatewayDriver, Graded
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
 
-TIMED_OUT = Metric("timed_out", "trajectory", "mean", "share", "trials whose agent took too long")
-CONTEXT_EXCEEDED = Metric("context_exceeded", "trajectory", "mean", "share", "trials that ended at a full context")
-STOPPED = Metric("stopped", "trajectory", "mean", "share", "trials stopped at rollout.max_steps, and verified")
-ERRORED = Metric("errored", "trajectory", "mean", "share", "trials in which Harbor noted an exception")
-SUMMARIES = Metric("summaries", "trajectory", "mean", "summaries", "summaries that the agent made of its context")
-START_SECONDS = Metric("start_seconds", "trajectory", "mean", "s", "starting the sandbox and setting up the agent")
-AGENT_SECONDS = Metric("agent_seconds", "trajectory", "mean", "s", "the agent's part")
-VERIFIER_SECONDS = Metric("verifier_seconds", "trajectory", "mean", "s", "the verifier's part")
-UNREPORTED = Metric(
-    "calls_unreported",
-    "trajectory",
-    "mean",
-    "calls",
-    "recorded calls that the agent's own record lacks (cut off, lost)",
-)
-MISREPORTED = Metric(
-    "calls_misreported", "trajectory", "mean", "calls", "calls of the agent's own record that were not recorded so"
-)
+_METRICS = {
+    "timed_out": ("share", "trials whose agent took too long"),
+    "context_exceeded": ("share", "trials that ended at a full context"),
+    "stopped": ("share", "trials stopped at rollout.max_steps, and verified"),
+    "errored": ("share", "trials in which Harbor noted an exception"),
+    "summaries": ("summaries", "summaries that the agent made of its context"),
+    "start_seconds": ("s", "starting the sandbox and setting up the agent"),
+    "agent_seconds": ("s", "the agent's part"),
+    "verifier_seconds": ("s", "the verifier's part"),
+    "calls_unreported": ("calls", "recorded calls that the agent's own record lacks (cut off, lost)"),
+    "calls_misreported": ("calls", "calls of the agent's own record that were not recorded so"),
+}
+"""Name -> unit and help, all means over trials."""
 
 _MISREPORTED = "the agent's own record (rollout_details) holds calls with other tokens than the gateway recorded"
 
@@ -69,9 +63,9 @@ class HarborDriver(GatewayDriver):
     def __init__(self, setup: DriverSetup, options: HarborConfig) -> None:
         super().__init__(setup)
         self._harbor = options
-        self._directory = self._harbor.directory or (setup.directory and setup.directory / "trials")
-        self._pool = WorkerPool(harbor_program(self._harbor.python), self._harbor.worker)
-        self._places = asyncio.Semaphore(self._harbor.concurrency)
+        self._directory = options.directory or (setup.directory and setup.directory / "trials")
+        self._pool = WorkerPool(harbor_program(options.python), options.worker)
+        self._places = asyncio.Semaphore(options.concurrency)
         self._opened, self._next_start, self._names = AsyncExitStack(), 0.0, ""
 
     async def __aenter__(self) -> Self:
@@ -120,7 +114,10 @@ class HarborDriver(GatewayDriver):
     async def place(self) -> AsyncIterator[None]:
         """Wait for one of `concurrency` places, and for this trial's turn among those that begin in a second."""
         async with self._places:
-            await self._pace()
+            now = asyncio.get_running_loop().time()
+            at = max(now, self._next_start)
+            self._next_start = at + 1 / self._harbor.trials_per_second
+            await asyncio.sleep(at - now)
             yield
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
@@ -166,18 +163,24 @@ class HarborDriver(GatewayDriver):
         if self._harbor.environment == "docker":
             await self._pool.call({"remove": {"names": names}})
 
-    async def _pace(self) -> None:
-        """Wait for this trial's turn: `trials_per_second` begin."""
-        now = asyncio.get_running_loop().time()
-        at = max(now, self._next_start)
-        self._next_start = at + 1 / self._harbor.trials_per_second
-        await asyncio.sleep(at - now)
-
     def _order(self, name: str, task: Task, address: SessionAddress) -> dict[str, Any]:
-        assert self._directory is not None, "the driver has been entered"
-        gateway = {"base_url": address.base_url, "anthropic_url": address.anthropic_url, "secret": address.secret}
-        place = {"name": trial_name(self._names, name), "directory": str(self._directory), "gateway": gateway}
-        return {**order(self._harbor, self.config, task), **place}
+        """Return a worker's order of a trial of the task. Raises DataError."""
+        options, rollout, path = self._harbor, self.config, task.extras.get("path")
+        if not isinstance(path, str):
+            raise DataError(f"task {task.task_id}: no extra 'path', a directory of a Harbor task; use harbor_tasks")
+        return {
+            "name": trial_name(self._names, name),
+            "directory": str(self._directory),
+            "gateway": {"base_url": address.base_url, "anthropic_url": address.anthropic_url, "secret": address.secret},
+            "config": options.trial,
+            "agent": options.agent,
+            "environment": options.environment,
+            "task": str(Path(path).absolute()),
+            "window": [rollout.max_input_tokens, rollout.max_input_tokens + rollout.max_completion_tokens],
+            "temperature": rollout.temperature,
+            "lifetime": 2 * rollout.trajectory_timeout,
+            "keep": options.trial_directories,
+        }
 
 
 def check_programs(config: HarborConfig) -> None:
@@ -188,10 +191,9 @@ def check_programs(config: HarborConfig) -> None:
     if config.agent.startswith("terminus-2"):
         wanted["tmux"] = "tmux"
     if missing := [program for program in wanted if shutil.which(program) is None]:
-        packages = " ".join(sorted({wanted[program] for program in missing}))
+        install = f"apt-get install {' '.join(sorted({wanted[program] for program in missing}))}"
         raise ConfigError(
-            f"driver_options.environment 'local' needs {' and '.join(missing)}, and there is none: apt-get install "
-            f"{packages}"
+            f"driver_options.environment 'local' needs {' and '.join(missing)}, and there is none: {install}"
         )
 
 
@@ -201,23 +203,6 @@ async def check_trial(pool: WorkerPool, made: Mapping[str, Any]) -> dict[str, An
         return await pool.call({"check": made})
     except TrajectoryFailure as failure:
         raise ConfigError(f"harbor: no trial can be made of this configuration: {failure.message}") from failure
-
-
-def order(config: HarborConfig, rollout: RolloutConfig, task: Task) -> dict[str, Any]:
-    """Return a worker's order of a trial of the task, without its name, directory and gateway."""
-    path = task.extras.get("path")
-    if not isinstance(path, str):
-        raise DataError(f"task {task.task_id}: no extra 'path', the directory of a task of Harbor's; use harbor_tasks")
-    return {
-        "config": config.trial,
-        "agent": config.agent,
-        "environment": config.environment,
-        "task": str(Path(path).absolute()),
-        "window": [rollout.max_input_tokens, rollout.max_input_tokens + rollout.max_completion_tokens],
-        "temperature": rollout.temperature,
-        "lifetime": 2 * rollout.trajectory_timeout,
-        "keep": config.trial_directories,
-    }
 
 
 def run_names(directory: Path) -> str:
@@ -257,16 +242,18 @@ async def _first_refusal(session: AgentSession) -> StepsExceeded | EngineError:
 
 def _metrics(report: TrialReport, verdict: Verdict, unreported: int, misreported: int) -> Measures:
     seconds = report.seconds
-    values: dict[Metric, float] = {
-        TIMED_OUT: verdict.timed_out,
-        CONTEXT_EXCEEDED: verdict.context_exceeded,
-        STOPPED: report.stopped,
-        ERRORED: bool(report.exception or report.invalid),
-        SUMMARIES: report.summaries,
-        START_SECONDS: seconds.get("environment_setup", 0.0) + seconds.get("agent_setup", 0.0),
-        AGENT_SECONDS: seconds.get(AGENT, 0.0),
-        VERIFIER_SECONDS: seconds.get(VERIFIER, 0.0),
-        UNREPORTED: unreported,
-        MISREPORTED: misreported,
+    values: dict[str, float] = {
+        "timed_out": verdict.timed_out,
+        "context_exceeded": verdict.context_exceeded,
+        "stopped": report.stopped,
+        "errored": bool(report.exception or report.invalid),
+        "summaries": report.summaries,
+        "start_seconds": seconds.get("environment_setup", 0.0) + seconds.get("agent_setup", 0.0),
+        "agent_seconds": seconds.get(AGENT, 0.0),
+        "verifier_seconds": seconds.get(VERIFIER, 0.0),
+        "calls_unreported": unreported,
+        "calls_misreported": misreported,
     }
-    return measured("trajectory", {metric: [value] for metric, value in values.items()})
+    return measured(
+        "trajectory", {Metric(name, "trajectory", "mean", *_METRICS[name]): [value] for name, value in values.items()}
+    )

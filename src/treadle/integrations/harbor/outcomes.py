@@ -109,37 +109,24 @@ def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) 
     if isinstance(refused, EngineError):
         return Verdict(ended_by=refused)
     if report.exception in _CONTEXT or (report.phase == AGENT and isinstance(refused, ContextExceeded)):
-        return _context(report, refused, config)
-    if report.exception == "AgentTimeoutError" and _is_early(report):
+        full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
+        reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
+        verified = reward if isinstance(reward, Reward) else Reward()
+        return Verdict(verified, ended_by=full, warning=_exception_text(report), context_exceeded=True)
+    timed_out, limit = report.exception == "AgentTimeoutError", report.agent_limit
+    if timed_out and limit is not None and report.agent_seconds < _EARLY * limit:
         return Verdict(ended_by=_failure(Cause.INFRASTRUCTURE, report, "a sandbox's time-out, not the agent's"))
     reward = _reward(report, config)
-    if report.exception and not (isinstance(reward, Reward) and _is_gradable(report)):
-        timed_out = report.exception == "AgentTimeoutError"
+    # The reward of a trial that raised counts if it was verified after the agent had ended.
+    gradable = report.exception in _GRADABLE and report.phase in (AGENT, VERIFIER) and isinstance(reward, Reward)
+    if report.exception and not gradable:
         return Verdict(ended_by=_failure(_cause(report), report), timed_out=timed_out)
     if isinstance(reward, TrajectoryFailure):
         return Verdict(ended_by=reward)
-    if report.exception == "AgentTimeoutError":
-        if config.agent_timed_out == "drop":
-            return Verdict(ended_by=_failure(Cause.TIMEOUT, report), timed_out=True)
-        return Verdict(reward, warning=_exception_text(report), timed_out=True)
-    limit = refused if report.stopped and isinstance(refused, StepsExceeded) else None
-    return Verdict(reward, ended_by=limit, warning=_exception_text(report))
-
-
-def _context(report: TrialReport, refused: object, config: HarborConfig) -> Verdict:
-    full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
-    reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
-    verified = reward if isinstance(reward, Reward) else Reward()
-    return Verdict(verified, ended_by=full, warning=_exception_text(report), context_exceeded=True)
-
-
-def _is_early(report: TrialReport) -> bool:
-    return report.agent_limit is not None and report.agent_seconds < _EARLY * report.agent_limit
-
-
-def _is_gradable(report: TrialReport) -> bool:
-    """Whether the reward of a trial that raised counts: it was verified after the agent had ended."""
-    return report.exception in _GRADABLE and report.phase in (AGENT, VERIFIER)
+    if timed_out and config.agent_timed_out == "drop":
+        return Verdict(ended_by=_failure(Cause.TIMEOUT, report), timed_out=True)
+    stopped = report.stopped and not timed_out and isinstance(refused, StepsExceeded)
+    return Verdict(reward, refused if stopped else None, _exception_text(report), timed_out=timed_out)
 
 
 def _cause(report: TrialReport) -> Cause:
@@ -162,10 +149,8 @@ def _reward(report: TrialReport, config: HarborConfig) -> Reward | TrajectoryFai
     if report.reward_valid is False:
         return TrajectoryFailure(Cause.VERIFIER, f"Harbor says that the reward {dict(rewards)} is not valid")
     if missing := [key for key in config.rewards if key not in rewards]:
-        have = ", ".join(map(repr, rewards))
-        return TrajectoryFailure(
-            Cause.VERIFIER, f"the verifier gave no reward {missing[0]!r}, only {have}; set driver_options.rewards"
-        )
+        only = f"only {', '.join(map(repr, rewards))}; set driver_options.rewards"
+        return TrajectoryFailure(Cause.VERIFIER, f"the verifier gave no reward {missing[0]!r}, {only}")
     if wrong := [key for key in config.rewards if not is_reward(rewards[key])]:
         return TrajectoryFailure(Cause.VERIFIER, f"the verifier's reward {wrong[0]!r} is {rewards[wrong[0]]!r}")
     return Reward({key: rewards[key] for key in config.rewards})

@@ -7,18 +7,21 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from pydantic import Field, field_validator
+
+from treadle.core.config import Config
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Task
 from treadle.engines.vllm.launch import free_port
-from treadle.integrations.openenv.config import PORT, OpenEnvConfig
 from treadle.integrations.worker.driver import WorkerDriver
-from treadle.integrations.worker.interpreter import interpreter
-from treadle.integrations.worker.process import WorkerProgram
+from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, how_it_ended, interpreter
 from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
 from treadle.rollout.drivers.driver import DriverSetup
 
+PORT = "{port}"
 VENV = "TREADLE_OPENENV_VENV"
 
 _REMEDY = (
@@ -28,6 +31,44 @@ _REMEDY = (
 )
 _START = 600.0  # seconds that a command may take until it listens
 _LOOK = 0.1  # seconds between two looks at whether the server listens
+
+
+class OpenEnvConfig(Config):
+    """Configures the server of an environment, and how replies become actions."""
+
+    removed_keys = MappingProxyType(
+        {
+            "url": "set server to it",
+            "command": "set server to it",
+            "directory": "begin the command in server with [env, -C, DIR, ...]",
+        }
+    )
+
+    server: str | tuple[str, ...] = Field(
+        description="base URL of a running one, or the command that starts one, for as long as the run lasts; "
+        f"{PORT} in it is a free port"
+    )
+    action: str = Field(
+        "",
+        description="field of the action that takes the model's reply; default: the only one, if that is text; "
+        "otherwise the reply must be the action as JSON",
+    )
+    observation: str = Field("", description="field of the observation that the model reads; default: all, as JSON")
+    python: str | None = Field(
+        None, description="interpreter that has openenv-core; default: of $TREADLE_OPENENV_VENV, else .venv-openenv"
+    )
+    worker: WorkerConfig = Field(WorkerConfig(), description="the processes that play attempts")
+
+    @field_validator("server")
+    @classmethod
+    def _can_be_reached(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(value, tuple):
+            if not any(PORT in word for word in value):
+                raise ValueError(f"the command {' '.join(value)!r} has no {PORT}, the port that the server must take")
+            return value
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is not a base URL; write it as in http://127.0.0.1:8000")
+        return value.rstrip("/")
 
 
 class OpenEnvDriver(WorkerDriver):
@@ -41,27 +82,19 @@ class OpenEnvDriver(WorkerDriver):
     options_type = OpenEnvConfig
 
     def __init__(self, setup: DriverSetup, options: OpenEnvConfig) -> None:
-        port = free_port()
-        handled = {
-            "url": options.server if isinstance(options.server, str) else f"http://127.0.0.1:{port}",
-            "action": options.action,
-            "observation": options.observation,
-        }
+        port, url, server = free_port(), options.server, None
+        if not isinstance(url, str):
+            url, server = f"http://127.0.0.1:{port}", _served(url, port)
         program = WorkerProgram(
             name="OpenEnv",
             handler=Path(__file__).parent / "child" / "treadle_openenv.py",
             python=interpreter(options.python, VENV, ".venv-openenv"),
             remedy=_REMEDY,
-            options=handled,
+            options={"url": url, "action": options.action, "observation": options.observation},
             cause=Cause.AGENT,
             lost_cause=Cause.INFRASTRUCTURE,
         )
-        super().__init__(
-            setup,
-            program,
-            options.worker,
-            first=None if isinstance(options.server, str) else _served(options.server, port),
-        )
+        super().__init__(setup, program, options.worker, first=server)
 
     def order(self, task: Task) -> dict[str, Any]:
         return {"prompt": [dict(message) for message in task.prompt], "reset": task.extras.get("reset", {})}
@@ -71,6 +104,7 @@ class OpenEnvDriver(WorkerDriver):
 async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
     """Run the command until the context ends; nothing of it stays behind. Raises ConfigError if it does not serve."""
     words = [word.replace(PORT, str(port)) for word in command]
+    where = f"driver_options.server: {' '.join(words)!r}"
     with open(os.devnull) as nothing:
         server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
@@ -80,11 +114,9 @@ async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
                 while not (ended.done() or await _listens(port)):
                     await asyncio.sleep(_LOOK)
         except TimeoutError:
-            raise ConfigError(
-                f"driver_options.server: {' '.join(words)!r} does not listen on port {port} after {_START:g} s"
-            ) from None
+            raise ConfigError(f"{where} does not listen on port {port} after {_START:g} s") from None
         if ended.done():
-            raise ConfigError(f"driver_options.server: {' '.join(words)!r} {_how(ended.result() or {})}")
+            raise ConfigError(f"{where} {how_it_ended(ended.result())}")
         yield
     finally:
         await server.stop()
@@ -96,10 +128,3 @@ async def _listens(port: int) -> bool:
         writer.close()
         return True
     return False
-
-
-def _how(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return f"cannot be run: {result['error']}"
-    last = (result.get("stderr", "").strip() or result.get("stdout", "").strip()).rpartition("\n")[2]
-    return f"ended with status {result.get('status')}: {last[-300:]}"

@@ -59,19 +59,10 @@ def reasoning_gym_tasks(
     opening = () if system == NO_SYSTEM else (Message(role="system", content=SYSTEM_PROMPTS[system]),)
     for number in range(count):
         item = items[number]
-        metadata = item["metadata"]
-        yield Task(
-            f"{dataset}-{split}-{number:06d}",
-            (*opening, Message(role="user", content=item["question"])),
-            "reasoning_gym",
-            item["answer"],
-            {
-                "dataset": metadata.get("source_dataset", dataset),
-                "scored_by": dataset,
-                "config": dict(config),
-                "metadata": metadata,
-            },
-        )
+        metadata, prompt = item["metadata"], (*opening, Message(role="user", content=item["question"]))
+        extras = {"dataset": metadata.get("source_dataset", dataset), "scored_by": dataset, "config": dict(config)}
+        extras["metadata"] = metadata
+        yield Task(f"{dataset}-{split}-{number:06d}", prompt, "reasoning_gym", item["answer"], extras)
 
 
 def make_dataset(name: str, config: Mapping[str, Any], count: int, seed: int) -> ProceduralDataset:

@@ -40,13 +40,11 @@ _FORMAT = re.compile(
 _BLOCK = re.compile(r"<(think|answer)>.*?</\1>", re.DOTALL)
 
 
-def _command() -> list[str]:
-    program = str(Path(__file__).with_name("scoring_child.py"))
-    places = [str(Path(place).absolute()) for place in sys.path]
-    return [sys.executable, "-I", "-S", program, str(ADDRESS_SPACE), json.dumps(places)]
+_PROGRAM = str(Path(__file__).with_name("scoring_child.py"))
+_PLACES = json.dumps([str(Path(place).absolute()) for place in sys.path])
+_COMMAND = [sys.executable, "-I", "-S", _PROGRAM, str(ADDRESS_SPACE), _PLACES]
 
-
-SCORERS = ChildPool("reasoning-gym's scorers", _command(), min(8, max(2, os.cpu_count() or 1)), start_timeout=_START)
+SCORERS = ChildPool("reasoning-gym's scorers", _COMMAND, min(8, max(2, os.cpu_count() or 1)), start_timeout=_START)
 """Shared by this process. A score takes milliseconds; several run at once, so that a slow one holds up none."""
 
 
@@ -93,17 +91,10 @@ class ReasoningGym(Environment):
     def _score(self, answer: str | None) -> float | None:
         """Return the data set's score of the answer; None if it gives none."""
         extras: Mapping[str, Any] = self.task.extras
-        entry = {
-            "question": self.task.prompt[-1]["content"],
-            "answer": self.task.ground_truth,
-            "metadata": extras["metadata"],
-        }
+        entry = {"question": self.task.prompt[-1]["content"], "answer": self.task.ground_truth}
+        packed = pickle.dumps({**entry, "metadata": extras["metadata"]})  # some are tuples, and scored as such
+        request = {"answer": answer, "entry": base64.b64encode(packed).decode(), "seconds": self._seconds}
         scorer = {"dataset": extras["scored_by"], "config": extras["config"]}
-        request = {
-            "answer": answer,
-            "entry": base64.b64encode(pickle.dumps(entry)).decode(),  # some metadata are tuples, and scored as such
-            "seconds": self._seconds,
-        }
         with SCORERS.lease() as child:
             if error := child.ask(scorer, _START).get("error"):
                 raise TrajectoryFailure(Cause.ENVIRONMENT, f"the scorer of {extras['scored_by']!r}: {error}")

@@ -33,34 +33,27 @@ from treadle.integrations.reasoning_gym.datasets import make_dataset
 
 def main(address_space: int) -> None:
     """Confine this process and answer requests until standard input ends. address_space: its bound, bytes."""
-    answers = _own_output()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a scorer prints goes elsewhere
     confine(address_space)
     _send(answers, {})
     for line in sys.stdin.buffer:
         request = json.loads(line)
+        answer: dict[str, Any] = {}
         try:
             scorer = _scorer(request["dataset"], json.dumps(request["config"]))
-            answer: dict[str, Any] = {"score": _score(scorer, request)} if "entry" in request else {}
+            if "entry" in request:
+                limit_cpu(request["seconds"])
+                entry = pickle.loads(base64.b64decode(request["entry"]))
+                answer = {"score": float(scorer.score_answer(request["answer"], entry))}
         except BaseException as error:  # noqa: BLE001  # whatever an answer leads to
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         _send(answers, answer)
 
 
-def _score(scorer: ProceduralDataset, request: dict[str, Any]) -> float:
-    limit_cpu(request["seconds"])
-    return float(scorer.score_answer(request["answer"], pickle.loads(base64.b64decode(request["entry"]))))
-
-
 @cache
 def _scorer(name: str, config: str) -> ProceduralDataset:
     return make_dataset(name, json.loads(config), count=1, seed=0)
-
-
-def _own_output() -> TextIO:
-    """Return standard output, of which nothing else has the name from now on: what a scorer prints goes elsewhere."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
 
 
 def _send(answers: TextIO, answer: dict[str, Any]) -> None:

@@ -6,22 +6,32 @@
     get_metrics        finish    also where a limit ended the attempt
     close              close
 
-All calls of an attempt are made on a thread of its own, each within `rollout.environment_timeout`. `tools` replaces
-what the library runs and asks for the model.
+All calls of an attempt are made on a thread of its own, each within `rollout.environment_timeout`.
+
+The library executes the model's SQL on connections that may write, in its tool and in its grader, and makes a text for
+the model of a search that is not answered. `guard_tools` replaces both in the library, for every environment that uses
+them: SQL runs in the sandbox, and what fails ends the attempt, past the library's own `except Exception`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from inspect import isclass, signature
 from numbers import Real
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import skyrl_gym
+import skyrl_gym.envs.sql.env
+import skyrl_gym.envs.sql.utils
+import skyrl_gym.tools.search
+import skyrl_gym.tools.sql
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 from skyrl_gym.envs.registration import EnvSpec, load_env_creator
@@ -31,13 +41,113 @@ from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.metrics import Metric
 from treadle.core.types import Message, Status, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish
+from treadle.envs.sql.environment import BAD_FORMAT, INVALID, grade, observation, run_query
+from treadle.envs.sql.sandbox import Database, Query
 from treadle.envs.tasks import check_positive
-from treadle.integrations.skyrl_gym.tools import SEARCH_PATIENCE, guard_tools, raising_failures
+from treadle.retrieval.client import RetrievalClient
+
+SEARCH_PATIENCE = 45.0
+"""Seconds for which a retrieval server that is out is asked again."""
+
+
+class Escaping(BaseException):
+    """Carries an error past code that catches every `Exception`, up to `raising_failures`."""
+
+
+@contextmanager
+def raising_failures() -> Iterator[None]:
+    """Raise what escapes from the library as the error that it is."""
+    try:
+        yield
+    except Escaping as escaping:
+        raise escaping.args[0] from None
+
+
+@contextmanager
+def _escaping() -> Iterator[None]:
+    try:
+        yield
+    except (TrajectoryFailure, ConfigError) as error:
+        raise Escaping(error) from error
+
+
+def sql(self: Any, db_id: str, sql: str | None, turns_left: int, timeout: float = 5) -> str:
+    """Return what the model reads of its query, run in the sandbox."""
+    if sql is None:
+        return observation(INVALID, turns_left)["content"]
+    database = Database(Path(self.db_path, db_id, f"{db_id}.sqlite"))
+    with _escaping():
+        shown, _ = run_query(Query(database, sql, timeout))
+    return observation(shown, turns_left)["content"]
+
+
+def calculate_reward_single(completion: str, reference: str, db_file: str, timeout: float = 30) -> float:
+    """Return the library's reward of an attempt's text; both queries run in the sandbox."""
+    valid, _, solution, _ = skyrl_gym.envs.sql.utils.verify_format_and_extract(completion)
+    if not valid:
+        return BAD_FORMAT
+    with _escaping():
+        return grade(Query(Database(Path(db_file)), solution, timeout), reference)
+
+
+def compute_score_single(completion: str, reference: str, db_file: str) -> float:
+    """Return what `calculate_reward_single` does."""
+    return calculate_reward_single(completion, reference, db_file)
+
+
+def execute_sql_wrapper_single(db_file: str, sql: str, timeout: float, output_str: str) -> NoReturn:
+    """Raise: no SQL is run outside of the sandbox."""
+    message = "the environment runs SQL outside of the sandbox; grade with skyrl_gym's compute_score_single"
+    raise Escaping(TrajectoryFailure(Cause.ENVIRONMENT, message))
+
+
+def call_search_api(
+    retrieval_service_url: str,
+    query: str,
+    topk: int = 3,
+    return_scores: bool = True,
+    timeout: float = 30,
+    log_requests: bool = True,
+    session: object = None,
+) -> tuple[dict[str, Any], None]:
+    """Return the server's answer, in the library's form, and no error: without an answer the attempt fails."""
+    with _escaping():
+        contents = asyncio.run(_search(retrieval_service_url, query, topk, timeout))
+    return {"result": [[{"document": {"contents": text}} for text in contents]]}, None
+
+
+async def _search(url: str, query: str, topk: int, timeout: float) -> Sequence[str]:
+    client = RetrievalClient(url, timeout, SEARCH_PATIENCE)
+    try:
+        return await client.search(query, topk)
+    finally:
+        await client.close()
+
+
+def guard_tools() -> None:
+    """Put the functions above in the place of the library's. Raises ConfigError for a version that has others."""
+    grader, group = skyrl_gym.envs.sql.utils, skyrl_gym.tools.sql.SQLCodeExecutorToolGroup
+    for owner, ours in (
+        (skyrl_gym.tools.search, call_search_api),
+        (grader, execute_sql_wrapper_single),
+        (grader, calculate_reward_single),
+        (grader, compute_score_single),
+        (skyrl_gym.envs.sql.env, compute_score_single),
+        (group, sql),
+    ):
+        name = ours.__name__
+        theirs = getattr(owner, name, None)
+        theirs = getattr(theirs, "func", theirs)  # of a tool
+        if not callable(theirs) or list(signature(theirs).parameters) != list(signature(ours).parameters):
+            raise ConfigError(
+                f"this version of skyrl-gym has another {owner.__name__}.{name}, and its tools could not be confined; "
+                "pip install 'treadle[skyrl-gym]' installs one that is known"
+            )
+        setattr(owner, name, skyrl_gym.tools.sql.tool(ours) if owner is group else ours)
+    grader.sqlite3 = skyrl_gym.tools.sql.sqlite3 = None  # nothing is left that opens a database
+
 
 guard_tools()
-
-ENV_CLASS = "env_class"
-"""The extra that names a task's environment, as the column of SkyRL's data sets does."""
 
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 _REWRITES = {
@@ -76,7 +186,13 @@ class SkyrlGym(Environment):
 
         Raises ConfigError or DataError for an environment that does not exist, and for settings it does not take.
         """
-        spec = self._spec or find_spec(_env_class(task))
+        name = task.extras.get("env_class")  # the column of SkyRL's data sets
+        if self._spec is None and not isinstance(name, str):
+            raise DataError(
+                f"task {task.task_id} names no environment of skyrl_gym; set environment_options.env or its extra "
+                "env_class"
+            )
+        spec = self._spec or find_spec(str(name))
         truth = {} if task.ground_truth is None else {"ground_truth": task.ground_truth}
         extras = {"reward_spec": truth, "reward_model": truth, "extra_info": {}, **task.extras}
         if self._max_turns is not None:
@@ -154,15 +270,6 @@ def _config_class(spec: EnvSpec) -> type | None:
         return None
     hint = parameter.annotation if parameter else None
     return next((part for part in get_args(hint) or (hint,) if is_dataclass(part) and isclass(part)), None)
-
-
-def _env_class(task: Task) -> str:
-    name = task.extras.get(ENV_CLASS)
-    if not isinstance(name, str):
-        raise DataError(
-            f"task {task.task_id} names no environment of skyrl_gym; set environment_options.env or its extra env_class"
-        )
-    return name
 
 
 def _check_rewrites(said: Mapping[str, Any] | None, text: str) -> None:

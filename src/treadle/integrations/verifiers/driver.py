@@ -1,25 +1,24 @@
-"""`VerifiersDriver`: plays tasks of verifiers' environments by the library's own rollouts."""
+"""The source and the driver `verifiers`: rows of an environment's own data set, played by its own rollouts."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from treadle.core.config import Config
-from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
-from treadle.integrations.worker.config import WorkerConfig
 from treadle.integrations.worker.driver import WorkerDriver
-from treadle.integrations.worker.interpreter import interpreter
-from treadle.integrations.worker.process import WorkerProgram
+from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, call_once, interpreter
 from treadle.rollout.drivers.driver import DriverSetup
 
-DRIVER = "verifiers"
 VENV = "TREADLE_VERIFIERS_VENV"
 KEYS = ("environment", "arguments", "split", "row", "digest")
-"""What a task's extras say of it (`tasks`)."""
+"""What a task's extras say of it."""
 
 _REMEDY = (
     "name an interpreter that has verifiers and the environment (driver_options.python, and python in the options of "
@@ -38,6 +37,42 @@ def verifiers_program(python: str | None) -> WorkerProgram:
         cause=Cause.AGENT,
         lost_cause=Cause.INFRASTRUCTURE,
     )
+
+
+def verifiers(
+    split: str,
+    environment: str,
+    arguments: Mapping[str, Any] | None = None,
+    count: int | None = None,
+    first: int = 0,
+    python: str | None = None,
+    worker: Mapping[str, Any] | None = None,
+) -> Iterator[Mapping[str, Any]]:
+    """Yield rows of the environment's training data (split `train`), or of its evaluation data.
+
+    environment: as the library loads it; of v1, the id of a taskset. arguments: what it is loaded with; of v1, the
+    section `env` of its configuration. count: how many rows (default: all; a taskset without an end needs it). first:
+    rows left out before them, so that training and held-out tasks of one taskset differ. python, worker: as of the
+    driver.
+
+    Raises ConfigError where the library, or the environment, cannot be loaded.
+    """
+    chosen = {"environment": environment, "arguments": dict(arguments or {}), "split": split}
+    try:
+        order = {"do": "rows", **chosen, "first": first, "count": count}
+        answer = asyncio.run(call_once(verifiers_program(python), worker, order))
+    except TrajectoryFailure as failure:
+        raise ConfigError(
+            f"verifiers: environment {environment!r} gives no {split} data: {failure.message}"
+        ) from failure
+    for row in answer["rows"]:
+        yield {
+            "task_id": f"{environment}-{split}-{row['row']:06d}",
+            "prompt": row["prompt"],
+            "driver": "verifiers",
+            "ground_truth": row["answer"],
+            "extras": {**chosen, "row": row["row"], "digest": row["digest"]},
+        }
 
 
 class VerifiersConfig(Config):

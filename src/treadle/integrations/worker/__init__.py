@@ -32,8 +32,6 @@ What handler and library print goes to the tail of a log, of which an error show
 started outlives it, also where the run or the process is killed (`rollout.agents.supervisor`).
 """
 
-from treadle.integrations.worker.config import WorkerConfig
-from treadle.integrations.worker.pool import WorkerPool
-from treadle.integrations.worker.process import Ready, WorkerLimits, WorkerProgram
+from treadle.integrations.worker.pool import Ready, WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram
 
 __all__ = ["Ready", "WorkerConfig", "WorkerLimits", "WorkerPool", "WorkerProgram"]

@@ -37,7 +37,9 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.path[0] = os.getcwd()  # as for `python -m`
-    _allow_files()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if files != resource.RLIM_INFINITY:  # each attempt holds a few
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(_serve(connection, Path(sys.argv[1])))
@@ -91,64 +93,49 @@ async def _receive(reader: asyncio.StreamReader, attempts: "_Attempts") -> None:
         message = json.loads(line)
         if "run" in message:
             attempts.run(message["run"], message["payload"])
-        elif "stop" in message:
-            attempts.stop(message["stop"])
-        else:
-            attempts.cancel(message["cancel"])
+        elif message.get("stop") in attempts.stops:
+            attempts.stops[message["stop"]].set()
+        elif message.get("cancel") in attempts.tasks:
+            attempts.tasks[message["cancel"]].cancel()
 
 
 class _Attempts:
-    """The attempts in progress, by number."""
+    """The attempts in progress: number -> its task, and what asks it to come to its end."""
 
     def __init__(self, run: Callable[..., Any], send: Send, output_limit: int) -> None:
         self._run, self._send, self._output_limit = run, send, output_limit
-        self._tasks: dict[int, asyncio.Task[Json]] = {}
-        self._stops: dict[int, asyncio.Event] = {}
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        self.tasks: dict[int, asyncio.Task[Json]] = {}
+        self.stops: dict[int, asyncio.Event] = {}
 
     def run(self, number: int, payload: Json) -> None:
-        self._stops[number] = asyncio.Event()
-        self._tasks[number] = asyncio.ensure_future(self._play(number, payload, self._stops[number]))
-        self._tasks[number].add_done_callback(lambda task: self._finish(number, task))
-
-    def stop(self, number: int) -> None:
-        if number in self._stops:
-            self._stops[number].set()
-
-    def cancel(self, number: int) -> None:
-        if number in self._tasks:
-            self._tasks[number].cancel()
+        self.stops[number] = asyncio.Event()
+        self.tasks[number] = asyncio.ensure_future(self._play(number, payload, self.stops[number]))
+        self.tasks[number].add_done_callback(lambda task: self._finish(number, task))
 
     async def cancel_all(self) -> None:
         """Cancel all attempts and wait for them; how long is up to the other side, which then kills this process."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
+        for task in self.tasks.values():
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if self.tasks:
+            await asyncio.wait(list(self.tasks.values()))
 
     async def _play(self, number: int, payload: Json, stop: asyncio.Event) -> Json:
         try:
-            return {"id": number, "result": _checked(await self._run(payload, stop), self._output_limit)}
+            result = await self._run(payload, stop)
+            if not isinstance(result, dict):
+                raise TypeError(f"run must return a dict, got {type(result).__name__}")
+            size = len(json.dumps(result))
+            if size > self._output_limit:
+                raise ValueError(f"run returned {size} bytes of JSON, output_limit is {self._output_limit}")
+            return {"id": number, "result": result}
         except BaseException as error:  # noqa: BLE001  # a boundary: one attempt's error is its answer
             return {"id": number, "error": _described(error)}
 
     def _finish(self, number: int, task: "asyncio.Task[Json]") -> None:
         """Send the answer; a task that was cancelled before it began has none."""
-        del self._tasks[number], self._stops[number]
+        del self.tasks[number], self.stops[number]
         cancelled = {"id": number, "error": _described(asyncio.CancelledError())}
         self._send(cancelled if task.cancelled() else task.result())
-
-
-def _checked(result: Any, limit: int) -> Json:
-    if not isinstance(result, dict):
-        raise TypeError(f"run must return a dict, got {type(result).__name__}")
-    size = len(json.dumps(result))
-    if size > limit:
-        raise ValueError(f"run returned {size} bytes of JSON, output_limit is {limit}")
-    return result
 
 
 def _described(error: BaseException) -> Json:
@@ -163,7 +150,7 @@ async def _beat(send: Send, attempts: _Attempts, interval: float, patience: floa
     while True:
         faulthandler.dump_traceback_later(patience / 2)
         await asyncio.sleep(interval)
-        send({"heartbeat": len(attempts)})
+        send({"heartbeat": len(attempts.tasks)})
 
 
 def _load(path: Path) -> Any:
@@ -182,13 +169,6 @@ def _limit_memory(limit: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
-
-
-def _allow_files() -> None:
-    """Allow as many open files as the system lets us: each attempt holds a few."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

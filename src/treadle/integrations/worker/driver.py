@@ -2,7 +2,7 @@
 
     run -> order -> WorkerPool.call -> the library's loop -> HTTP -> gateway -> session
                           |
-                       Answer -> Graded
+                       answer -> Graded
 
 Its handlers answer with
 
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -24,22 +22,11 @@ from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, Trajector
 from treadle.core.metrics import Metric, measured
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Task
-from treadle.integrations.worker.config import WorkerConfig
-from treadle.integrations.worker.pool import WorkerPool
-from treadle.integrations.worker.process import WorkerProgram
+from treadle.integrations.worker.pool import WorkerConfig, WorkerPool, WorkerProgram
 from treadle.rollout.drivers.driver import DriverSetup
 from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Result of an attempt, as the library reports it. error: its cause and message."""
-
-    reward: Any
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    error: Mapping[str, str] | None = None
 
 
 class WorkerDriver(GatewayDriver):
@@ -88,25 +75,25 @@ class WorkerDriver(GatewayDriver):
         the library gave for what it had counts.
         """
         order = {**self.order(task), "base_url": address.base_url, "seconds": self.config.agent_timeout}
-        answer = await user.call(
+        reward, metrics, error = await user.call(
             self._pool.call,
             order,
             what=self._program.name,
             timeout=self.config.agent_timeout,
-            check=lambda value: Answer(**value),
+            check=lambda value: (value["reward"], value["metrics"], value["error"]),
             grace=self._program.limits.cleanup,
         )
         warning = ""
-        if answer.error is not None:
-            warning = answer.error["message"]
+        if error is not None:
+            warning = error["message"]
             if not isinstance(session.last_error, StepsExceeded | ContextExceeded):
                 refused = session.last_error is not None  # then the engine's error decides
-                raise TrajectoryFailure(user.cause if refused else Cause(answer.error["cause"]), warning)
-        if not is_reward(answer.reward):
+                raise TrajectoryFailure(user.cause if refused else Cause(error["cause"]), warning)
+        if not is_reward(reward):
             raise TrajectoryFailure(
-                Cause.VERIFIER, f"{self._program.name} gave the reward {answer.reward!r:.100}; it must be a {NUMBER}"
+                Cause.VERIFIER, f"{self._program.name} gave the reward {reward!r:.100}; it must be a {NUMBER}"
             )
         family = Metric(f"{self.family}_*", "trajectory", "mean", help=f"a metric of {self._program.name}'s")
-        named = {family.of(re.sub(r"\W", "_", name)): value for name, value in answer.metrics.items()}
+        named = {family.of(re.sub(r"\W", "_", name)): value for name, value in metrics.items()}
         values = {metric: [float(value)] for metric, value in named.items() if is_finite(value)}
-        return Graded(Reward.of(answer.reward), measured("trajectory", values), warning)
+        return Graded(Reward.of(reward), measured("trajectory", values), warning)

@@ -1,15 +1,106 @@
-"""`WorkerPool`: a few processes that play many attempts each, started again when they die."""
+"""`WorkerPool`: a few processes that play many attempts each (`child`), started again when they die."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
 from collections.abc import Mapping
-from types import TracebackType
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from pydantic import Field
+
+from treadle.core.config import Config, build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.integrations.worker.config import WorkerConfig
-from treadle.integrations.worker.process import Ready, WorkerProcess, WorkerProgram
+from treadle.integrations.worker import child
+from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
+
+Json = dict[str, Any]
+
+_ENVELOPE = 2**20  # bytes of an answer that are not its result
+_OTHER_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # of the run's variables: they are meant for its own Python
+_PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\S+)')  # as faulthandler writes it
+
+
+class WorkerConfig(Config):
+    """Configures the processes that run a library in a Python of its own."""
+
+    removed_keys = MappingProxyType(
+        dict.fromkeys(
+            ("attempts", "output_limit", "heartbeat", "patience", "start_timeout", "cleanup_timeout"),
+            "leave it out: the limits of worker processes are fixed",
+        )
+    )
+
+    processes: int = Field(1, ge=1, description="processes, each of which imports the library once")
+    memory_limit: int = Field(
+        8 * 2**30,
+        ge=2**26,
+        description="memory that one process may allocate, and each that it starts, bytes (on Linux)",
+    )
+    inherit: tuple[str, ...] = Field(
+        (), description='names of more of the run\'s environment variables that processes get, or patterns: "AWS_*"'
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="environment variables of their own")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Limits of a worker process, seconds and bytes; no run needs others.
+
+    start: until the library is imported; a process that dies meanwhile is noticed at once. heartbeat: between signs of
+    life. silence: without one, after which a process is killed and replaced. cleanup: for an attempt that is cancelled,
+    and for all when the run ends. output: of one attempt's result, as JSON. attempts: at once; further ones wait.
+    """
+
+    start: float = 600.0
+    heartbeat: float = 1.0
+    silence: float = 60.0
+    cleanup: float = 30.0
+    output: int = 16 * 2**20
+    attempts: int = 256
+
+
+@dataclass(frozen=True)
+class WorkerProgram:
+    """Program of worker processes.
+
+    name: of the library, for messages. handler: file that calls the library (`treadle.integrations.worker`). python:
+    interpreter that has it. remedy: how to install it, for errors. options: argument of the handler's `start`.
+    cause: of failures that the handler raises. lost_cause: of failures when a process dies. limits: of each process.
+    """
+
+    name: str
+    handler: Path
+    python: str
+    remedy: str
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    cause: Cause = Cause.ENVIRONMENT
+    lost_cause: Cause = Cause.ENVIRONMENT
+    limits: WorkerLimits = field(default_factory=WorkerLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """First message of a process: `Ready(4711, {"harbor": "0.24.0"}, {})`. info: result of the handler's `start`."""
+
+    pid: int
+    versions: dict[str, str]
+    info: Json
+
+
+def interpreter(configured: str | None, variable: str, folder: str) -> str:
+    """Return the configured interpreter, else that of the environment in $variable, else of the one in `folder`."""
+    if configured:
+        return str(Path(configured).expanduser()) if os.sep in configured else configured
+    return str(Path(os.environ.get(variable) or folder).absolute() / "bin" / "python")
 
 
 class WorkerPool:
@@ -42,7 +133,10 @@ class WorkerPool:
     ) -> None:
         await self._close()
 
-    async def call(self, payload: Mapping[str, Any], stop: asyncio.Event | None = None) -> dict[str, Any]:
+    async def _close(self) -> None:
+        await asyncio.gather(*(slot.close() for slot in self._slots))
+
+    async def call(self, payload: Mapping[str, Any], stop: asyncio.Event | None = None) -> Json:
         """Play one attempt: return what the handler returns for the payload. Raises TrajectoryFailure if it fails.
 
         payload: what JSON can hold. stop: once it is set, the attempt is asked to come to its end, and still gives a
@@ -52,7 +146,11 @@ class WorkerPool:
             slot = min(self._slots, key=lambda slot: slot.calls)
             slot.calls += 1
             try:
-                return await (await self._restarted(slot)).call(dict(payload), stop)
+                process = await slot.process()
+                return await process.call(dict(payload), stop)
+            except ConfigError as error:
+                message = f"a worker cannot be started again: {error}"
+                raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
             finally:
                 slot.calls -= 1
 
@@ -63,24 +161,11 @@ class WorkerPool:
         assert ready is not None, "the pool has not been entered"
         return ready
 
-    @property
-    def playing(self) -> list[int | None]:
-        """Attempts in progress at the last heartbeat of each process; None before it."""
-        return [slot.playing for slot in self._slots]
 
-    @property
-    def restarts(self) -> int:
-        """Number of processes that were replaced."""
-        return sum(slot.starts - 1 for slot in self._slots)
-
-    async def _restarted(self, slot: _Slot) -> WorkerProcess:
-        try:
-            return await slot.process()
-        except ConfigError as error:
-            raise TrajectoryFailure(Cause.INFRASTRUCTURE, f"a worker cannot be started again: {error}") from error
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(slot.close() for slot in self._slots))
+async def call_once(program: WorkerProgram, worker: Mapping[str, Any] | None, payload: Mapping[str, Any]) -> Json:
+    """Make one call in a process of its own. worker: keys of `WorkerConfig`. Raises ConfigError, TrajectoryFailure."""
+    async with WorkerPool(program, build(WorkerConfig, {**(worker or {}), "processes": 1})) as pool:
+        return await pool.call(payload)
 
 
 class _Slot:
@@ -111,13 +196,211 @@ class _Slot:
                 self.ready = self._process.ready
             return self._process
 
-    @property
-    def playing(self) -> int | None:
-        return None if self._process is None else self._process.playing
-
     async def close(self) -> None:
         async with self._lock:
             draining = dict(self._draining)
             current = [self._process] if self._process is not None else []
             await asyncio.gather(*(process.close() for process in [*draining.values(), *current]))
             await asyncio.gather(*draining)
+
+
+class WorkerProcess:
+    """One worker process. Create it with `start`; call `close` when done.
+
+    ready: its first message. playing: attempts in progress at its last heartbeat; None before it.
+    Invariant: each call ends, at the latest when the process does; `is_usable` is false from then on, and once an
+    attempt could not be cancelled.
+    """
+
+    def __init__(
+        self,
+        program: WorkerProgram,
+        process: SupervisedProgram,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    ) -> None:
+        self._program, self._limits, self._process = program, program.limits, process
+        self._reader, self._writer = streams
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Json]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self.is_usable = True
+        self.ready = Ready(0, {}, {})
+        self.playing: int | None = None
+
+    @classmethod
+    async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
+        """Start a process and wait until the library is imported. Raises ConfigError where that fails."""
+        if shutil.which(program.python) is None:
+            raise ConfigError(f"{program.name}: {program.python!r} is not an interpreter; {program.remedy}")
+        inherited = inherited_variables(config.inherit)
+        mine = {name: value for name, value in inherited.items() if name not in _OTHER_PYTHON or name in config.inherit}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            streams = await asyncio.open_connection(sock=ours, limit=program.limits.output + _ENVELOPE)
+            try:
+                process = await SupervisedProgram.start(
+                    [program.python, str(Path(child.__file__)), str(program.handler.absolute())],
+                    {**mine, "PYTHONUNBUFFERED": "1", **config.environment},
+                    theirs.fileno(),
+                    grace=program.limits.cleanup,
+                )
+            except BaseException:
+                streams[1].close()
+                raise
+        self = cls(program, process, streams)
+        try:
+            self.ready = await self._started(config.memory_limit)
+        except BaseException:
+            await self._end()
+            raise
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def _started(self, memory_limit: int) -> Ready:
+        limits, program = self._limits, self._program
+        settings = {"heartbeat": limits.heartbeat, "patience": limits.silence, "output_limit": limits.output}
+        self._send({"start": {**settings, "memory_limit": memory_limit, "options": dict(program.options)}})
+        problem = ""
+        try:
+            async with asyncio.timeout(limits.start):
+                line = await self._line()
+        except TimeoutError:
+            problem = f"not ready after {limits.start:g} s"
+        else:
+            message: Json = json.loads(line) if line else {"failed": await self._death()}
+            problem = message.get("failed", "")
+        if problem:
+            raise ConfigError(f"{program.name} in {program.python}: {problem}; {program.remedy}")
+        return Ready(**message["ready"])
+
+    async def call(self, payload: Json, stop: asyncio.Event | None = None) -> Json:
+        """Play one attempt and return its result. Raises TrajectoryFailure.
+
+        stop: once it is set, the attempt is asked to come to its end. Cancelling the call cancels the attempt, and
+        waits for at most `limits.cleanup` seconds until it is over.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # asyncio need not log it
+        self._pending[number] = answer
+        self._send({"run": number, "payload": payload})
+        stopping = asyncio.ensure_future(stop.wait()) if stop is not None else None
+        try:
+            if stopping is not None:
+                waited: set[asyncio.Future[Any]] = {answer, stopping}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    self._send({"stop": number})
+            await asyncio.wait({answer})
+        except asyncio.CancelledError:
+            if not answer.done():
+                self._send({"cancel": number})
+                await self._wait_cancelled(number, answer)
+            raise
+        finally:
+            if stopping is not None:
+                stopping.cancel()
+        return answer.result()
+
+    async def _wait_cancelled(self, number: int, answer: asyncio.Future[Json]) -> None:
+        try:
+            await asyncio.wait({answer}, timeout=self._limits.cleanup)
+        finally:
+            if self._pending.pop(number, None) is not None:  # it goes on, or so it seems
+                self.is_usable = False
+
+    async def drain(self) -> None:
+        """Let the attempts end by themselves, or by `close`; then close."""
+        self.is_usable = False
+        while self._pending:
+            await asyncio.wait(list(self._pending.values()))
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel all attempts, give them `limits.cleanup` seconds to clean up, and end the process."""
+        self.is_usable = False
+        if self._reading is not None and not self._reading.done():
+            if self._writer.can_write_eof() and not self._writer.is_closing():
+                self._writer.write_eof()  # the process cancels all attempts and ends
+            await asyncio.wait({self._reading}, timeout=self._limits.cleanup)
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._end()
+        self._fail_all("was closed")
+
+    def _send(self, message: Json) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _line(self) -> bytes:
+        """Return the next line of the process; nothing if it has ended."""
+        try:
+            line = await self._reader.readline()
+        except (ConnectionError, ValueError):  # gone, or a line longer than any that it may send
+            return b""
+        return line if line.endswith(b"\n") else b""
+
+    async def _read(self) -> None:
+        """Read answers and heartbeats until the process ends, or is silent for `limits.silence` seconds."""
+        blocked, broken = False, ""
+        try:
+            while line := await self._line_in_time():
+                self._take(json.loads(line))
+        except TimeoutError:
+            blocked = True
+        except (ValueError, RecursionError) as error:
+            broken = f"wrote a line that cannot be read ({error}) and "
+        self.is_usable = False
+        await self._process.stop()
+        self._fail_all(broken + await self._death(blocked))
+
+    async def _line_in_time(self) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.silence):
+                return await self._line()
+        except TimeoutError:  # it may have been this event loop that was blocked: what has come meanwhile is read first
+            async with asyncio.timeout(self._limits.heartbeat):
+                return await self._line()
+
+    def _take(self, message: Json) -> None:
+        if "heartbeat" in message:
+            self.playing = message["heartbeat"]
+        elif answer := self._pending.pop(message["id"], None):  # else nobody waits for it any more
+            if "error" not in message:
+                answer.set_result(message["result"])
+                return
+            error = message["error"]
+            if error["type"] == MemoryError.__name__:  # little is left for the others: they end, a new process begins
+                self.is_usable = False
+            answer.set_exception(TrajectoryFailure(self._program.cause, error["message"], error["traceback"]))
+
+    async def _death(self, blocked: bool = False) -> str:
+        """Wait for the end of the process; return how it ended, in words. blocked: killed for its silence."""
+        result = await self._process.result()
+        if blocked and result and "error" not in result:
+            places = _PLACE.findall(result["stderr"])  # the main thread is the last one
+            where = ", in {2}, {0}:{1}".format(*places[-1]) if places else ""
+            return f"was killed: it gave no sign of life for {self._limits.silence:g} s{where}"
+        return how_it_ended(result)
+
+    async def _end(self) -> None:
+        self._writer.close()
+        await self._process.stop()
+
+    def _fail_all(self, why: str) -> None:
+        for answer in self._pending.values():
+            failure = TrajectoryFailure(self._program.lost_cause, f"the {self._program.name} worker {why}")
+            answer.set_exception(failure)
+        self._pending.clear()
+
+
+def how_it_ended(result: Json | None) -> str:
+    """Return how a supervised program ended, in words. result: `SupervisedProgram.result`."""
+    if result is None:
+        return "was killed together with its supervisor"
+    if "error" in result:
+        return f"cannot be run: {result['error']}"
+    last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
+    status = result["status"]
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    return how + (f": {last[-500:]}" if last else "")

@@ -13,7 +13,7 @@ import numpy as np
 from treadle.core.draws import permutation
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, group_id
-from treadle.data.mixture import Mixture
+from treadle.data.tasks import Mixture
 from treadle.packing.flat import Indices
 
 

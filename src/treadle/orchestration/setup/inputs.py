@@ -12,8 +12,7 @@ from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
 from treadle.core.types import Ids, Message, Task
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, with_players
-from treadle.envs.single_turn import load_reward
-from treadle.envs.tasks import load_environment
+from treadle.envs.tasks import load_environment, load_reward
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context

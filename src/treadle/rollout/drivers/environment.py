@@ -20,8 +20,7 @@ from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Message, Status, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
-from treadle.envs.single_turn import SingleTurn
-from treadle.envs.tasks import made_class
+from treadle.envs.tasks import SingleTurn, made_class
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver

@@ -1,4 +1,4 @@
-"""`OneReply`: the smallest agent there is, for the tasks of `treadle.integrations.harbor.small`.
+"""`OneReply`: the smallest agent there is, for the tasks of `treadle.integrations.harbor.tasks`.
 
 It asks the model for one reply to the instruction and leaves that in the sandbox, as /app/reply.txt. No import of
 Treadle.

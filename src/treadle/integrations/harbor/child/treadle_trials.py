@@ -80,7 +80,7 @@ async def run(payload: Json, stop: asyncio.Event) -> Json:
 def trial_config(order: Json) -> TrialConfig:
     """Return the configuration of one trial. Raises ValueError for what Harbor does not know or accept.
 
-    order: as `treadle.integrations.harbor.driver.order` makes it, with name, directory, and gateway (base_url,
+    order: as `treadle.integrations.harbor.driver` makes it, with name, directory, and gateway (base_url,
     anthropic_url, secret).
     """
     config: Json = json.loads(json.dumps(order["config"]))  # a copy
