@@ -185,9 +185,10 @@ class ChatRenderer:
             return ""
         tried = (self._unreadable(parse, json.dumps(tool)) for tool in (PROBE, *tools[:1]))
         written = next((text for text in tried if text is not None), "")
+        name = replies.parser_name(parse)
         return written and (
-            f"the reply parser {replies.parser_name(parse)} does not read a tool call of this model: {self._label} "
-            f"{written}; use a parser that reads it (rollout.reply_parser; --parser of treadle serve), or leave tools out"
+            f"the reply parser {name} does not read a tool call of this model: {self._label} {written}; "
+            "use a parser that reads it (rollout.reply_parser; --parser of treadle serve), or leave tools out"
         )
 
     def parser(self, name: str, setting: str = "rollout.reply_parser") -> replies.ReplyParser:

@@ -79,6 +79,11 @@ class Answer:
         """Return the bytes of each sampled token."""
         return self.renderer.token_bytes.of(reply.step.completion_ids.tolist())
 
+    def ids_of(self, reply: Reply) -> Json:
+        """Return the fields with the ids of prompt and completion, if the client asks for them."""
+        ids = {"prompt_token_ids": reply.step.prompt_ids.tolist(), "token_ids": reply.step.completion_ids.tolist()}
+        return ids if self.request.token_ids else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
