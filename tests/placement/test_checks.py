@@ -7,9 +7,8 @@ import pytest
 
 from tests.worlds import tiny
 from treadle.core.errors import PlacementError
-from treadle.placement import checks
-from treadle.placement.checks import Place, check_places, problems, versions
-from treadle.placement.reserve import Bundle, Reservation
+from treadle.placement import reserve
+from treadle.placement.reserve import Bundle, Place, Reservation, check_places, problems, versions
 from treadle.placement.runtime import Placement, check_transfer
 from treadle.rollout.config import GatewayConfig
 
@@ -80,6 +79,6 @@ def test_places_are_looked_at(reservation: Reservation, tmp_path: Path, monkeypa
     )
     assert second.startswith("rollout worker 1 on ")
     assert both.startswith(f"2 rollout workers on 127.0.0.1 cannot all listen on rollout.gateway.port={port}; set")
-    monkeypatch.setattr(checks, "versions", lambda: {**versions(), "treadle": "0.0"})
+    monkeypatch.setattr(reserve, "versions", lambda: {**versions(), "treadle": "0.0"})
     with pytest.raises(PlacementError, match=r"(?m)^engine 1 on 127\.0\.0\.1: treadle is .*, here it is 0\.0; install"):
         check_places(reservation, tmp_path, GatewayConfig())

@@ -29,7 +29,6 @@ server has no password: keep it on loopback or in a private network. Press Ctrl-
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a corpus until Ctrl-C; returns the exit status."""
     return exit_status(_run, _parse(arguments), "treadle-retrieve")
 
 
