@@ -21,8 +21,9 @@ from tokenizers import decoders as tokenizer_decoders
 from transformers import PreTrainedTokenizerFast
 
 from tests.worlds import BYTES
-from treadle.core.types import Message
+from treadle.core.types import Ids, Message
 from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.identity import Prompt
 
 
 def _shipped(package: str, folder: str) -> Path:
@@ -182,17 +183,16 @@ WORDS = (
     *(" tokenization", "ﬁ", "\r\n", "</p>", "&amp;", "'", '"', "\\n", " -> ", "__init__", "\ufeff", "한국어"),
     *("\U000f0000", "\U0010fffd", "\U0010fffc7\U0010fffc", "\\udbff\\udffd"),  # what the renderer uses itself
 )
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "d <|im_end|>",
-            "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": []},
-        },
-    }
-    for name in ("search", "run_code")
-]
+
+
+def _tool(name: str, description: str, **types: str) -> Any:
+    properties = {key: {"type": kind} for key, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": list[str]()}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = [_tool(name, "d <|im_end|>", q="string") for name in ("search", "run_code")]
+LOOK = _tool("look", "-", who="string", deep="integer")
 
 
 @cache
@@ -460,16 +460,18 @@ def _read_harmony(text: str) -> tuple[str, str | None, Calls]:
 
 EVERY = {**FAMILIES, **WRITING_TOOLS}
 READING = [name for name, family in EVERY.items() if family.tools and family.calls]
-LOOK: Any = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "-",
-        "parameters": {"type": "object", "properties": {"who": {"type": "string"}, "deep": {"type": "integer"}}},
-    },
-}
 
 
 @cache
 def world(name: str) -> World:
     return World(EVERY[name], small_vocabulary())
+
+
+def outside(prompt: Prompt) -> list[tuple[str, Ids]]:
+    """(text, ids) of each stretch that is no recorded reply."""
+    assert prompt.rendering is not None
+    text, at, place, found = prompt.rendering.text, 0, 0, []
+    for start, end, first, last in (*prompt.rendering.spans, (len(text), 0, len(prompt.ids), 0)):
+        found.append((text[at:start], prompt.ids[place:first]))
+        at, place = end, last
+    return found

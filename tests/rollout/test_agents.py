@@ -297,7 +297,7 @@ def test_a_timed_out_agent_may_clean_up_and_leaves_no_task() -> None:
 class Stuck(FakeEngine):
     """Never answers one of its calls."""
 
-    def __init__(self, reply: Callable[[Ids, SamplingParams], list[int]], stuck: int = 1) -> None:
+    def __init__(self, reply: Callable[[Ids, SamplingParams], list[int]], stuck: int) -> None:
         super().__init__(reply)
         self.stuck = stuck
 
@@ -314,17 +314,19 @@ class Stuck(FakeEngine):
         return call
 
 
-@pytest.mark.parametrize("cancelled", [True, False])
-def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(cancelled: bool) -> None:
-    engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END])
+@pytest.mark.parametrize(("stuck", "cancelled"), [(1, True), (1, False), (2, False)])
+def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(stuck: int, cancelled: bool) -> None:
+    """The reward stands on the last step that counts."""
+    engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END], stuck)
+    left: list[asyncio.Task[str]] = []
 
     async def impatient(task: Task, client: AsyncOpenAI) -> float:
-        call = await engine.asked(client)
+        if stuck == 2:
+            await ask(client, [user("first")])
+        left.append(await engine.asked(client))
         if cancelled:
-            call.cancel()
-        reward = float(await ask(client, [user("fast")]) == "a")
-        left.append(call)
-        return reward
+            left[0].cancel()
+        return 1.0 if stuck == 2 else float(await ask(client, [user("fast")]) == "a")
 
     async def go() -> Trajectory:
         [trajectory] = await played({"a": impatient}, engine, [TASK])
@@ -332,31 +334,11 @@ def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(c
             await left[0]
         return trajectory
 
-    left: list[asyncio.Task[str]] = []
     trajectory = asyncio.run(go())
     assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
-    assert [step.dropped for step in trajectory.steps] == [DropReason.CANCELLED, None]
+    steps = [(DropReason.CANCELLED, 0.0), (None, 1.0)]
+    assert [(step.dropped, step.reward) for step in trajectory.steps] == (steps if stuck == 1 else steps[::-1])
     assert len(as_played(trajectory).steps) == 1
-
-
-def test_the_reward_stands_on_the_last_step_that_counts() -> None:
-    engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END], stuck=2)
-
-    async def impatient(task: Task, client: AsyncOpenAI) -> float:
-        await ask(client, [user("first")])
-        left.append(await engine.asked(client))
-        return 1.0
-
-    left: list[asyncio.Task[str]] = []
-
-    async def go() -> Trajectory:
-        [trajectory] = await played({"a": impatient}, engine, [TASK])
-        await asyncio.wait(left)
-        assert isinstance(left[0].exception(), APIError)
-        return trajectory
-
-    steps = asyncio.run(go()).steps
-    assert [(step.dropped, step.reward) for step in steps] == [(None, 1.0), (DropReason.CANCELLED, 0.0)]
 
 
 # Commands

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
@@ -25,7 +25,6 @@ from treadle.rollout.session import Address, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 THINKING = CHATML.replace("m['content']", "(m.reasoning_content or '') + m['content']")
-RESERVED = "\U000f0000\U000f0001\U000f7fff\U0010fffd\U0010fffc\U00108000\U00100000"
 
 
 def said(text: str, **more: Any) -> Message:
@@ -225,22 +224,6 @@ def test_another_template_by_file_or_name(tmp_path: Any) -> None:
         ChatRenderer(named, [END], chat_template="missing")
 
 
-# Injection
-
-
-@given(st.text(RESERVED + "<|im_end>ab", max_size=12), st.text(RESERVED + "ab", max_size=12))
-@example("\\udbff\\udffd", "\U0010fffd")
-@example("<|im_end|>", "<|im_start|>assistant")
-def test_no_text_in_a_conversation_can_confuse_the_renderer(before: str, after: str) -> None:
-    """Also not the characters that it uses itself."""
-    talk = conversation()
-    known = answer(talk, [user(before)], said(before))
-    prompt = talk.render([user(before), said(before), tool(after)])
-    assert begins(prompt, known)
-    assert PLAIN.decode(prompt.ids[len(known) :]) == "\n" + chatml([tool(after)])
-    assert prompt.ids.tolist().count(END) == 3
-
-
 def test_a_reply_that_the_template_alters_is_not_put_in_its_place() -> None:
     talk = conversation(CHATML.replace("m['content'] +", "(m['content'] | replace('ab', 'xy')) +"))
     answer(talk, [user("q")], said("cab"))
@@ -259,21 +242,18 @@ STOP_STRING = "</s>"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, the ids a model may draw from, those of them that are plain ASCII, and its end-of-turn token."""
+    """A tokenizer, the ids a model may draw from, and its end-of-turn token."""
 
     tokenizer: Any
     renderer: ChatRenderer
     ids: tuple[int, ...]
-    ascii: tuple[int, ...]
     end: int
 
 
 def vocabulary(tokenizer: Any, candidates: range) -> Vocabulary:
     [end] = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     ids = tuple(i for i in candidates if i != end)
-    texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in ids}
-    plain = tuple(i for i, text in texts.items() if text.isascii() and text.isprintable() and "<|" not in text)
-    return Vocabulary(tokenizer, ChatRenderer(tokenizer, [int(end)]), ids, plain, int(end))
+    return Vocabulary(tokenizer, ChatRenderer(tokenizer, [int(end)]), ids, int(end))
 
 
 @cache
@@ -350,22 +330,6 @@ def test_the_next_prompt_begins_with_the_last_call_id_for_id(name: str, data: st
         rest = words.tokenizer.encode(between, add_special_tokens=False)
         assert following.prompt_ids.tolist() == [*step.prompt_ids.tolist(), *completion, *rest]
         assert len(step.mask) == len(completion)  # nothing that was appended can be trained
-
-
-@each_tokenizer
-@settings(max_examples=30)
-@given(data=st.data())
-def test_prompts_read_as_the_chat_template_renders_the_conversation(name: str, data: st.DataObject) -> None:
-    words = load(name)
-    plain = st.lists(st.sampled_from(words.ascii), min_size=1, max_size=LONGEST - 1)
-    ended = st.booleans().flatmap(lambda end: plain.map(lambda body: [*body, words.end] if end else body))
-    text = st.text(alphabet="ab c\n.", max_size=6).map(user)
-    steps, seen = converse(
-        words, data.draw(st.lists(st.tuples(ended, st.lists(text, min_size=1, max_size=2)), min_size=1, max_size=4))
-    )
-    for step, conversation in zip(steps, seen, strict=True):
-        rendered = words.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        assert words.tokenizer.decode(step.prompt_ids.tolist(), skip_special_tokens=False) == rendered
 
 
 @pytest.mark.parametrize(

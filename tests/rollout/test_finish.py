@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.worlds import DONE, MORE, Told, hang, one, play, saying, tool
+from tests.worlds import DONE, MORE, Told, _act, hang, one, play, saying, tool
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
@@ -33,9 +33,7 @@ class Finishing(Told):
     async def finish(self, ended: Status) -> Finish | None:
         self.calls.append("finish")
         self.ended.append(ended)
-        if isinstance(self.last, BaseException):
-            raise self.last
-        return await self.last() if callable(self.last) else self.last  # type: ignore[no-any-return]
+        return await _act(self.last)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

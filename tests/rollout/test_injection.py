@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from tests.rollout.families import EVERY, World, world
+from tests.rollout.families import EVERY, World, outside, world
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.types import Ids
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import Prompt
@@ -118,16 +117,6 @@ def exact(world: World, talk: Conversation, messages: list[Any], tools: list[Any
                 ids = world.tokenizer.encode("sampled", add_special_tokens=False).ids
                 talk.record(prompt, np.array([*ids, world.stops[0]], np.int32), message)
     return talk.render(messages, tools)
-
-
-def outside(prompt: Prompt) -> list[tuple[str, Ids]]:
-    """(text, ids) of each stretch that is no recorded reply."""
-    assert prompt.rendering is not None
-    text, at, place, found = prompt.rendering.text, 0, 0, []
-    for start, end, first, last in (*prompt.rendering.spans, (len(text), 0, len(prompt.ids), 0)):
-        found.append((text[at:start], prompt.ids[place:first]))
-        at, place = end, last
-    return found
 
 
 def check(there: World, seed: int, tools: bool, sampled: bool) -> bool:

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
-from treadle.core.types import BreakCause, Ids, Message
+from tests.rollout.families import FAMILIES, TOOLS, World, outside, small_vocabulary
+from treadle.core.types import BreakCause, Message
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import PackedCall
 from treadle.rendering.conversation import Conversation
@@ -193,7 +193,7 @@ class Talk:
         text = prompt.rendering.text
         if expected is not None:
             assert self.world.renderer.structure.plain(text) == expected
-        for part, ids in self._around(prompt):
+        for part, ids in outside(prompt):
             assert unicodedata.normalize("NFC", self.world.decode(ids)) == unicodedata.normalize(
                 "NFC", self.world.renderer.structure.plain(part)
             )
@@ -207,16 +207,6 @@ class Talk:
             else:
                 raise AssertionError("a span holds no recorded completion")
 
-    def _around(self, prompt: Prompt) -> list[tuple[str, Ids]]:
-        """(guarded text, ids) before, between and behind the recorded replies."""
-        assert prompt.rendering is not None
-        at = place = 0
-        parts = []
-        for start, end, first, last in (*prompt.rendering.spans, (len(prompt.rendering.text), 0, len(prompt.ids), 0)):
-            parts.append((prompt.rendering.text[at:start], prompt.ids[place:first]))
-            at, place = end, last
-        return parts
-
     def _check_structure(self, prompt: Prompt, text: str | None, harmless: str | None) -> None:
         """Outside recorded replies, the structural ids are those of the tokens that the template writes."""
         if text is None or harmless is None or harmless.replace(DEFUSE, "") != text:
@@ -228,7 +218,7 @@ class Talk:
             written[found.start() - harmless.count(DEFUSE, 0, found.start())] = found[0]
         at = 0
         ends = [end for _start, end, _first, _last in prompt.rendering.spans]
-        for (part, ids), end in zip(self._around(prompt), [*ends, None], strict=True):
+        for (part, ids), end in zip(outside(prompt), [*ends, None], strict=True):
             stop = at + len(self.world.renderer.structure.plain(part))
             expected = [written[place] for place in sorted(written) if at <= place < stop]
             assert [self.world.special[i] for i in ids.tolist() if i in self.world.special] == expected

@@ -61,28 +61,17 @@ def tampered() -> TrajectoryFailure:
 
 
 RAISED: list[Callable[[], BaseException]] = [
-    partial(SystemExit, 3),
-    KeyboardInterrupt,
-    partial(Weird, "x"),
-    GeneratorExit,
-    asyncio.CancelledError,
-    partial(StopIteration, "over"),
-    StopAsyncIteration,
-    RecursionError,
-    MemoryError,
-    Unprintable,
+    *(KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, StopAsyncIteration, RecursionError, MemoryError),
+    *(partial(SystemExit, 3), partial(Weird, "x"), partial(StopIteration, "over"), Unprintable),
     partial(ValueError, "a lone \ud800 surrogate"),
     partial(ExceptionGroup, "several", [ValueError("one")]),
     partial(BaseExceptionGroup, "several", [SystemExit(1)]),
     partial(TrajectoryFailure, Cause.VERIFIER, "a lone \ud800 surrogate"),
     tampered,
 ]
+UNSHOWABLE: Any = Unshowable()
 RETURNED: list[Any] = [
-    Unshowable(),
-    EnvStep(Unshowable()),  # type: ignore[arg-type]
-    EnvStep(reward=Unshowable()),  # type: ignore[arg-type]
-    EnvStep(done=Unshowable()),  # type: ignore[arg-type]
-    EnvStep(state=Unshowable()),  # type: ignore[arg-type]
+    *(UNSHOWABLE, EnvStep(UNSHOWABLE), EnvStep(reward=UNSHOWABLE), EnvStep(done=UNSHOWABLE), EnvStep(state=UNSHOWABLE))
 ]
 
 

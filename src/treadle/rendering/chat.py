@@ -5,30 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
+from treadle.rendering import replies
 from treadle.rendering.identity import flat, parsed
 from treadle.rendering.probes import PROBE, Shape, example, ignores_tools, left_out, probe_call, written_call
-from treadle.rendering.replies import (
-    AUTO,
-    FORMATS,
-    THOUGHT_TAGS,
-    Parser,
-    ReplyParser,
-    Tool,
-    harmony,
-    parser_name,
-    reply_parser,
-)
 from treadle.rendering.structure import Structure, TokenBytes, any_of, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 
@@ -92,7 +82,9 @@ class ChatRenderer:
 
     def __reduce__(self) -> tuple[Callable[..., ChatRenderer], tuple[Any, ...], dict[str, str]]:
         """Pickle without the tokenizer's class, which needs transformers."""
-        parts = _TokenizerParts(self._backend, self._sources, self._variables)
+        parts = SimpleNamespace(
+            backend_tokenizer=self._backend, chat_template=self._sources, special_tokens_map=self._variables
+        )
         made = partial(ChatRenderer, chat_template_kwargs=self.options, roles=self.roles, began=self.began)
         return made, (parts, self.stop_ids), {"_label": self._label}
 
@@ -178,7 +170,7 @@ class ChatRenderer:
         """Encode a reply's content and the template's end of turn. Raises ConfigError if that is no stop token."""
         return np.concatenate([*self.structure.encode(message["content"]), self.end_of_turn])
 
-    def tools_problem(self, tools: Sequence[Tool] = (), parse: ReplyParser | None = None) -> str:
+    def tools_problem(self, tools: Sequence[replies.Tool] = (), parse: replies.ReplyParser | None = None) -> str:
         """Return why calls with tools cannot work, in a sentence; "" if nothing speaks against it.
 
         The template has to describe tools to the model, and `parse` to read a call as the template writes it. tools:
@@ -193,34 +185,35 @@ class ChatRenderer:
             return ""
         tried = (self._unreadable(parse, json.dumps(tool)) for tool in (PROBE, *tools[:1]))
         written = next((text for text in tried if text is not None), "")
+        name = replies.parser_name(parse)
         return written and (
-            f"the reply parser {parser_name(parse)} does not read a tool call of this model: {self._label} {written}; "
+            f"the reply parser {name} does not read a tool call of this model: {self._label} {written}; "
             "use a parser that reads it (rollout.reply_parser; --parser of treadle serve), or leave tools out"
         )
 
-    def parser(self, name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
+    def parser(self, name: str, setting: str = "rollout.reply_parser") -> replies.ReplyParser:
         """Return the reply parser of that name; `auto` chooses by what the template writes. Raises ConfigError."""
-        return reply_parser(name, setting) if name != AUTO else self._chosen
+        return replies.reply_parser(name, setting) if name != replies.AUTO else self._chosen
 
     @cached_property
-    def _chosen(self) -> ReplyParser:
+    def _chosen(self) -> replies.ReplyParser:
         """The parser for `auto`: takes thoughts out if the template has a place for them, and reads its tool calls."""
-        if self._unreadable(harmony, json.dumps(PROBE)) == "":
-            return harmony
-        tags = next((tags for tags in THOUGHT_TAGS if tags[1] in self.source), THOUGHT_TAGS[0])
+        if self._unreadable(replies.harmony, json.dumps(PROBE)) == "":
+            return replies.harmony
+        tags = next((tags for tags in replies.THOUGHT_TAGS if tags[1] in self.source), replies.THOUGHT_TAGS[0])
         thoughtful = ("user", True, False, 0, -1), ("assistant", True, True, 0, -1)
         thoughts = tags[1] in self.source or not self.left_out("", thoughtful)
-        for name, calls in FORMATS.items():
-            parser = Parser(f"auto ({name})", thoughts, calls, tags)
+        for name, calls in replies.FORMATS.items():
+            parser = replies.Parser(f"auto ({name})", thoughts, calls, tags)
             if self._unreadable(parser, json.dumps(PROBE)) == "":
                 return parser
-        return Parser("auto", thoughts, tags=tags)
+        return replies.Parser("auto", thoughts, tags=tags)
 
     @cached_property
     def _ignores_tools(self) -> bool:
         return ignores_tools(self.template([PROBE]), self.options)
 
-    def _unread(self, parse: ReplyParser, probe: str) -> str | None:
+    def _unread(self, parse: replies.ReplyParser, probe: str) -> str | None:
         """Return how the template writes a call that the parser does not read; "" if it does, None if unknown."""
         tool = json.loads(probe)
         template = self.template([tool])
@@ -250,8 +243,7 @@ class ChatRenderer:
     @property
     def _written_ends(self) -> list[list[str]]:
         """Structural tokens, by private names, right after the last reply, and right after an earlier one."""
-        template = self.template(())
-        return [self._leading(text) for text in (template.after_last_reply, template.after_reply)]
+        return [self._leading(text) for text in reversed(self.template(()).after_reply)]
 
     def _leading(self, text: str) -> list[str]:
         """List the structural tokens, by private names, with which a text begins."""
@@ -272,26 +264,17 @@ class ChatRenderer:
                     return np.array([self.structure.ident(name) for name in names[: number + 1]], np.int32)
         plain = self.structure.plain
         raise ConfigError(
-            f"the chat template ends a turn with {plain(self.template(()).after_reply)[:20]!r}, none of the stop "
+            f"the chat template ends a turn with {plain(self.template(()).after_reply[0])[:20]!r}, none of the stop "
             f"tokens {list(map(plain, stops))}; name the token that ends it in model.stop_tokens"
         )
 
     def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
         """Match tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
-        written, stops = self._leading(template.after_reply), self.structure.stops
+        written, stops = self._leading(template.after_reply[0]), self.structure.stops
         return any_of({*stops, *(written[:1] if not any(name in stops for name in written) else [])})
 
     def _compile(self, name: str) -> ChatTemplate:
         return ChatTemplate(self._sources[name], self._variables, self.structure)
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenizerParts:
-    """A `Tokenizer` without the class of transformers."""
-
-    backend_tokenizer: Backend
-    chat_template: Mapping[str, str]
-    special_tokens_map: Mapping[str, Any]
 
 
 def _sources(templates: str | Mapping[str, str] | None, chosen: str | None) -> dict[str, str]:

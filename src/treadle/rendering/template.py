@@ -96,7 +96,10 @@ class ChatTemplate:
             parsed = environment.parse(source)
             for node in parsed.find_all((nodes.TemplateData, nodes.Const)):
                 name = "data" if isinstance(node, nodes.TemplateData) else "value"
-                setattr(node, name, self._own(getattr(node, name)))
+                constant = _claimed(getattr(node, name), self._structure)
+                if self._composed and isinstance(constant, str):
+                    constant = self._composed.constant(constant)
+                setattr(node, name, constant)
             template = environment.from_string(_ConstantRoles().visit(parsed))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template, line {error.lineno}: {error.message}") from error
@@ -104,10 +107,6 @@ class ChatTemplate:
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
         template.globals = dict(template.globals)  # every rendering copies them: slow from a ChainMap
         return template
-
-    def _own(self, constant: Any) -> Any:
-        claimed = _claimed(constant, self._structure)
-        return self._composed.constant(claimed) if self._composed and isinstance(claimed, str) else claimed
 
     def _unclaimed(self) -> list[str]:
         """List structural strings in harmless conversations that are not known as the template's."""
@@ -130,16 +129,11 @@ class ChatTemplate:
         return False
 
     @cached_property
-    def after_reply(self) -> str:
-        """What it writes between an assistant message and a user message; "" if it writes no such message."""
-        text = self._try([_QUESTION, _REPLY, _QUESTION])
-        return text.rpartition(_PROBE)[2] if _PROBE in text else ""
-
-    @cached_property
-    def after_last_reply(self) -> str:
-        """What it writes after an assistant message at the end; "" if it writes no such message."""
-        text = self._try([_QUESTION, _REPLY])
-        return text.rpartition(_PROBE)[2] if _PROBE in text else ""
+    def after_reply(self) -> tuple[str, str]:
+        """What it writes after a reply, before a question and at the end; "" if it writes no such message."""
+        texts = self._try([_QUESTION, _REPLY, _QUESTION]), self._try([_QUESTION, _REPLY])
+        earlier, last = (text.rpartition(_PROBE)[2] if _PROBE in text else "" for text in texts)
+        return earlier, last
 
     def opening(self, options: Variables) -> Opening:
         return self._opening(json.dumps(options, sort_keys=True, default=str))

@@ -7,14 +7,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
 
+from tests.until import CEILING
 from tests.worlds import END, PlainTokenizer, plain_ids, plain_renderer
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, SamplingParams, Step
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.replies import ReplyParser, hermes
+from treadle.rendering.replies import ReplyParser, hermes, plain
 from treadle.rollout.gateway.gateway import Gateway, SessionAddress
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec
@@ -120,3 +122,10 @@ async def served(engine: Any, renderer: ChatRenderer | None = None, **settings: 
 def written(step: Step) -> str:
     """What the step's completion says."""
     return plain_renderer().text(step.completion_ids)
+
+
+@asynccontextmanager
+async def asked(engine: Any, **settings: Any) -> AsyncIterator[tuple[Served, httpx.AsyncClient, SessionAddress]]:
+    """A gateway with one session whose replies are not parsed, and a bare client."""
+    async with served(engine, **settings) as server, httpx.AsyncClient(timeout=CEILING) as http:
+        yield server, http, server.open(parse=plain)

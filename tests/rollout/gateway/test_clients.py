@@ -42,6 +42,16 @@ def check(steps: list[Step], told: list[tuple[str, str, list[dict[str, Any]]]]) 
     assert "plays chess" in first and "the page of Anna" in second
 
 
+def taken(message: dict[str, Any], conversation: list[Any]) -> tuple[str, str, list[Any]]:
+    """Send a message back with what its tool answers; returns what it told."""
+    calls = message.get("tool_calls") or []
+    assert all(call["function"]["name"] == "look" for call in calls)
+    answers = [{"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"} for call in calls]
+    conversation += [message, *answers]
+    arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+    return message.get("reasoning_content") or "", message["content"] or "", arguments
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_chat_with_tools(stream: bool) -> None:
     async with served(looking()) as server:
@@ -49,19 +59,7 @@ async def test_openai_chat_with_tools(stream: bool) -> None:
         conversation = list(HELLO)
         told = []
         for _ in range(2):
-            message = await _chat(client, conversation, stream)
-            calls = message.get("tool_calls") or []
-            told.append(
-                (
-                    message.get("reasoning_content") or "",
-                    message["content"] or "",
-                    [json.loads(c["function"]["arguments"]) for c in calls],
-                )
-            )
-            conversation.append(message)
-            for call in calls:
-                assert call["function"]["name"] == "look"
-                conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"})
+            told.append(taken(await _chat(client, conversation, stream), conversation))
         check(server.steps(), told)
         assert [m["role"] for m in conversation] == ["user", "assistant", "tool", "assistant"]
 
@@ -131,13 +129,8 @@ async def test_anthropic_with_tools(stream: bool) -> None:
         conversation = list(HELLO)
         told = []
         for _ in range(2):
-            asked: Any = {
-                "model": "m",
-                "max_tokens": 500,
-                "messages": conversation,
-                "tools": ANTHROPIC_TOOLS,
-                "thinking": {"type": "adaptive"},
-            }
+            asked: Any = {"model": "m", "max_tokens": 500, "messages": conversation, "tools": ANTHROPIC_TOOLS}
+            asked["thinking"] = {"type": "adaptive"}
             if stream:
                 async with client.messages.stream(**asked) as events:
                     answer: Any = await events.get_final_message()
@@ -183,12 +176,9 @@ async def test_litellm_with_tools(provider: str, stream: bool, monkeypatch: pyte
             if stream:
                 answer = litellm.stream_chunk_builder([chunk async for chunk in answer])
             message = answer.choices[0].message.model_dump(exclude_none=True)
-            calls = message.get("tool_calls") or []
-            arguments = [json.loads(c["function"]["arguments"]) for c in calls]
-            told.append(("Who?" if calls else "", message["content"], arguments))
-            conversation.append({key: message[key] for key in ("role", "content", "tool_calls") if key in message})
-            for call in calls:
-                conversation.append({"role": "tool", "tool_call_id": call["id"], "content": "the page of Anna"})
+            sent = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
+            _, content, arguments = taken(sent, conversation)
+            told.append(("Who?" if arguments else "", content, arguments))
         await litellm.close_litellm_async_clients()
         check(server.steps(), told)
 

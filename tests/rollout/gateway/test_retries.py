@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.rollout.gateway.servers import Served, Slow, scripted, served, written
+from tests.rollout.gateway.servers import Served, Slow, asked, scripted, served, written
 from tests.until import CEILING, until
 from tests.worlds import user
 from treadle.core.errors import EngineError
@@ -67,8 +67,7 @@ def joined(server: Served, address: SessionAddress) -> int:
 
 @pytest.mark.parametrize("together", [False, True])
 async def test_eight_identical_requests_are_eight_samples(together: bool) -> None:
-    async with served(numbering()) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(numbering()) as (server, http, address):
         calls = [ask(http, address) for _ in range(8)]
         answers = list(await asyncio.gather(*calls)) if together else [await call for call in calls]
         assert sorted(answers) == [f"answer {number}" for number in range(8)]
@@ -77,8 +76,7 @@ async def test_eight_identical_requests_are_eight_samples(together: bool) -> Non
 
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_repeated_key_is_answered_from_the_record(together: bool) -> None:
-    async with served(numbering()) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(numbering()) as (server, http, address):
         calls = [ask(http, address, idempotency_key="k") for _ in range(3)]
         answers = list(await asyncio.gather(*calls)) if together else [await call for call in calls]
         assert answers == ["answer 0"] * 3
@@ -89,8 +87,7 @@ async def test_a_repeated_key_is_answered_from_the_record(together: bool) -> Non
 
 
 async def test_the_sdks_retry_count_makes_a_retry_only_of_the_same_body() -> None:
-    async with served(numbering()) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(numbering()) as (server, http, address):
         assert await ask(http, address, x_stainless_retry_count="0") == "answer 0"
         assert await ask(http, address, x_stainless_retry_count="1") == "answer 0"
         assert await ask(http, address, {**BODY, "user": "u"}, x_stainless_retry_count="1") == "answer 1"
@@ -101,8 +98,7 @@ async def test_the_sdks_retry_count_makes_a_retry_only_of_the_same_body() -> Non
 @pytest.mark.parametrize("headers", [{}, {"x_stainless_retry_count": "1"}])
 async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None:
     engine = numbering()
-    async with served(engine, grace=CEILING) as server, httpx.AsyncClient(timeout=CEILING) as http:
-        address = server.open(parse=plain)
+    async with asked(engine, grace=CEILING) as (server, http, address):
         engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: not joined(server, address))
@@ -116,8 +112,7 @@ async def test_a_retry_joins_a_sample_in_flight(headers: dict[str, str]) -> None
 
 async def test_an_answer_that_nobody_read_is_dropped_until_a_retry_reads_it() -> None:
     engine = numbering()
-    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine, grace=CEILING) as (server, http, address):
         engine.gate.clear()
         await hang_up(http, server, address)
         engine.gate.set()
@@ -131,8 +126,7 @@ async def test_an_answer_that_nobody_read_is_dropped_until_a_retry_reads_it() ->
 
 async def test_after_the_grace_it_is_aborted_and_recorded_as_cancelled() -> None:
     engine = numbering()
-    async with served(engine, grace=0.05) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine, grace=0.05) as (server, http, address):
         engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: engine.aborted == 1)
@@ -145,8 +139,7 @@ async def test_after_the_grace_it_is_aborted_and_recorded_as_cancelled() -> None
 
 async def test_detaching_aborts_what_is_in_flight_and_the_secret_dies() -> None:
     engine = numbering()
-    async with served(engine) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine) as (server, http, address):
         assert await ask(http, address) == "answer 0"
         engine.gate.clear()
         call = asyncio.ensure_future(ask(http, address))
@@ -161,8 +154,7 @@ async def test_detaching_aborts_what_is_in_flight_and_the_secret_dies() -> None:
 
 async def test_a_session_that_ends_while_a_request_is_on_its_way_is_asked_nothing_more() -> None:
     engine = numbering()
-    async with served(engine) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine) as (server, http, address):
         begun, ended = asyncio.Event(), asyncio.Event()
 
         async def body() -> AsyncIterator[bytes]:
@@ -181,8 +173,7 @@ async def test_a_session_that_ends_while_a_request_is_on_its_way_is_asked_nothin
 
 
 async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
-    async with served(Failing(1, 2)) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(Failing(1, 2)) as (server, http, address):
         answer = await http.post(f"{address.base_url}/chat/completions", json=BODY, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 503 and "out of memory" in answer.json()["error"]["message"]
         client = server.openai(address)
@@ -194,8 +185,7 @@ async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
 async def test_an_identical_request_that_was_under_way_is_no_retry_of_one_that_fails() -> None:
     """Best of two: one fails while the other is sampled. A later one is its retry."""
     engine = Failing(1, when=lambda: engine.asked == 2)
-    async with served(engine) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine) as (server, http, address):
         results = await asyncio.gather(*(ask(http, address) for _ in range(2)), return_exceptions=True)
         assert sum(isinstance(result, httpx.HTTPStatusError) for result in results) == 1
         assert len(server.sessions["s"].unanswered) == 1
@@ -207,8 +197,7 @@ async def test_an_identical_request_that_was_under_way_is_no_retry_of_one_that_f
 @pytest.mark.parametrize(("failed", "retry", "left"), [("a", "a", 0), ("a", "b", 1)])
 async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: str, left: int) -> None:
     engine = numbering()
-    async with served(engine, max_in_flight=0) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine, max_in_flight=0) as (server, http, address):
         for _ in range(2):
             refused = await http.post(
                 f"{address.base_url}/chat/completions", json=BODY, headers={"Idempotency-Key": failed}
@@ -224,8 +213,7 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
 
 async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() -> None:
     engine = Failing(1, when=lambda: engine.gate.is_set())
-    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine, grace=CEILING) as (server, http, address):
         engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: not joined(server, address))
@@ -238,8 +226,7 @@ async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() ->
 
 async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
     engine = Failing(1)
-    async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine, grace=CEILING) as (server, http, address):
         with pytest.raises(httpx.HTTPStatusError, match="503"):
             await ask(http, address)
         engine.gate.clear()
@@ -253,8 +240,7 @@ async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
 
 async def test_too_many_requests_in_flight() -> None:
     engine = numbering()
-    async with served(engine, max_in_flight=2) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(engine, max_in_flight=2) as (server, http, address):
         engine.gate.clear()
         calls = [asyncio.ensure_future(ask(http, address)) for _ in range(2)]
         await until(lambda: len(engine.calls) == 2)
@@ -266,8 +252,7 @@ async def test_too_many_requests_in_flight() -> None:
 
 
 async def test_a_choice_that_fails_takes_the_others_with_it() -> None:
-    async with served(Failing(3)) as server, httpx.AsyncClient() as http:
-        address = server.open(parse=plain)
+    async with asked(Failing(3)) as (server, http, address):
         answer = await http.post(f"{address.base_url}/chat/completions", json={**BODY, "n": 3})
         assert answer.status_code == 503
         assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED] * len(server.steps())

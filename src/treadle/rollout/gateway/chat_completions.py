@@ -292,16 +292,13 @@ def _raw_events(answer: api.Answer) -> Iterator[str]:
 
 def _choices(answer: api.Answer) -> Iterator[api.Json]:
     for index, reply in enumerate(answer.replies):
-        choice: api.Json = {
+        yield {
             "index": index,
             "text": reply.message["content"],
             "finish_reason": api.finish_reason(reply),
             "logprobs": _logprobs(answer, reply) if answer.request.logprobs else None,
+            **answer.ids_of(reply),
         }
-        if answer.request.token_ids:
-            choice["prompt_token_ids"] = reply.step.prompt_ids.tolist()
-            choice["token_ids"] = reply.step.completion_ids.tolist()
-        yield choice
 
 
 def _logprobs(answer: api.Answer, reply: Reply) -> api.Json:

@@ -183,10 +183,8 @@ def read_messages(body: api.Json) -> api.CompletionRequest:
 
 def write(answer: api.Answer) -> api.Json:
     [reply] = answer.replies
-    ids = {}
-    if answer.request.token_ids:
-        ids = {"prompt_token_ids": reply.step.prompt_ids.tolist(), "token_ids": reply.step.completion_ids.tolist()}
-    return {**_head(answer, answer.completion_tokens), "content": _content(answer), **_stop(reply), **ids}
+    head = _head(answer, answer.completion_tokens)
+    return {**head, "content": _content(answer), **_stop(reply), **answer.ids_of(reply)}
 
 
 def _head(answer: api.Answer, output_tokens: int) -> api.Json:

@@ -7,17 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    Strict,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from treadle.core.errors import TreadleError
@@ -89,6 +79,11 @@ class Answer:
         """Return the bytes of each sampled token."""
         return self.renderer.token_bytes.of(reply.step.completion_ids.tolist())
 
+    def ids_of(self, reply: Reply) -> Json:
+        """Return the fields with the ids of prompt and completion, if the client asks for them."""
+        ids = {"prompt_token_ids": reply.step.prompt_ids.tolist(), "token_ids": reply.step.completion_ids.tolist()}
+        return ids if self.request.token_ids else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -141,7 +136,7 @@ _NO_VALUE = ("missing", "union_tag_invalid", "union_tag_not_found", "request")  
 class RequestModel(BaseModel):
     """Base of objects in requests. Unknown fields are ignored; null counts as missing."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = {"extra": "ignore", "frozen": True}
 
     @model_validator(mode="before")
     @classmethod
@@ -212,8 +207,8 @@ Unsupported = Annotated[Any, AfterValidator(_unsupported)]
 """A feature that no engine here has; only null, false and empty values are allowed."""
 Length = Annotated[Integer, Field(ge=1, le=2**31)]
 Choices = Annotated[Integer, Field(ge=1, le=128)]
-Several = Annotated[tuple[T, ...], FailFast()]
-SomeOf = Annotated[tuple[T, ...], Field(min_length=1), FailFast()]
+Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
+SomeOf = Annotated[tuple[T, ...], Field(min_length=1, fail_fast=True)]
 StopStrings = Annotated[
     Several[Annotated[Text, Field(min_length=1)]],
     Field(max_length=64),

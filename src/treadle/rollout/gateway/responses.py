@@ -159,7 +159,7 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
 def write(answer: api.Answer) -> api.Json:
     [reply] = answer.replies
     cut = reply.step.stop_reason is not StopReason.STOP
-    body = {
+    return {
         **_head(answer),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -171,11 +171,8 @@ def write(answer: api.Answer) -> api.Json:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
+        **answer.ids_of(reply),
     }
-    if answer.request.token_ids:
-        body["prompt_token_ids"] = reply.step.prompt_ids.tolist()
-        body["token_ids"] = reply.step.completion_ids.tolist()
-    return body
 
 
 def _head(answer: api.Answer) -> api.Json:

@@ -14,16 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from treadle.core.errors import RunError
-from treadle.rollout.isolation.user_code import (
-    RUNNING,
-    DaemonThreads,
-    Interrupt,
-    UserCode,
-    abandoned_tasks,
-    abandoned_threads,
-    thread_frames,
-    user_place,
-)
+from treadle.rollout.isolation import user_code
 
 T = TypeVar("T")
 
@@ -44,7 +35,7 @@ def run(
     that do not end are left behind, and `log` names them. Raises RunError if user code stops the loop.
     """
     loop = (new_event_loop or asyncio.new_event_loop)()
-    loop.set_default_executor(DaemonThreads())
+    loop.set_default_executor(user_code.DaemonThreads())
     task, seconds = loop.create_task(main), _TO_END
     has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -56,7 +47,7 @@ def run(
             return _completed(loop, task, log)
         except asyncio.CancelledError:
             if interrupts:
-                raise Interrupt from None
+                raise user_code.Interrupt from None
             raise
         except KeyboardInterrupt:
             seconds = _TO_END_INTERRUPTED
@@ -71,9 +62,9 @@ def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], log: Call
         try:
             return loop.run_until_complete(task)
         except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback that user code started
-            if isinstance(error, Interrupt) or task.done():
+            if isinstance(error, user_code.Interrupt) or task.done():
                 raise
-            place = user_place([frame for frame, _ in walk_tb(error.__traceback__)][::-1])
+            place = user_code.user_place([frame for frame, _ in walk_tb(error.__traceback__)][::-1])
             log(f"a task or callback tried to exit the process ({error!r:.100}), at {place}: only what awaits it fails")
         except RuntimeError as error:
             if task.done() or "stopped before" not in str(error):
@@ -86,13 +77,13 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
     this, loop = asyncio.current_task(), asyncio.get_running_loop()
     for task in asyncio.all_tasks() - {this}:
         task.cancel()
-    if tasks := asyncio.all_tasks() - {this} - abandoned_tasks:
+    if tasks := asyncio.all_tasks() - {this} - user_code.abandoned_tasks:
         await asyncio.wait(tasks, timeout=seconds)
     await asyncio.wait({loop.create_task(loop.shutdown_asyncgens())}, timeout=seconds)
     if tasks := asyncio.all_tasks() - {this}:
         _left_behind.extend(tasks)
         log(f"cancelled, but does not end, and is left behind: {', '.join(sorted(t.get_name() for t in tasks)):.500}")
-    if threads := abandoned_threads():
+    if threads := user_code.abandoned_threads():
         log(f"has not returned, and its thread is left behind: {', '.join(sorted(t.name for t in threads)):.500}")
 
 
@@ -124,7 +115,7 @@ class _Watch:
         self._log, self._logged = log, set[tuple[str, str]]()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._answered, self._asked = time.monotonic(), False
-        self._blocking: UserCode | None = None
+        self._blocking: user_code.UserCode | None = None
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(_PERIOD):
@@ -142,12 +133,12 @@ class _Watch:
 
     def _warn(self) -> None:
         frames, user = list[FrameType](), None
-        for frame in thread_frames(self._thread):
+        for frame in user_code.thread_frames(self._thread):
             if frame.f_code is Handle._run.__code__:  # runs a callback of the loop: a turn of a task, in its context
-                user = frame.f_locals["self"]._context.get(RUNNING)
+                user = frame.f_locals["self"]._context.get(user_code.RUNNING)
                 break
             frames.append(frame)
-        place = user_place(frames)
+        place = user_code.user_place(frames)
         if user is None or not place or not self._asked:
             return
         self._blocking = user
@@ -169,7 +160,7 @@ def handled(ask: Callable[[], None], *numbers: int) -> Iterator[list[int]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if asked:
-            raise Interrupt
+            raise user_code.Interrupt
         asked.append(number)
         ask()
 
