@@ -41,11 +41,11 @@ from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopRea
 from treadle.engines.limits import Limits
 from treadle.engines.pool import EnginePool
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.loop import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.setup.chat_interface import load_chat_interface
+from treadle.orchestration.setup.engines import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory

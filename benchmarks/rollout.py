@@ -27,8 +27,7 @@ from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.chat_interface import load_chat_interface
-from treadle.orchestration.setup.engines import open_serving
+from treadle.orchestration.setup.engines import load_chat_interface, open_serving
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.training.make import load_source
 

@@ -121,7 +121,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "eval tiny.yaml --model model data.held_out=null": ("has no held-out tasks; add data.held_out.source=",),
     "eval tiny.yaml --model model data.held_out.source=no.jsonl": ("data.held_out.source: cannot read no.jsonl",),
     "eval tiny.yaml --model model rollout.reply_parser=typo": ("rollout.reply_parser: 'typo' is not registered",),
-    "eval tiny.yaml --model model --dump no/where": ("--dump: 'no' is not a directory; create it first",),
+    "eval tiny.yaml --model model --dump no/where": ("--dump: cannot write 'no/where': No such file or directory",),
     "export RUN model": ("'model' exists already; choose another directory",),
     "serve /nowhere": ("MODEL_DIR: no directory '/nowhere'; give the directory of a Hugging Face causal LM",),
     "serve RUN": ("MODEL_DIR: 'RUN' is a run; take one of its checkpoints",),

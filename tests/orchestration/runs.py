@@ -12,8 +12,7 @@ from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.types import Step
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
-from treadle.orchestration.setup.inputs import Inputs, load_inputs
-from treadle.orchestration.setup.same_data import record_data
+from treadle.orchestration.setup.inputs import Inputs, load_inputs, record_data
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import read_shard

@@ -17,8 +17,7 @@ from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
 from treadle.engines.weight_sync import EmbeddedSync
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
-from treadle.orchestration.setup.engines import embedded_engine
+from treadle.orchestration.setup.engines import check_engine, embedded_engine, load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, make_inputs
 from treadle.packing.flat import flatten
 from treadle.rollout.attempt import Players

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.worlds import make_step, tiny
 from treadle.core.types import Status, Trajectory
-from treadle.orchestration.sampling.concurrency import ConcurrencyController
+from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController
 from treadle.testing import VirtualLoop
 
 

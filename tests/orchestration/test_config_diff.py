@@ -10,8 +10,8 @@ from tests.orchestration.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, RunError
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.config_diff import CHANGEABLE, Change, changes, check_changes
 from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.setup.validation import CHANGEABLE, Change, changes, check_changes
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory

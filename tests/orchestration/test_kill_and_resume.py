@@ -20,7 +20,7 @@ from tests.orchestration.runs import check_finished, put_config, put_data, resum
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
 from treadle.core.config import dump_yaml
-from treadle.orchestration.schema import SCHEMA_VERSION
+from treadle.orchestration.config import SCHEMA_VERSION
 
 SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be killed in
 

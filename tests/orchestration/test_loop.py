@@ -22,9 +22,9 @@ from treadle.core.errors import CheckpointError, ConfigError, DamageError, RunEr
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
+from treadle.orchestration.config import SCHEMA_VERSION
 from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.schema import SCHEMA_VERSION
-from treadle.orchestration.setup.chat_interface import load_chat_interface
+from treadle.orchestration.setup.engines import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable

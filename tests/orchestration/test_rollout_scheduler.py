@@ -17,10 +17,9 @@ from treadle.core.engine import Completion
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.sampling.concurrency import ConcurrencyController
 from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig
 from treadle.orchestration.sampling.groups import Groups
-from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
+from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController, RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.testing import FakeEngine, VirtualLoop

@@ -21,8 +21,7 @@ from treadle.core.types import Routing
 from treadle.engines.compute import Compute
 from treadle.engines.weight_sync import EmbeddedSync
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
-from treadle.orchestration.setup.engines import embedded_engine
+from treadle.orchestration.setup.engines import check_engine, embedded_engine, load_chat_interface
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedTrainer

@@ -13,8 +13,7 @@ from tests.orchestration.runs import start
 from tests.worlds import Vowels
 from treadle.core.config import Config
 from treadle.envs.base import EnvStep
-from treadle.orchestration.loop.assembly import make_loop
-from treadle.orchestration.loop.loop import Loop
+from treadle.orchestration.loop import Loop, make_loop
 
 KNOWN = {
     "in LoopState, which each checkpoint has": (

@@ -20,7 +20,7 @@ from treadle.core.types import Message
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import ModelSource
 from treadle.orchestration.get_model import get_model
-from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface
+from treadle.orchestration.setup.engines import ChatInterface, load_chat_interface
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import read_steps
 from treadle.packing.breaks import Kind, relations

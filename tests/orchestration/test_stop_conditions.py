@@ -6,7 +6,7 @@ from tests.worlds import make_group, tiny
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason, Failure, Status, Trajectory
 from treadle.orchestration.sampling.failures import fails_by_task
-from treadle.orchestration.sampling.stop_conditions import (
+from treadle.orchestration.stopping import (
     StopConditionMet,
     WindowStats,
     check_discard_rate,

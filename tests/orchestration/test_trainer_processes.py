@@ -18,7 +18,7 @@ from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, Trainer, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.orchestration.runtime import Runtime
-from treadle.orchestration.setup.chat_interface import use_threads
+from treadle.orchestration.setup.engines import use_threads
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.train import train_run
 from treadle.training.config import TrainerSpec

@@ -11,7 +11,7 @@ import pytest
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
-from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
+from treadle.orchestration.setup.engines import load_chat_interface, use_threads
 from treadle.orchestration.setup.warm_start import run_warm_start
 from treadle.training.make import make_trainer
 

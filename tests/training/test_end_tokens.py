@@ -18,7 +18,7 @@ from treadle.core.manifest import Manifest
 from treadle.core.types import BreakCause, Message
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.orchestration.setup.chat_interface import load_chat_interface
+from treadle.orchestration.setup.engines import load_chat_interface
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.training.checkpoint import export_model
 from treadle.training.make import load_model

@@ -13,8 +13,7 @@ from treadle.cli.console import Console, Part, make_table
 from treadle.orchestration.config import RunConfig
 
 if TYPE_CHECKING:
-    from treadle.orchestration.setup.dry_run import DryRun
-    from treadle.orchestration.setup.memory import MemoryPart
+    from treadle.orchestration.setup.dry_run import DryRun, MemoryPart
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:

@@ -9,8 +9,14 @@ from pathlib import Path
 from treadle.cli.console import Console, Table, make_table
 from treadle.cli.live_progress import make_progress
 from treadle.cli.options import Commands, add_command, add_json, add_overrides
-from treadle.orchestration.dump import check_dump
-from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
+from treadle.orchestration.evaluation import (
+    Evaluation,
+    Subject,
+    check_dump,
+    evaluate_model,
+    find_subject,
+    held_out_inputs,
+)
 from treadle.orchestration.reporting.metrics import shown
 
 _EXAMPLES = """examples:

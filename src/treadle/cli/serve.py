@@ -31,7 +31,7 @@ from treadle.rollout.session import Address, Session, SessionSpec
 
 if TYPE_CHECKING:
     from treadle.core.engine import Engine
-    from treadle.orchestration.setup.chat_interface import ChatInterface
+    from treadle.orchestration.setup.engines import ChatInterface
     from treadle.training.trainer import EmbeddedSource
 
 _EXAMPLES = """examples:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
     address = address_of(options, "treadle serve")
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
-        from treadle.orchestration.setup.chat_interface import load_chat_interface
+        from treadle.orchestration.setup.engines import load_chat_interface
         from treadle.training.make import load_source
 
         chat, source = load_chat_interface(model), load_source(model, seed=0)

@@ -16,9 +16,8 @@ from treadle.cli.options import Commands, add_command, add_recipe, add_runs
 from treadle.core.errors import ConfigError, RunError
 from treadle.data.config import sources_of
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.setup.config_diff import changes, check_changes
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_inputs
-from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.setup.validation import changes, check_changes, check_config
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
 

@@ -57,7 +57,7 @@ def train(
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
-    (`treadle.orchestration.setup.config_diff`).
+    (`treadle.orchestration.setup.validation`).
     progress: shows the run to a person; default: plain lines. callbacks: follow the run (`treadle.Callback`), beside
     those in `settings`.
 

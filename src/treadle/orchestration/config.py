@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,17 +15,71 @@ from pydantic import Field, model_validator
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, build, load_yaml, merge
-from treadle.core.errors import ConfigError
+from treadle.core.errors import Cause, ConfigError, RunError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
-from treadle.orchestration.removed_keys import REMOVED_KEYS
 from treadle.orchestration.sampling.failures import FailuresConfig
-from treadle.orchestration.schema import without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
+
+REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "orchestration.late": "set orchestration.stale_policy",
+        "orchestration.max_sampled": "set failures.max_sampled",
+        "orchestration.max_failed_fraction": "set failures.max_failed_fraction",
+        **{f"failures.{cause}": f"set failures.causes.{cause}" for cause in Cause},
+        **{
+            f"algorithm.{name}": f"set algorithm.advantage_options.{name.removeprefix('gigpo_')}"
+            for name in ("norm_by_std", "gamma", "gae_lambda", "gigpo_weight")
+        },
+        **{
+            f"algorithm.{name}": f"with algorithm.policy_loss={name}, set algorithm.policy_loss_options"
+            for name in ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
+        },
+        "warm_start.optimizer": "set warm_start.learning_rate; the rest of the schedule is fixed",
+        "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
+        "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
+        "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
+        "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
+        "engine.vllm": "set engine.options, which are those of engine.kind",
+        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full, or as "
+        "orchestration.max_concurrent_groups allows",
+        "orchestration.log_every": "leave it out: every update is a line where there is no terminal",
+        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed at once",
+        **{
+            f"placement.{name}.cpus": "leave it out: each process reserves one core"
+            for name in ("learner", "engines", "rollout")
+        },
+        **{f"data.{split}.mixture": f"set data.{split} to a list of sources" for split in ("train", "held_out")},
+        "failures.retry_share": "lower retries in failures.causes; failures.max_failed_fraction ends a run of failures",
+        "harbor": "set driver=harbor, and its settings in driver_options; tasks are data.train={source: harbor_tasks, "
+        "options: {path: DIR}}, trial_file is part of driver_options.trial, and limits of agent and verifier are "
+        "override_timeout_sec there",
+    }
+)
+"""Full path of a key -> what to do instead, for errors."""
+
+
+SCHEMA_VERSION = 2
+"""`schema_version` in config.yaml, `user_version` of the ledger."""
+
+
+def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the content of a run's config.yaml but its `schema_version`.
+
+    source: the file, for errors. Raises RunError for a run of another version.
+    """
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{source}: the run has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the "
+            "version of Treadle that wrote it"
+        )
+    return {key: value for key, value in data.items() if key != "schema_version"}
+
 
 StalePolicy = Literal["mask_steps", "wait", "drop_group"]
 KeepBest = Literal["held_out_success", "held_out_reward"]
@@ -315,6 +370,13 @@ class RunConfig(Config):
         """
         groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
         return enough if groups is None else min(enough, groups * self.training.group_size)
+
+    def is_last(self, update: int) -> bool:
+        return update >= self.orchestration.updates
+
+    def is_due(self, update: int, every: int | None) -> bool:
+        """Whether the batch that ends with this update reached a multiple of `every`; never for 0 and None."""
+        return bool(every) and update % (every or 1) < self.training.updates_between_publications
 
     @property
     def groups_per_batch(self) -> int:

@@ -18,8 +18,7 @@ from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.chat_interface import ChatInterface, check_engine
-from treadle.orchestration.setup.engines import OpenEngine, open_engine
+from treadle.orchestration.setup.engines import ChatInterface, OpenEngine, check_engine, open_engine
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig

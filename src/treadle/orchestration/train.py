@@ -21,8 +21,7 @@ from treadle.core.trainer import Trainer
 from treadle.core.types import Group
 from treadle.engines.kv_budget import budgeted
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.loop.assembly import StartingPoint, make_loop
-from treadle.orchestration.loop.loop import Loop
+from treadle.orchestration.loop import Loop, StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.curve import RunMetrics
@@ -31,15 +30,12 @@ from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
-from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
-from treadle.orchestration.setup.config_diff import Change, changes, check_changes
-from treadle.orchestration.setup.engines import training_engine
-from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts
-from treadle.orchestration.setup.same_data import check_same_data, record_data
+from treadle.orchestration.setup.engines import ChatInterface, load_chat_interface, training_engine, use_threads
+from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
-from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.setup.validation import Change, changes, check_changes, check_config
 from treadle.orchestration.setup.warm_start import check_demonstrations, run_warm_start
-from treadle.orchestration.stop_request import StopRequest, stop_on_signals
+from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.local_ledger import open_ledger, recover_ledger

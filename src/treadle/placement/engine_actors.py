@@ -21,8 +21,7 @@ from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
 from treadle.engines.torch.engine import TorchEngine
 from treadle.models.config import ModelConfig
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.chat_interface import load_chat_interface
-from treadle.orchestration.setup.engines import EngineSpec, torch_options
+from treadle.orchestration.setup.engines import EngineSpec, load_chat_interface, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.server_actors import open_servers

@@ -23,8 +23,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
 from treadle.engines.vllm.start import describe_servers, open_engine
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.chat_interface import load_chat_interface
-from treadle.orchestration.setup.engines import EngineSpec, open_vllm
+from treadle.orchestration.setup.engines import EngineSpec, load_chat_interface, open_vllm
 from treadle.training.make import load_source
 
 

@@ -16,13 +16,46 @@ from treadle.core.outcomes import as_played
 from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.sampling.concurrency import ConcurrencyController
 from treadle.orchestration.sampling.groups import Batch, Groups
-from treadle.orchestration.sampling.stop_conditions import StopConditionMet
 from treadle.orchestration.sampling.task_queue import TaskQueue
+from treadle.orchestration.stopping import StopConditionMet
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
+
+_MEMORY = 100  # trajectories after which one counts 1/e as much
+
+
+@dataclass(slots=True)
+class ConcurrencyController:
+    """Follows how much of their time attempts spend in the engine.
+
+    capacity: sequences that the engine decodes together. An attempt has (seconds in the engine) / (seconds it takes)
+    calls there on average (Little's law), so that capacity divided by that many attempts fill it. Fewer leave it idle;
+    the calls of more would wait in its queue, while their attempts' first tokens grow old. Waiting counts as being in
+    the engine: if there are too many, there will be fewer.
+    """
+
+    capacity: int
+    _in_engine: float = 0.0
+    _seconds: float = 0.0
+
+    def observe(self, trajectory: Trajectory) -> None:
+        """Learn from a finished attempt. The longer it took, the more it counts: it is found running more often."""
+        decay = 1 - 1 / _MEMORY
+        self._in_engine = decay * self._in_engine + trajectory.engine_seconds
+        self._seconds = decay * self._seconds + trajectory.seconds
+
+    @property
+    def engine_share(self) -> float:
+        """Calls that one attempt has in the engine at a time, on average; 1 before any attempt was observed."""
+        return self._in_engine / self._seconds if self._in_engine > 0 and self._seconds > 0 else 1.0
+
+    @property
+    def limit(self) -> int:
+        """Number of attempts that fill the engine."""
+        return math.ceil(self.capacity / self.engine_share)
+
 
 T = TypeVar("T")
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.manifest import read_proven
 from treadle.core.types import Ids, Message, Task
 from treadle.data.load import LoadContext, load_tasks
-from treadle.data.tasks import Player, check_disjoint, players, with_players
+from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.single_turn import load_reward
 from treadle.envs.tasks import load_environment
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rendering.tool_calls import Tool
@@ -264,3 +267,31 @@ async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) 
             f"rollout.environment_timeout is {limit:g} s, but environment {name!r} itself waits up to {waits:g} s: an "
             "outage would end as a time-out; raise it above that, or have it wait for less (environment_options)"
         )
+
+
+DATA = "data.json"
+"""The run's file with number and SHA-256 of its tasks: of the files for Parquet, of the tasks themselves otherwise."""
+
+
+def record_data(run: RunDirectory, inputs: Inputs) -> None:
+    """Write what identifies the run's tasks into its directory."""
+    run.write(DATA, json.dumps(_identity(inputs), indent=2).encode())
+
+
+def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
+    """Raise DataError unless the tasks are those that are on record; DamageError for a damaged record."""
+    sha256 = run.ledger().file_sha256(DATA)
+    recorded = json.loads(read_proven(run.path / DATA, sha256 or "", "restore it from a copy"))
+    for split, found in _identity(inputs).items():
+        if found != recorded[split]:
+            before, now = recorded[split]["tasks"], found["tasks"]
+            counts = f"{before} tasks, now {now}" if before != now else f"{now} other tasks"
+            raise DataError(
+                f"data.{split} is not what the run was started with ({counts}), and the run's cursor counts its tasks; "
+                "restore the data, or start a new run (model.path may be an export of this one)"
+            )
+
+
+def _identity(inputs: Inputs) -> dict[str, dict[str, Any]]:
+    splits = {"train": inputs.train, "held_out": inputs.held_out}
+    return {split: {"tasks": len(tasks), "sha256": tasks_sha256(tasks)} for split, tasks in splits.items()}

@@ -28,7 +28,7 @@ from treadle.models.loading import file_sha256
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
-from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
+from treadle.orchestration.setup.engines import load_chat_interface, use_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
