@@ -69,7 +69,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "training/ranks/test_parity.py"),
     ("training/sharding.py", "dist.broadcast(buffer, src=0)", "pass", "training/ranks/test_parity.py"),
     ("packing/slots.py", "passes = max(needed", "passes = min(needed", "packing/test_slots.py"),
-    ("orchestration/loop.py", "self.scheduler.trained()", "pass", "orchestration/test_loop.py"),
+    ("orchestration/loop.py", "self.scheduler.groups.trained()", "pass", "orchestration/test_loop.py"),
     ("orchestration/loop.py", "weight_sync.publish(before.version + 1)",
      "weight_sync.publish(before.version)", "orchestration/test_loop.py"),
     ("rollout/drivers/outcome.py", "ContextExceeded() if not answered", "ContextExceeded()",

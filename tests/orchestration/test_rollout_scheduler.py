@@ -152,7 +152,7 @@ def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -
                 made.scheduler.start_groups(version)
                 started = list(made.groups.outstanding)
                 seen.append((started, [group.index for group in await made.next_batch(version)]))
-                made.scheduler.trained()
+                made.groups.trained()
         return seen
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -367,7 +367,7 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
 
     causes = "{infrastructure: {retries: 1, backoff: 0}}"
     made = sampling(world=World, size=1, max_groups=1, causes=causes, staleness=1)
-    made.groups._store = Failing()
+    made.groups.store = Failing()
     with pytest.raises(ZeroDivisionError):
         async with made.scheduler.sampling():
             made.scheduler.start_groups(0)

@@ -68,10 +68,7 @@ SCHEMA_VERSION = 2
 
 
 def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the content of a run's config.yaml but its `schema_version`.
-
-    source: the file, for errors. Raises RunError for a run of another version.
-    """
+    """A run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
@@ -105,7 +102,7 @@ class EvaluationConfig(Config):
         return self.attempts if temperature > 0 else 1
 
     def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
-        """Return the sampling parameters of an evaluation at this temperature. training: those of training."""
+        """Sampling parameters of an evaluation at this temperature. training: those of training."""
         longest = self.max_completion_tokens or training.max_tokens
         return replace(
             training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
@@ -253,25 +250,18 @@ class RunConfig(Config):
     callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
 
     @model_validator(mode="after")
-    def _one_player(self) -> RunConfig:
+    def _players_fit(self) -> RunConfig:
         named = named_players(self) | ({"reward": self.reward} if self.reward else {})
         if len(named) > 1:
             both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
             raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
-        if self.environment_options and not self.environment:
-            raise ValueError(
-                f"environment_options ({', '.join(self.environment_options)}) are for the recipe's environment, and "
-                "none is set; remove them, or set environment"
-            )
-        if self.driver_options and not self.driver:
-            raise ValueError(
-                f"driver_options ({', '.join(self.driver_options)}) are for the recipe's driver, and none is set; "
-                "remove them, or set driver"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_of_maxrl(self) -> RunConfig:
+        for kind in ("environment", "driver"):
+            options = getattr(self, f"{kind}_options")
+            if options and kind not in named:
+                raise ValueError(
+                    f"{kind}_options ({', '.join(options)}) are for the recipe's {kind}, and none is set; remove them, "
+                    f"or set {kind}"
+                )
         if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
             raise ValueError(
                 "algorithm.advantage 'maxrl' needs rewards >= 0, and rewards.length_penalty takes some away; "
@@ -280,45 +270,37 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _whole_batches(self) -> RunConfig:
-        training, updates = self.training, self.orchestration.updates
-        per_batch = training.updates_between_publications
+    def _training_fits(self) -> RunConfig:
+        training, updates, per_batch = (
+            self.training,
+            self.orchestration.updates,
+            self.training.updates_between_publications,
+        )
         if updates % per_batch:
             raise ValueError(
                 f"orchestration.updates is {updates}, not a multiple of the {per_batch} updates of a batch "
                 f"(training.updates_per_batch {training.updates_per_batch} x epochs_per_batch "
                 f"{training.epochs_per_batch}); try {updates + per_batch - updates % per_batch}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _continuous_if_asynchronous(self) -> RunConfig:
-        if self.orchestration.max_staleness and self.engine.lock_step:
-            raise ValueError(
-                "engine.lock_step is true with orchestration.max_staleness "
-                f"{self.orchestration.max_staleness}: waves would wait for every agent; leave engine.lock_step out"
-            )
-        if not self.orchestration.max_staleness and self.orchestration.stale_policy != "mask_steps":
-            raise ValueError(
-                f"orchestration.stale_policy is {self.orchestration.stale_policy!r}, but with max_staleness 0 nothing "
-                "is ever stale; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_gather_in_bfloat16(self) -> RunConfig:
-        if self.training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1:
+        if training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1:
             raise ValueError(
                 "training.precision 'bfloat16_pure' is of weights that several ranks gather, and "
                 "placement.learner.ranks is 1; set that to 2 or more, or training.precision to bfloat16"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_be_large_enough(self) -> RunConfig:
-        least, size = self.training.min_group_size, self.training.group_size
+        least, size = training.min_group_size, training.group_size
         if least is not None and least > size:
             raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
+        staleness, policy = self.orchestration.max_staleness, self.orchestration.stale_policy
+        if staleness and self.engine.lock_step:
+            raise ValueError(
+                f"engine.lock_step is true with orchestration.max_staleness {staleness}: waves would wait for every "
+                "agent; leave engine.lock_step out"
+            )
+        if not staleness and policy != "mask_steps":
+            raise ValueError(
+                f"orchestration.stale_policy is {policy!r}, but with max_staleness 0 nothing is ever stale; leave it "
+                "out"
+            )
         return self
 
     @property
@@ -328,43 +310,39 @@ class RunConfig(Config):
 
     @property
     def trainer(self) -> TrainerSpec:
-        """Return what the run's trainer is made from."""
-        section = self.orchestration
+        """What the run's trainer is made from."""
         return TrainerSpec(
             self.model,
             self.training,
             self.algorithm,
             self.warm_start,
-            section.updates,
-            section.max_staleness,
+            self.orchestration.updates,
+            self.orchestration.max_staleness,
             self.seed,
             self.placement.learner,
-            section.traced_groups,
+            self.orchestration.traced_groups,
         )
 
     def engine_in_training(self, may_wait: bool) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: by default it is on in a synchronous run.
+        """The `engine` section with lock_step resolved: by default it is on in a synchronous run.
 
         may_wait: whether attempts may wait for others to end (`Players.may_wait`): then it is off.
         """
-        return self._engine(self.orchestration.max_staleness == 0 and not may_wait)
+        return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
 
     def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
-        return self._engine(not may_wait)
-
-    def _engine(self, lock_step: bool) -> EngineConfig:
-        configured = self.engine.lock_step
-        return self.engine.model_copy(update={"lock_step": lock_step if configured is None else configured})
+        """The `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
+        lock_step = not may_wait if self.engine.lock_step is None else self.engine.lock_step
+        return self.engine.model_copy(update={"lock_step": lock_step})
 
     @property
     def engine_capacity(self) -> int:
-        """Return how many sequences are decoded together, by all engines."""
+        """Sequences that are decoded together, by all engines."""
         return self.engine.capacity * self.placement.engines.count
 
     @property
     def evaluated_together(self) -> int:
-        """Return how many attempts of an evaluation are played side by side: enough to keep the engines full.
+        """Attempts of an evaluation that are played side by side: enough to keep the engines full.
 
         `orchestration.max_concurrent_groups` bounds them as it bounds those of training.
         """
@@ -380,12 +358,12 @@ class RunConfig(Config):
 
     @property
     def groups_per_batch(self) -> int:
-        """Return the number of groups trained between two weight publications."""
+        """Groups trained between two weight publications."""
         return self.training.tasks_per_update * self.training.updates_per_batch
 
     @property
     def min_group_size(self) -> int:
-        """Return how many graded attempts a group needs to be trained; by default 2 with a group baseline, else 1."""
+        """Graded attempts that a group needs to be trained; by default 2 with a group baseline, else 1."""
         return self.training.least_graded(estimators.by_name(self.algorithm.advantage).by_group)
 
 
@@ -423,24 +401,20 @@ def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
 
 def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
     """Find a recipe. extending: the recipe that extends it, whose directory a path is relative to."""
-    if recipe in recipe_names():
+    names = recipe_names()
+    if recipe in names:
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
     where, folder = (f"{extending}: extends: ", extending.parent) if extending else ("", Path())
-    path = folder / recipe
+    path, shipped = folder / recipe, f"shipped: {', '.join(names)}"
     if (path / "config.yaml").is_file():
+        saved = path / "config.yaml"
         raise ConfigError(
-            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, "
-            f"{path / 'config.yaml'}"
+            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, {saved}"
         )
     if path.suffix not in (".yaml", ".yml"):
-        near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+        near = difflib.get_close_matches(recipe, names, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"{where}no recipe {recipe!r}; {meant}shipped: {', '.join(recipe_names())}; or give the path of a .yaml "
-            "file"
-        )
+        raise ConfigError(f"{where}no recipe {recipe!r}; {meant}{shipped}; or give the path of a .yaml file")
     if not path.is_file():
-        raise ConfigError(
-            f"{where}no file {recipe!r} (it is relative to {folder.absolute()}); shipped: {', '.join(recipe_names())}"
-        )
+        raise ConfigError(f"{where}no file {recipe!r} (it is relative to {folder.absolute()}); {shipped}")
     return path

@@ -133,7 +133,7 @@ class Loop:
             results = await self.trainer.train_batch(groups)
         with self.reporter.timed("publish", before.update + 1):
             await self.weight_sync.publish(before.version + 1)
-        self.scheduler.trained()
+        self.scheduler.groups.trained()
         refused = {t: why for result in results for t, why in result.refused.items()}
         groups = [leave_out(group, DropReason.REFUSED, refused) for group in groups]
         await self.checkpointer.note_trained(groups, results, before.version)

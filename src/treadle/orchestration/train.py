@@ -11,6 +11,7 @@ import json
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
-from treadle.orchestration.setup.engines import ChatInterface, load_chat_interface, training_engine, use_threads
+from treadle.orchestration.setup.engines import ChatInterface, EngineSpec, load_chat_interface, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
 from treadle.orchestration.setup.validation import Change, changes, check_changes, check_config
@@ -45,6 +46,7 @@ from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.training.make import load_model
 from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"
@@ -250,7 +252,15 @@ class _Run:
             self.directory.path,
         )
         players = self.inputs.players
-        spec = training_engine(config, chat, self.trainer, path, log, players.may_wait)
+        spec = EngineSpec(
+            config.engine_in_training(players.may_wait),
+            chat,
+            self.trainer,
+            partial(load_model, config.model, config.seed),
+            path,
+            config.training.routing_replay,
+            log,
+        )
         engine, weight_sync = await self.runtime.open_engine(spec)
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
         try:

@@ -14,7 +14,6 @@ from treadle.core.draws import permutation
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, group_id
 from treadle.data.mixture import Mixture
-from treadle.packing.flat import Indices
 
 
 class TaskOrder:
@@ -76,16 +75,15 @@ class _SourceOrder:
     def at(self, number: int) -> tuple[int, int]:
         """Return (epoch, position in the source) of its group with this number."""
         epoch, place = divmod(number, self._size)
-        return epoch, int(self._shuffled(epoch)[place]) if self._shuffle else place
-
-    def _shuffled(self, epoch: int) -> Indices:
+        if not self._shuffle:
+            return epoch, place
         if epoch < self._epoch:
             self._epoch, self._order = -1, np.arange(0)
         while self._epoch < epoch:
             self._epoch += 1
             order = permutation(self._size, self._seed, self._epoch, source=self._source)
             self._order = np.roll(order, 1) if np.array_equal(order, self._order) else order
-        return self._order
+        return epoch, int(self._order[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +136,6 @@ class TaskQueue:
         """Count another failed group of the task; return whether it is left out from now on."""
         self.failed_tasks[task.task_id] = count = self.failed_tasks.get(task.task_id, 0) + 1
         return count == self._task_limit
-
-    def clear_failures(self, task: Task) -> None:
-        """Forget a task's failures: a group of it has enough graded attempts."""
-        self.failed_tasks.pop(task.task_id, None)
 
     def _group(self, index: int) -> Group:
         if index in self._restored:

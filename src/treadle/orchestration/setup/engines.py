@@ -31,11 +31,9 @@ from treadle.engines.vllm.launch import ServerProcess, Started
 from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
-from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedSource
 
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
@@ -133,7 +131,7 @@ class EngineSpec:
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
-    routing: it is to tell which experts were chosen. log: takes lines for the run's output.
+    routing: it is to report which experts it chose. log: takes lines for the run's output.
     """
 
     config: EngineConfig
@@ -145,7 +143,6 @@ class EngineSpec:
     log: Callable[[str], None] = lambda line: None
 
     def log_directory(self) -> Path:
-        """Return where other processes write their logs."""
         return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
 
 
@@ -157,26 +154,6 @@ are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
 """
 
 
-def training_engine(
-    config: RunConfig,
-    chat: ChatInterface,
-    trainer: WeightSource,
-    logs: Path,
-    log: Callable[[str], None],
-    may_wait: bool = False,
-) -> EngineSpec:
-    """The engine of a training run. may_wait: of its players (`Players.may_wait`)."""
-    return EngineSpec(
-        config=config.engine_in_training(may_wait),
-        chat=chat,
-        source=trainer,
-        load_model=partial(load_model, config.model, config.seed),
-        logs=logs,
-        routing=config.training.routing_replay,
-        log=log,
-    )
-
-
 async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open the engine that is registered as `engine.kind`; see `OpenEngine`."""
     opened: OpenEngine = resolve("engines", spec.config.kind, "engine.kind")
@@ -186,7 +163,17 @@ async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
 async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open Treadle's own engine, in this process or one of its own; see `OpenEngine`."""
     if spec.config.own_process:
-        return await _own_process(spec)
+        with ExitStack() as cleanup:
+            folder = _directory(cleanup)
+            await spec.source.export(folder)
+            engine = await start_engine(
+                folder,
+                torch_options(spec.config, spec.chat, spec.routing),
+                log=spec.log_directory() / "engine.log",
+                notify=spec.log,
+                on_close=cleanup.pop_all().close,
+            )
+        return engine, SharedMemorySync(spec.source, engine)
     embedded = embedded_engine(spec.config, spec.chat, spec.load_model(), spec.routing)
     if isinstance(spec.source, EmbeddedSource):
         return embedded, EmbeddedSync(spec.source, embedded)
@@ -207,7 +194,7 @@ async def open_serving(config: EngineConfig, chat: ChatInterface, source: Embedd
 def embedded_engine(
     config: EngineConfig, chat: ChatInterface, model: PreTrainedModel, routing: bool = False
 ) -> TorchEngine:
-    """Return an engine in this process with a copy of the model. routing: it tells which experts were chosen.
+    """Return an engine in this process with a copy of the model.
 
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
@@ -217,7 +204,6 @@ def embedded_engine(
 
 
 def torch_options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchEngineOptions:
-    """Return the options of Treadle's own engine. routing: it tells which experts were chosen."""
     return TorchEngineOptions(
         stop_token_ids=chat.stop_token_ids,
         max_batch=config.batch,
@@ -227,21 +213,6 @@ def torch_options(config: EngineConfig, chat: ChatInterface, routing: bool) -> T
         in_flight=config.in_flight,
         routing=routing,
     )
-
-
-async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    config = spec.config
-    with ExitStack() as cleanup:
-        folder = _directory(cleanup)
-        await spec.source.export(folder)
-        engine = await start_engine(
-            folder,
-            torch_options(config, spec.chat, spec.routing),
-            log=spec.log_directory() / "engine.log",
-            notify=spec.log,
-            on_close=cleanup.pop_all().close,
-        )
-    return engine, SharedMemorySync(spec.source, engine)
 
 
 Serve = Callable[[int, Path, EngineConfig, Path], Started]
@@ -258,8 +229,7 @@ async def open_vllm(
 ) -> tuple[Engine, WeightSync]:
     """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
 
-    models: directory in which the model is handed over, which trainer and
-    servers see; default: that of temporary files.
+    models: directory for the model, which trainer and servers see; default: that of temporary files.
     """
     from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
     from treadle.engines.vllm.start import open_engine as start
