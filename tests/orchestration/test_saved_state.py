@@ -23,7 +23,7 @@ KNOWN = {
     ),
     "in the checkpoint's files": ("Learner.updates_done", "KlController.coef"),
     "equal to something of the state": (
-        *("Checkpointer._saved", "RolloutScheduler._version", "RunStore._version"),
+        *("Checkpointer.saved", "RolloutScheduler._version", "RunStore._version"),
         *("_SourceOrder._epoch", "_SourceOrder._order"),  # pure functions of the cursor
     ),
     "of the next wave alone, which is drawn by its addresses": ("Batch._draws", "Batch.version", "TorchEngine._opened"),

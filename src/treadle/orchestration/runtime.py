@@ -32,13 +32,9 @@ CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatInterface, float], Awai
 class CheckedRunner(RolloutRunner, Protocol):
     """Plays attempts, and checks beforehand that it can."""
 
-    async def check(self, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError or EngineError if the tasks cannot be played."""
-        ...
+    async def check(self, tasks: Sequence[Task]) -> None: ...  # raises ConfigError or EngineError
 
-    def status(self) -> Sequence[ComponentStatus]:
-        """What its own processes do now, if it has any; called from any thread."""
-        ...
+    def status(self) -> Sequence[ComponentStatus]: ...  # what its own processes do now; called from any thread
 
 
 OpenRollouts = Callable[

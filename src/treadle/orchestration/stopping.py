@@ -94,9 +94,7 @@ class WindowStats:
 def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> None:
     """Raise StopConditionMet if too many trajectories failed, or sent malformed requests.
 
-    That may be before a batch's worth has finished, if it is certain by then.
-
-    update: the one that is waited for.
+    That may be before a batch's worth has finished, if it is certain by then. update: the one that is waited for.
     """
     everyone = max(window.trajectories, config.groups_per_batch * config.training.group_size)
     for (cause, message), count in window.failures.most_common(1):

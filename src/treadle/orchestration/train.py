@@ -69,8 +69,8 @@ def train_run(
     rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted.
     runtime: what makes the run's parts; default: what `placement.kind` names.
 
-    When a cluster loses a rank of the learner, everything is started anew from the last checkpoint, at most
-    three times without another checkpoint in between.
+    When a cluster loses a rank of the learner, the run goes on from the last checkpoint, at most three times without
+    another one in between.
 
     Raises TreadleError. For a run to resume: RunError if it is finished (unless it goes back or gets more updates), in
     use, or has no checkpoint; DamageError if ledger, checkpoint or configuration are not as they were written;
@@ -117,11 +117,16 @@ def _train(
         config = _with_threads(config, threads)
 
         if resumed is None:
-            _check_inputs(config, inputs, chat, trainer, progress)
+            # what would fail later, after the warm start or in every attempt
+            check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
+            check_demonstrations(config, chat.renderer)
+            check_drivers(inputs.players, chat.renderer, config, progress.log)
             run = cleanup.enter_context(closing(RunDirectory.create(path, config)))
             record_data(run, inputs)
             progress.log(f"run directory: {path} ({_describe_threads(threads)})")
-            _report_unusable_tools(config, inputs, chat, progress)
+            problem = chat.renderer.tools_problem(parse=chat.renderer.parser(config.rollout.reply_parser))
+            if inputs.players.agents and problem:
+                progress.log(f"agents' calls with tools will be refused: {problem}")
         else:
             updates = f"{state.update} of {config.orchestration.updates} updates"
             progress.log(f"resuming {path} after {updates} ({_describe_threads(threads)})")
@@ -244,14 +249,8 @@ class _Run:
 
     async def _run_loop(self, ledger: Ledger, start: StartingPoint) -> Loop:
         """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
-        config, chat, log, callbacks, path = (
-            self.config,
-            self.chat,
-            self.progress.log,
-            self.callbacks,
-            self.directory.path,
-        )
-        players = self.inputs.players
+        config, chat, log, callbacks = self.config, self.chat, self.progress.log, self.callbacks
+        path, players = self.directory.path, self.inputs.players
         spec = EngineSpec(
             config.engine_in_training(players.may_wait),
             chat,
@@ -282,13 +281,6 @@ class _Run:
         return loop
 
 
-def _check_inputs(config: RunConfig, inputs: Inputs, chat: ChatInterface, trainer: Trainer, progress: Progress) -> None:
-    """Raise ConfigError or DataError for what would fail later, after the warm start or in every attempt."""
-    check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
-    check_demonstrations(config, chat.renderer)
-    check_drivers(inputs.players, chat.renderer, config, progress.log)
-
-
 def _last_update(path: Path) -> int | None:
     """The update of the latest checkpoint; None if there is none."""
     try:
@@ -300,13 +292,6 @@ def _last_update(path: Path) -> int | None:
 def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
     """The configuration as it is stored: bits depend on the number of threads, so that a resumed run takes the same."""
     return config.model_copy(update={"training": config.training.model_copy(update={"threads": threads})})
-
-
-def _report_unusable_tools(config: RunConfig, inputs: Inputs, chat: ChatInterface, progress: Progress) -> None:
-    if not inputs.players.agents:
-        return
-    if problem := chat.renderer.tools_problem(parse=chat.renderer.parser(config.rollout.reply_parser)):
-        progress.log(f"agents' calls with tools will be refused: {problem}")
 
 
 def _describe_threads(threads: int) -> str:

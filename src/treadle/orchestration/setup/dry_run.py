@@ -38,6 +38,7 @@ from treadle.orchestration.setup.warm_start import check_demonstrations
 from treadle.rollout.attempt import Players, open_drivers
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.training.config import WarmStartConfig
 from treadle.training.learner import check_reference
 from treadle.training.lm_head import CHUNK_BYTES
 
@@ -65,7 +66,6 @@ class DryRun:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing is missing."""
         return not any(check.is_missing for check in self.checks)
 
     def attempt(self, name: str, work: Callable[[], tuple[T, str]]) -> T | None:
@@ -91,29 +91,26 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     runs: directory that would hold the run's. log: takes lines about environments that block the event loop.
     """
     result = DryRun()
+    kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
     result.attempt("settings", lambda: _settings(config))
     inputs = result.attempt("data", lambda: _data(config))
     if config.callbacks:
-        result.attempt("callbacks", lambda: _callbacks(config))
+        result.attempt("callbacks", lambda: (None, ", ".join(load_callbacks(config.callbacks))))
     result.chat = chat = result.attempt("tokenizer", lambda: _chat(config))
     model = result.attempt("model", lambda: _model(config, chat))
-    reference = result.attempt("reference", lambda: _reference(config.algorithm, model)) if _kl_model(config) else None
+    reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
     result.attempt("engine", lambda: _engine(config, model, log))
     if inputs is not None and inputs.players.drivers and chat is not None:
         result.attempt("driver", lambda: _drivers(inputs, chat, config, log))
     if inputs is not None and chat is not None:
         result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, chat, config, log))
-    if config.warm_start is not None and chat is not None:
-        result.attempt("warm start", lambda: _demonstrations(config, chat))
-    if model is not None and (reference is not None or not _kl_model(config)):
+    if (section := config.warm_start) is not None and chat is not None:
+        result.attempt("warm start", lambda: _demonstrations(config, section, chat))
+    if model is not None and (reference is not None or not kl_model):
         result.memory = estimate_memory(config, model, reference)
         result.attempt("memory", lambda: _memory(result.memory))
         result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
     return result
-
-
-def _kl_model(config: RunConfig) -> str | None:
-    return None if config.algorithm.kl is None else config.algorithm.kl.model
 
 
 def _settings(config: RunConfig) -> tuple[object, str]:
@@ -128,10 +125,6 @@ def _data(config: RunConfig) -> tuple[Inputs, str]:
     names = [*players.environments, *players.agents, *players.drivers]
     held_out = f", {len(inputs.held_out)} held out" if inputs.held_out else ""
     return inputs, f"{len(inputs.train)} tasks to train on{held_out}, played by {', '.join(names)}"
-
-
-def _callbacks(config: RunConfig) -> tuple[object, str]:
-    return None, ", ".join(load_callbacks(config.callbacks))
 
 
 def _chat(config: RunConfig) -> tuple[ChatInterface, str]:
@@ -159,12 +152,11 @@ def _model(config: RunConfig, chat: ChatInterface | None) -> tuple[PreTrainedMod
     return model, f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}"
 
 
-def _reference(algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
-    assert algorithm.kl is not None and algorithm.kl.model is not None, "the caller asks"
-    directory = str(require_model(algorithm.kl.model, "algorithm.kl.model"))
+def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
+    directory = str(require_model(kl_model, "algorithm.kl.model"))
     if model is None:
         raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
-    reference = load_reference(algorithm.kl.model, model, weights=False)
+    reference = load_reference(kl_model, model, weights=False)
     check_reference(algorithm, reference, model)
     return reference, directory
 
@@ -207,10 +199,8 @@ def _prompt(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) ->
     return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
 
 
-def _demonstrations(config: RunConfig, chat: ChatInterface) -> tuple[object, str]:
-    assert config.warm_start is not None, "the caller asks"
+def _demonstrations(config: RunConfig, section: WarmStartConfig, chat: ChatInterface) -> tuple[object, str]:
     check_demonstrations(config, chat.renderer)
-    section = config.warm_start
     return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
 
 

@@ -34,26 +34,21 @@ def check_config(config: RunConfig) -> None:
 
 def check_settings(config: RunConfig) -> None:
     """Raise ConfigError for settings that do not fit together, unknown names, or an address that is not free."""
-    _check_colocation(config)
+    if config.placement.colocate:
+        if staleness := config.orchestration.max_staleness:
+            raise ConfigError(
+                f"orchestration.max_staleness is {staleness}, and with placement.colocate nothing is sampled while the "
+                "learner works; set it to 0, or give engines places of their own"
+            )
+        if config.engine.kind != "torch":
+            raise ConfigError(
+                f"engine.kind is {config.engine.kind!r}, and placement.colocate is for engines of kind torch; set one "
+                "of them to another"
+            )
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     _check_rollout(config)
-
-
-def _check_colocation(config: RunConfig) -> None:
-    if not config.placement.colocate:
-        return
-    if config.orchestration.max_staleness:
-        raise ConfigError(
-            f"orchestration.max_staleness is {config.orchestration.max_staleness}, and with placement.colocate nothing "
-            "is sampled while the learner works; set it to 0, or give engines places of their own"
-        )
-    if config.engine.kind != "torch":
-        raise ConfigError(
-            f"engine.kind is {config.engine.kind!r}, and placement.colocate is for engines of kind torch; set one of "
-            "them to another"
-        )
 
 
 def check_playing(config: RunConfig) -> None:

@@ -23,7 +23,6 @@ from treadle.core.files import cache_directory
 from treadle.core.manifest import Manifest
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
-from treadle.models.config import ModelConfig
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.orchestration.config import RunConfig
@@ -125,13 +124,16 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
 
 def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
     """Hash of everything the result depends on, down to what changes rounding."""
+    path, source = config.model.path, section.demonstrations
+    model = [] if path is None else sorted(f for f in require_model(path, "model.path").glob("*") if f.is_file())
+    source = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
     facts = {
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),
-        "model_files": _model_files(config.model),
+        "model_files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in model],
         "seed": config.seed,
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
-        "demonstrations": file_sha256(_source_file(section.demonstrations)),
+        "demonstrations": file_sha256(Path(source)),
         "threads": torch.get_num_threads(),
         "placement": config.placement.learner.model_dump(mode="json"),
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
@@ -139,12 +141,3 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "treadle": [file_sha256(f) for f in sorted(Path(str(files("treadle"))).rglob("*.py"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _model_files(config: ModelConfig) -> list[tuple[str, int, int]]:
-    files = [] if config.path is None else sorted(require_model(config.path, "model.path").glob("*"))
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-
-
-def _source_file(source: str) -> Path:
-    return Path(source) if source.endswith(".jsonl") else Path(inspect.getfile(resolve("demonstrations", source)))
