@@ -128,7 +128,7 @@ class Filling(Quiet):
 
         super().updated(row, updates)
         if row["update"] == self.update:
-            self.monkeypatch.setattr("treadle.core.manifest.write_durably", full)
+            self.monkeypatch.setattr("treadle.core.files.write_durably", full)
 
 
 def test_a_run_in_which_everything_fails_trains_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

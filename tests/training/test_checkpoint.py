@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.models import FAMILIES, VOCABULARY, random_groups, same_bits, tiny, weights_of
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, DamageError, RemovedError
-from treadle.core.manifest import MANIFEST, Manifest
+from treadle.core.files import MANIFEST, Manifest
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.tensor_file import write_tensors

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from treadle.core.errors import ConfigError
-from treadle.core.manifest import prove_files
+from treadle.core.files import prove_files
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_tokenizer
 from treadle.models.model_cache import remedy_for

@@ -28,8 +28,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import prove_files
+from treadle.core.files import prove_files, sha256_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import remedy_for
 from treadle.models.model_files import require_model

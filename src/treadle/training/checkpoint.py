@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.core.files import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
 from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.tensor_file import write_tensors

@@ -32,8 +32,8 @@ from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError, TrainingStopped
-from treadle.core.memory import release_freed_memory
 from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.processes import release_freed_memory
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
 from treadle.models.weights import saved

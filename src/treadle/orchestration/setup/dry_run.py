@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError, RunError, TreadleError
-from treadle.core.extras import extra_of, how_to_install
+from treadle.core.registry import extra_of, how_to_install
 from treadle.models.loading import load_reference, make_model
 from treadle.models.model_files import require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers

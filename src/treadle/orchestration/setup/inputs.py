@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
-from treadle.core.manifest import read_proven
+from treadle.core.files import read_proven
 from treadle.core.types import Ids, Message, Task
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players

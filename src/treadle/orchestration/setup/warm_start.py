@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from treadle.core.errors import CheckpointError, RunError
-from treadle.core.files import cache_directory
-from treadle.core.manifest import Manifest
+from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
 from treadle.models.loading import file_sha256

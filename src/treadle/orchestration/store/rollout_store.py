@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treadle.core.errors import RunError
-from treadle.core.files import WrittenFile, write_atomically
-from treadle.core.manifest import read_proven
+from treadle.core.files import WrittenFile, read_proven, write_atomically
 from treadle.core.rewards import Reward
 from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
 
