@@ -22,6 +22,17 @@ from treadle.orchestration.store.trace_store import read_traces
 from treadle.orchestration.train import train_run
 
 Summary = dict[str, Any]
+MODEL = tiny().model.model_dump(exclude_none=True)
+SETTINGS: dict[str, Any] = {
+    "training.tasks_per_update": 2,
+    "training.group_size": 3,
+    "training.threads": 1,
+    "rollout.max_steps": 2,
+    "rollout.max_input_tokens": 64,
+    "rollout.max_completion_tokens": 4,
+    "orchestration.updates": 2,
+}
+"""Of `treadle.train`."""
 
 
 def start(

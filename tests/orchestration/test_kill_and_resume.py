@@ -8,19 +8,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.engines.test_engine_restart import children as own_children
+from tests.engines.test_engine_restart import staged
 from tests.forks import ForkedProcess, run
-from tests.orchestration.runs import check_finished, put_config, put_data, resume, start, updates
+from tests.orchestration.runs import check_finished, put_config, put_data, query, resume, start, updates
 from tests.until import CEILING, wait_until
-from tests.worlds import ROOT, tiny
+from tests.worlds import ROOT, Quiet, tiny
 from treadle.core.config import dump_yaml
 from treadle.orchestration.config import SCHEMA_VERSION
+from treadle.orchestration.store.run_directory import RunDirectory
 
 SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be killed in
 
@@ -241,3 +246,40 @@ def test_whatever_was_being_written_when_the_run_was_killed(kills: str, options:
         return
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["weights_sha256"] == start(tmp_path / "straight", *options.split())["weights_sha256"]
+
+
+class Striking(Quiet):
+    """From a certain batch on, the engine's process answers nothing any more, and then is killed."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def phase(self, name: str, total: int) -> None:
+        if name == "rollout" and len(self.rows) == self.batch:
+            [pid] = own_children()
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_staleness", "batch"), [(0, 0), (2, 3)])
+def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, batch: int, tmp_path: Path) -> None:
+    """Even of the first batch every attempt is made again, though all fail at once. No checkpoint precedes the fourth,
+    so that its attempts have only begun.
+    """
+    path, progress = tmp_path / "run", Striking(batch)
+    options = ("engine.own_process=true", "orchestration.updates=8", f"orchestration.max_staleness={max_staleness}")
+    start(path, *options, progress=progress)
+    check_finished(path)
+    said = [line for line in progress.lines if line.startswith("the engine ended")]
+    assert said == ["the engine ended with code -9 (Killed); starting it again"]
+    failed = query(path, "SELECT failure_cause AS cause FROM trajectories WHERE reward IS NULL")
+    assert Counter(row["cause"] for row in failed).keys() == {"engine"}
+    graded = query(
+        path,
+        "SELECT count(*) AS n FROM trajectories JOIN groups USING (group_id) WHERE trained_version IS NOT NULL AND "
+        "reward IS NOT NULL GROUP BY group_id",
+    )
+    assert {row["n"] for row in graded} == {RunDirectory.open(path).config().training.group_size}
+    assert not own_children() and not staged()

@@ -1,19 +1,13 @@
 """The warm start of a run: learned once, then read from the cache, to the same bits."""
 
-import asyncio
 import json
-import random
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.orchestration.runs import check_finished, resume, start
-from tests.worlds import Quiet, tiny
+from tests.worlds import Quiet
 from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
-from treadle.orchestration.setup.engines import load_chat_interface, use_threads
-from treadle.orchestration.setup.warm_start import run_warm_start
-from treadle.training.make import make_trainer
 
 WARM = (
     "warm_start.demonstrations='tests.worlds:vowel_demonstration'",
@@ -123,35 +117,3 @@ def test_demonstrations_that_cannot_work_are_refused_before_the_run_exists(
     with pytest.raises(error, match=message):
         start(tmp_path / "run", *WARM, override.replace("{}", str(tmp_path)))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_damaged_entry_is_not_used_wherever_it_is_damaged(tmp_path: Path, cache: Path) -> None:
-    """Forty places of each file that is read; others are nobody's concern."""
-    config = tiny(*WARM, "warm_start.steps=1")
-    progress = Quiet()
-
-    def warmed() -> tuple[bool, str]:
-        async def work() -> tuple[bool, str]:
-            trainer = make_trainer(config.trainer)
-            report = await run_warm_start(trainer, load_chat_interface(config.model).renderer, config, progress)
-            assert report is not None
-            return report.cached, await trainer.digest()
-
-        return asyncio.run(work())
-
-    use_threads(1, parameters=0)
-    cached, expected = warmed()
-    assert not cached and warmed() == (True, expected)
-    [entry] = cache.iterdir()
-    draws = random.Random(0)
-    for name in ("model.safetensors", "report.json") * 40 + ("config.json",):
-        content = bytearray((entry / name).read_bytes())
-        content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
-        (entry / name).write_bytes(content)
-        assert warmed() == (False, expected)
-        assert re.fullmatch(
-            rf"the warm start in the cache is not used: \S+ is damaged: {name} .*; it is learned again",
-            progress.lines.pop(),
-        )
-    assert progress.lines == []
