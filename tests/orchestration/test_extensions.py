@@ -131,9 +131,6 @@ def test_options_that_nobody_reads_are_refused(options: list[str], message: str)
         check_config(tiny(*options))
 
 
-HERE = "tests.orchestration.test_extensions"
-
-
 class Paying(Environment):
     """Pays for any reply what it was made with."""
 
