@@ -143,8 +143,7 @@ class OrchestrationConfig(Config):
         None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
     )
     keep_best: KeepBest | None = Field(
-        None,
-        description="also save a checkpoint after each evaluation better than all before, and keep the best",
+        None, description="also save a checkpoint after each evaluation better than all before, and keep the best"
     )
 
 
@@ -176,8 +175,7 @@ class PlacementConfig(Config):
         RolloutPlacement(), description="kind ray: what plays environments and agent programs"
     )
     colocate: bool = Field(
-        False,
-        description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs",
+        False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
     )
     address: str | None = Field(
         None, description="kind ray: of a running cluster; default: one of this machine's own, which ends with the run"

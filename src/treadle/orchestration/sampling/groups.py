@@ -36,11 +36,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.failures import fails_by_task
 from treadle.orchestration.sampling.task_queue import TaskQueue
-from treadle.orchestration.stopping import (
-    WindowStats,
-    check_discard_rate,
-    check_failure_rate,
-)
+from treadle.orchestration.stopping import WindowStats, check_discard_rate, check_failure_rate
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.drivers.gateway import BAD_REQUESTS
