@@ -16,8 +16,9 @@ from treadle.core.types import Task
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
 from treadle.engines.weight_sync import EmbeddedSync
+from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.engines import check_engine, embedded_engine, load_chat_interface
+from treadle.orchestration.setup.engines import check_engine, embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, make_inputs
 from treadle.packing.flat import flatten
 from treadle.rollout.attempt import Players
@@ -126,17 +127,17 @@ def trainer_of(model: PreTrainedModel, *overrides: str) -> EmbeddedTrainer:
 
 def check_trainers(model: PreTrainedModel, *trainers: EmbeddedTrainer, ignoring: bool = False) -> None:
     """With an engine that has a copy of the model, until a trainer publishes to it."""
-    chat = load_chat_interface(tiny().model)
+    renderer = load_chat(tiny().model)[1]
 
     async def ignored(weights: Any, version: int) -> None: ...
 
     async def go() -> None:
-        engine = embedded_engine(EngineConfig(batch=4), chat, model)
+        engine = embedded_engine(EngineConfig(batch=4), renderer, model)
         if ignoring:
             engine.update_weights = ignored  # type: ignore[method-assign]
         try:
             for trainer in trainers:
-                await check_engine(engine, EmbeddedSync(trainer, engine), trainer, chat)
+                await check_engine(engine, EmbeddedSync(trainer, engine), trainer, renderer)
         finally:
             await engine.close()
 

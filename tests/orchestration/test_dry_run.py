@@ -64,11 +64,11 @@ def test_every_recipe_passes_but_for_models_data_and_servers_that_are_not_here(
 
 def test_the_first_prompt_is_what_the_model_will_see() -> None:
     found = tried(load_recipe("demo"))
-    assert found.prompt is not None and found.chat is not None
-    text = found.chat.decode(found.prompt.ids.tolist())
+    assert found.prompt is not None and found.renderer is not None
+    text = found.renderer.decode(found.prompt.ids.tolist())
     assert text.startswith("<|im_start|>system\nSearch, then answer.<|im_end|>\n<|im_start|>user\n")
     assert text.endswith("<|im_start|>assistant\n")
-    structure = found.chat.renderer.structure
+    structure = found.renderer.structure
     marks = [structure.decode([ident]) for ident in found.prompt.ids.tolist() if structure.is_structural(ident)]
     assert marks == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<|im_end|>", "<|im_start|>"]
 

@@ -22,9 +22,9 @@ from treadle.core.errors import CheckpointError, ConfigError, RunError, Training
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
+from treadle.models.chat import load_chat
 from treadle.orchestration.config import SCHEMA_VERSION
 from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.setup.engines import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable
@@ -668,6 +668,6 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_beginning(
     config = tiny("orchestration.updates=3", f"model.chat_template={template}")
     resume(tmp_path / "run", config=config)
     tables = [pandas.read_parquet(shard) for shard in (tmp_path / "run" / "rollouts").iterdir()]
-    year = load_chat_interface(config.model).renderer.encode("1999").tolist()
+    year = load_chat(config.model)[1].encode("1999").tolist()
     prompts = [list(prompt) for table in tables for prompt in table.prompt_ids]
     assert len(prompts) > 20 and all(prompt[: len(year)] == year for prompt in prompts)

@@ -183,9 +183,9 @@ def _offline() -> Iterator[None]:
 
 def _print_prompt(console: Console, result: DryRun) -> None:
     """Print the first prompt; structural tokens, which only the template writes, in color."""
-    if result.prompt is None or result.chat is None:
+    if result.prompt is None or result.renderer is None:
         return
-    structure = result.chat.renderer.structure
+    structure = result.renderer.structure
     parts: list[Part] = [
         (structure.decode(ids), "bold cyan" if structural else "")
         for structural, ids in groupby(result.prompt.ids.tolist(), structure.is_structural)

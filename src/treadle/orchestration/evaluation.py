@@ -37,7 +37,7 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 
 if TYPE_CHECKING:
-    from treadle.orchestration.setup.engines import ChatInterface
+    from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
 
 
@@ -210,20 +210,21 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 
     dump: a file for all trajectories, one a line.
     """
-    from treadle.orchestration.setup.engines import load_chat_interface, use_threads
+    from treadle.models.chat import load_chat
+    from treadle.orchestration.setup.engines import use_threads
     from treadle.training.make import load_source
 
     config, section, table_by = subject.config, subject.config.evaluation, subject.config.data.table_by
-    chat = load_chat_interface(subject.model_config)
+    renderer = load_chat(subject.model_config)[1]
     source = load_source(subject.model_config, config.seed)
     use_threads(config.training.threads, source.model.parameters)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
-    check_first_prompts(played, chat.renderer, config, source.model.context, progress.log)
+    check_first_prompts(played, renderer, config, source.model.context, progress.log)
     started = time.perf_counter()
-    groups = run_event_loop(_play(subject, inputs, chat, source, progress), progress.log)
+    groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
-        write_dump(dump, groups, chat.renderer.decode)
+        write_dump(dump, groups, renderer.decode)
     by_value: dict[str, list[Group]] = {}
     for group in groups:
         if table_by is not None:
@@ -238,19 +239,17 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 
 
 async def _play(
-    subject: Subject, inputs: Inputs, chat: ChatInterface, source: EmbeddedSource, progress: Progress
+    subject: Subject, inputs: Inputs, renderer: ChatRenderer, source: EmbeddedSource, progress: Progress
 ) -> list[Group]:
     from treadle.orchestration.setup.engines import open_serving
 
     config, finished = subject.config, itertools.count(1)
     temperature = config.evaluation.temperature
     progress.phase("evaluation", len(inputs.held_out) * config.evaluation.attempts_at(temperature))
-    engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), chat, source)
+    engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), renderer, source)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
-        async with open_rollouts(
-            engine, chat.renderer, inputs.players, config.rollout, rewards, progress.log
-        ) as rollouts:
+        async with open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts:
             await rollouts.check(inputs.held_out)
             return await play_held_out(
                 rollouts,

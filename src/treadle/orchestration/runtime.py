@@ -17,15 +17,15 @@ from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.engines import ChatInterface, OpenEngine, check_engine, open_engine
+from treadle.orchestration.setup.engines import OpenEngine, check_engine, open_engine
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.make import MakeTrainer, make_trainer
 
-CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatInterface, float], Awaitable[object]]
-"""Raises EngineError if the engine cannot be trained with: `setup.chat_interface.check_engine`, or your own."""
+CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float], Awaitable[object]]
+"""Raises EngineError if the engine cannot be trained with: `setup.engines.check_engine`, or your own."""
 
 
 class CheckedRunner(RolloutRunner, Protocol):

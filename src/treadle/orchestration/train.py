@@ -20,6 +20,7 @@ from treadle.core.files import Manifest, read_proven, write_atomically
 from treadle.core.trainer import Trainer
 from treadle.core.types import Group
 from treadle.engines.kv_budget import budgeted
+from treadle.models.chat import load_chat
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop import Loop, StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
@@ -30,7 +31,7 @@ from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
-from treadle.orchestration.setup.engines import ChatInterface, EngineSpec, load_chat_interface, use_threads
+from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
 from treadle.orchestration.setup.validation import Change, changes, check_changes, check_config
@@ -44,6 +45,7 @@ from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.make import load_model
 from treadle.training.optimizer import learning_rate
@@ -109,7 +111,7 @@ def _train(
             clock.wall_before, clock.cpu_before = resumed.state.wall_seconds, resumed.state.cpu_seconds
         state = resumed.state if resumed else LoopState(began=datetime.now().isoformat(timespec="seconds"))
 
-        chat = load_chat_interface(config.model, state.began)
+        renderer = load_chat(config.model, datetime.fromisoformat(state.began))[1]
         runtime = runtime or cleanup.enter_context(open_runtime(config, path, progress.log))
         trainer = cleanup.enter_context(closing(runtime.make_trainer(config.trainer)))
         threads = use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
@@ -117,13 +119,13 @@ def _train(
 
         if resumed is None:
             # what would fail later, after the warm start or in every attempt
-            check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
-            check_demonstrations(config, chat.renderer)
-            check_drivers(inputs.players, chat.renderer, config, progress.log)
+            check_first_prompts(inputs, renderer, config, trainer.model.context, progress.log)
+            check_demonstrations(config, renderer)
+            check_drivers(inputs.players, renderer, config, progress.log)
             run = cleanup.enter_context(closing(RunDirectory.create(path, config)))
             record_data(run, inputs)
             progress.log(f"run directory: {path} ({_describe_threads(threads)})")
-            problem = chat.renderer.tools_problem(parse=chat.renderer.parser(config.rollout.reply_parser))
+            problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
             if inputs.players.agents and problem:
                 progress.log(f"agents' calls with tools will be refused: {problem}")
         else:
@@ -137,7 +139,7 @@ def _train(
         status.sources.append(trainer.status)
         members = {run.metrics_file.name: JsonLines(run), run.status_file.name: status, **inputs.callbacks}
         callbacks = Callbacks(members, StopRequest(), ProgressCallback(progress, section.updates))
-        work = _Run(config, inputs, run, chat, trainer, runtime, callbacks, status, progress, state, clock, resumed)
+        work = _Run(config, inputs, run, renderer, trainer, runtime, callbacks, status, progress, state, clock, resumed)
         with status.writing(run.status_file):
             return callbacks.around(RunStart(path, config, state.update, progress.log), work.run)
 
@@ -183,7 +185,7 @@ class _Run:
     config: RunConfig
     inputs: Inputs
     directory: RunDirectory
-    chat: ChatInterface
+    renderer: ChatRenderer
     trainer: Trainer
     runtime: Runtime
     callbacks: Callbacks
@@ -227,7 +229,7 @@ class _Run:
 
     async def _warm_start(self) -> dict[str, Any] | None:
         """Train on demonstrations, if configured; returns the report, which is on record from now on."""
-        report = await run_warm_start(self.trainer, self.chat.renderer, self.config, self.progress, self.status.phase)
+        report = await run_warm_start(self.trainer, self.renderer, self.config, self.progress, self.status.phase)
         if report is None:
             return None
         how = "read from the cache" if report.cached else f"{report.seconds:.0f} s"
@@ -248,11 +250,11 @@ class _Run:
 
     async def _run_loop(self, ledger: Ledger, start: StartingPoint) -> Loop:
         """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
-        config, chat, log, callbacks = self.config, self.chat, self.progress.log, self.callbacks
+        config, renderer, log, callbacks = self.config, self.renderer, self.progress.log, self.callbacks
         path, players = self.directory.path, self.inputs.players
         spec = EngineSpec(
             config.engine_in_training(players.may_wait),
-            chat,
+            renderer,
             self.trainer,
             partial(load_model, config.model, config.seed),
             path,
@@ -265,12 +267,14 @@ class _Run:
             played = budgeted(engine, spec.config, longest, config.placement.engines.count)
             self.status.sources.append(played.status)
             async with self.runtime.open_rollouts(
-                played, chat.renderer, players, config.rollout, config.rewards, log, path
+                played, renderer, players, config.rollout, config.rewards, log, path
             ) as runner:
                 store = RunStore(self.directory, ledger, callbacks.rollout)
                 loop = make_loop(config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, start)
                 self.status.sources += [loop.scheduler.status, runner.status]
-                await self.runtime.check_engine(engine, weight_sync, self.trainer, chat, 10 * config.engine.tolerance)
+                await self.runtime.check_engine(
+                    engine, weight_sync, self.trainer, renderer, 10 * config.engine.tolerance
+                )
                 await runner.check(self.inputs.train)
                 with stop_on_signals(callbacks.stop):
                     await loop.run(start.state)

@@ -19,9 +19,10 @@ from treadle.engines.config import EngineConfig, tolerance_of
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
 from treadle.engines.torch.engine import TorchEngine
+from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.engines import EngineSpec, load_chat_interface, torch_options
+from treadle.orchestration.setup.engines import EngineSpec, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.server_actors import open_servers
@@ -37,10 +38,10 @@ def make_engine(
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
-    chat = load_chat_interface(model)
+    renderer = load_chat(model)[1]
     loaded = load_model(model, seed)
     loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return TorchEngine(loaded, torch_options(config, chat, routing), decode=chat.decode)
+    return TorchEngine(loaded, torch_options(config, renderer, routing), decode=renderer.decode)
 
 
 class EngineActor(Placed, EngineService):

@@ -151,9 +151,7 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
     options = {**spec.config.options, "servers": len(places), "args": args}
 
     def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
-        return PlacedServer(
-            places[number], model, config, log, spec.chat.stop_token_ids, spec.source.model.expert_layers
-        )
+        return PlacedServer(places[number], model, config, log, spec.renderer.stop_ids, spec.source.model.expert_layers)
 
     spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
     return await open_vllm(spec, serve, spec.log_directory())

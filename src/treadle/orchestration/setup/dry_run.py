@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
+from treadle.models.chat import load_chat
 from treadle.models.loading import load_reference, make_model
 from treadle.models.model_files import require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers
@@ -31,10 +32,10 @@ from treadle.models.support import require_plain_attention, why_not_packable
 from treadle.models.weights import published, trained
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import load_callbacks
-from treadle.orchestration.setup.engines import ChatInterface, load_chat_interface
 from treadle.orchestration.setup.inputs import FirstPrompt, Inputs, first_prompt, load_inputs
 from treadle.orchestration.setup.validation import check_context, check_engine_config, check_settings
 from treadle.orchestration.setup.warm_start import check_demonstrations
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, open_drivers
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
@@ -57,11 +58,11 @@ class Check:
 
 @dataclass(slots=True)
 class DryRun:
-    """The result of a dry run. chat, prompt: None where they could not be made; agents make their own prompts."""
+    """The result of a dry run. renderer, prompt: None where they could not be made; agents make their own prompts."""
 
     checks: list[Check] = field(default_factory=list)
     memory: list[MemoryPart] = field(default_factory=list)
-    chat: ChatInterface | None = None
+    renderer: ChatRenderer | None = None
     prompt: FirstPrompt | None = None
 
     @property
@@ -96,16 +97,16 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     inputs = result.attempt("data", lambda: _data(config))
     if config.callbacks:
         result.attempt("callbacks", lambda: (None, ", ".join(load_callbacks(config.callbacks))))
-    result.chat = chat = result.attempt("tokenizer", lambda: _chat(config))
-    model = result.attempt("model", lambda: _model(config, chat))
+    result.renderer = renderer = result.attempt("tokenizer", lambda: _chat(config))
+    model = result.attempt("model", lambda: _model(config, renderer))
     reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
     result.attempt("engine", lambda: _engine(config, model, log))
-    if inputs is not None and inputs.players.drivers and chat is not None:
-        result.attempt("driver", lambda: _drivers(inputs, chat, config, log))
-    if inputs is not None and chat is not None:
-        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, chat, config, log))
-    if (section := config.warm_start) is not None and chat is not None:
-        result.attempt("warm start", lambda: _demonstrations(config, section, chat))
+    if inputs is not None and inputs.players.drivers and renderer is not None:
+        result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
+    if inputs is not None and renderer is not None:
+        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
+    if (section := config.warm_start) is not None and renderer is not None:
+        result.attempt("warm start", lambda: _demonstrations(config, section, renderer))
     if model is not None and (reference is not None or not kl_model):
         result.memory = estimate_memory(config, model, reference)
         result.attempt("memory", lambda: _memory(result.memory))
@@ -127,19 +128,19 @@ def _data(config: RunConfig) -> tuple[Inputs, str]:
     return inputs, f"{len(inputs.train)} tasks to train on{held_out}, played by {', '.join(names)}"
 
 
-def _chat(config: RunConfig) -> tuple[ChatInterface, str]:
+def _chat(config: RunConfig) -> tuple[ChatRenderer, str]:
     require_template(config.model.chat_template, "model.chat_template")
     directory = tokenizer_directory(config.model)
-    chat = load_chat_interface(config.model)
-    ends = [chat.decode([ident]) for ident in chat.stop_token_ids]
+    renderer = load_chat(config.model)[1]
+    ends = [renderer.decode([ident]) for ident in renderer.stop_ids]
     verb = "ends" if len(ends) == 1 else "end"
-    return chat, f"{chat.renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
+    return renderer, f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
 
 
-def _model(config: RunConfig, chat: ChatInterface | None) -> tuple[PreTrainedModel, str]:
-    if chat is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
+def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrainedModel, str]:
+    if renderer is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
         raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
-    vocabulary = 0 if chat is None else chat.renderer.vocabulary
+    vocabulary = 0 if renderer is None else renderer.vocabulary
     model = make_model(config.model, vocabulary, config.seed, weights=False)
     if config.training.routing_replay:
         Routers.of(model)
@@ -173,12 +174,12 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
     return None, f"{config.engine.kind}, {config.engine.dtype}, up to {config.engine.batch} sequences at once"
 
 
-def _drivers(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) -> tuple[object, str]:
+def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:
     """Open the attempt drivers, have each say what plays the first of its tasks, and close them again."""
     only = Players(drivers=inputs.players.drivers)
 
     async def opened() -> list[str]:
-        async with open_drivers(chat.renderer, only, config.rollout) as drivers:
+        async with open_drivers(renderer, only, config.rollout) as drivers:
             return [await _described(name, drivers["driver", name], inputs) for name in only.drivers]
 
     return None, "; ".join(run_event_loop(opened(), log))
@@ -191,16 +192,16 @@ async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> s
     return (played and describe and await describe(played)) or f"{name} can be started"
 
 
-def _prompt(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
-    prompt = first_prompt(inputs, chat.renderer, config, log)
+def _prompt(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
+    prompt = first_prompt(inputs, renderer, config, log)
     if prompt is None:
         return None, "not known before an agent program or driver makes it"
     limit = config.rollout.max_input_tokens
     return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
 
 
-def _demonstrations(config: RunConfig, section: WarmStartConfig, chat: ChatInterface) -> tuple[object, str]:
-    check_demonstrations(config, chat.renderer)
+def _demonstrations(config: RunConfig, section: WarmStartConfig, renderer: ChatRenderer) -> tuple[object, str]:
+    check_demonstrations(config, renderer)
     return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
 
 

@@ -1,13 +1,12 @@
-"""From a configuration to an engine, its chat interface, and the check that it samples the trained model."""
+"""From a configuration to an engine, and the check that it samples the trained model."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -23,45 +22,17 @@ from treadle.core.types import Routing
 from treadle.engines.config import EngineConfig
 from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.remote import start_engine
-from treadle.engines.stop_strings import Decode
 from treadle.engines.temporary import temporary_directory
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.launch import ServerProcess, Started
 from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
-from treadle.models.chat import load_chat
-from treadle.models.config import ModelConfig
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.training.trainer import EmbeddedSource
 
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
-
-
-@dataclass(frozen=True, slots=True)
-class ChatInterface:
-    """Turns messages into a model's token ids and back; has no weights.
-
-    stop_token_ids: those after which a completion ends. decode: ids -> text, special tokens included.
-    """
-
-    renderer: ChatRenderer
-    stop_token_ids: tuple[int, ...]
-    decode: Decode
-
-
-def load_chat_interface(config: ModelConfig, began: str = "") -> ChatInterface:
-    """Return the interface of the configured tokenizer and chat template. Raises ConfigError or DamageError.
-
-    began: the run's beginning, for templates that write a date; default: each conversation's.
-    """
-    tokenizer, renderer = load_chat(config, datetime.fromisoformat(began) if began else None)
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    return ChatInterface(renderer, renderer.stop_ids, decode)
 
 
 def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
@@ -77,7 +48,7 @@ def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
 
 
 async def check_engine(
-    engine: Engine, weight_sync: WeightSync, trainer: Trainer, chat: ChatInterface, tolerance: float = 1e-3
+    engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
 ) -> ProbeResult:
     """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
 
@@ -86,8 +57,8 @@ async def check_engine(
     reports are not the learner's.
     """
     await weight_sync.publish(0)
-    prompt = Conversation(chat.renderer).render([{"role": "user", "content": "ok"}]).ids
-    facts = await probe_engine(engine, prompt, stop_token_ids=chat.stop_token_ids, version=0, tolerance=tolerance)
+    prompt = Conversation(renderer).render([{"role": "user", "content": "ok"}]).ids
+    facts = await probe_engine(engine, prompt, stop_token_ids=renderer.stop_ids, version=0, tolerance=tolerance)
     ids = np.concatenate([prompt, facts.sampled.token_ids])
     learned = (await trainer.score(ids))[len(prompt) - 1 :]
     gap = float(np.abs(facts.sampled.logprobs - learned).max())
@@ -127,7 +98,7 @@ _PROBE = 64  # tokens that new weights are proven with
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
+    """What an engine is made from: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
@@ -135,7 +106,7 @@ class EngineSpec:
     """
 
     config: EngineConfig
-    chat: ChatInterface
+    renderer: ChatRenderer
     source: WeightSource
     load_model: Callable[[], PreTrainedModel]
     logs: Path | None = None
@@ -168,21 +139,21 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
             await spec.source.export(folder)
             engine = await start_engine(
                 folder,
-                torch_options(spec.config, spec.chat, spec.routing),
+                torch_options(spec.config, spec.renderer, spec.routing),
                 log=spec.log_directory() / "engine.log",
                 notify=spec.log,
                 on_close=cleanup.pop_all().close,
             )
         return engine, SharedMemorySync(spec.source, engine)
-    embedded = embedded_engine(spec.config, spec.chat, spec.load_model(), spec.routing)
+    embedded = embedded_engine(spec.config, spec.renderer, spec.load_model(), spec.routing)
     if isinstance(spec.source, EmbeddedSource):
         return embedded, EmbeddedSync(spec.source, embedded)
     return embedded, FileSync(spec.source, embedded)  # the tensors are in other processes
 
 
-async def open_serving(config: EngineConfig, chat: ChatInterface, source: EmbeddedSource) -> Engine:
+async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource) -> Engine:
     """Return an engine that serves a model which is not trained. Raises as `open_engine`."""
-    engine, weight_sync = await open_engine(EngineSpec(config, chat, source, lambda: source.module))
+    engine, weight_sync = await open_engine(EngineSpec(config, renderer, source, lambda: source.module))
     try:
         await weight_sync.publish(0)  # servers that run already may have any weights
     except BaseException:
@@ -192,20 +163,20 @@ async def open_serving(config: EngineConfig, chat: ChatInterface, source: Embedd
 
 
 def embedded_engine(
-    config: EngineConfig, chat: ChatInterface, model: PreTrainedModel, routing: bool = False
+    config: EngineConfig, renderer: ChatRenderer, model: PreTrainedModel, routing: bool = False
 ) -> TorchEngine:
     """Return an engine in this process with a copy of the model.
 
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    options = torch_options(config, chat, routing)
-    return TorchEngine(model, options, decode=chat.decode, own_thread=not options.lock_step)
+    options = torch_options(config, renderer, routing)
+    return TorchEngine(model, options, decode=renderer.decode, own_thread=not options.lock_step)
 
 
-def torch_options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchEngineOptions:
+def torch_options(config: EngineConfig, renderer: ChatRenderer, routing: bool) -> TorchEngineOptions:
     return TorchEngineOptions(
-        stop_token_ids=chat.stop_token_ids,
+        stop_token_ids=renderer.stop_ids,
         max_batch=config.batch,
         cache_gib=config.cache_gib,
         dtype=config.dtype,
@@ -239,7 +210,7 @@ async def open_vllm(
         args = {"enable-return-routed-experts": True, **config.vllm.args}
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
-    probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
+    probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
     connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
     if config.vllm.urls:  # servers that have a model
         return await connected(serve=None)

@@ -22,11 +22,12 @@ from treadle.core.errors import CheckpointError, RunError
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
+from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
-from treadle.orchestration.setup.engines import load_chat_interface, use_threads
+from treadle.orchestration.setup.engines import use_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
@@ -54,12 +55,12 @@ def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
 
 def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
-    chat = load_chat_interface(config.model)
+    renderer = load_chat(config.model)[1]
     with closing(make_trainer(config.trainer)) as trainer:
         use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
 
         async def work() -> WarmStartReport | None:
-            report = await run_warm_start(trainer, chat.renderer, config, progress)
+            report = await run_warm_start(trainer, renderer, config, progress)
             await trainer.export(directory)
             return report
 
