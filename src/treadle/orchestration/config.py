@@ -280,10 +280,11 @@ class RunConfig(Config):
                 f"(training.updates_per_batch {training.updates_per_batch} x epochs_per_batch "
                 f"{training.epochs_per_batch}); try {updates + per_batch - updates % per_batch}"
             )
-        if training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1:
+        if training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1 and training.lora is None:
             raise ValueError(
-                "training.precision 'bfloat16_pure' is of weights that several ranks gather, and "
-                "placement.learner.ranks is 1; set that to 2 or more, or training.precision to bfloat16"
+                "training.precision 'bfloat16_pure' is of weights that several ranks gather, or "
+                "of the base of adapters, and placement.learner.ranks is 1 and training.lora is not set; set "
+                "training.precision to bfloat16"
             )
         least, size = training.min_group_size, training.group_size
         if least is not None and least > size:
@@ -299,6 +300,23 @@ class RunConfig(Config):
                 f"orchestration.stale_policy is {policy!r}, but with max_staleness 0 nothing is ever stale; leave it "
                 "out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> RunConfig:
+        if self.training.lora is None:
+            return self
+        if self.model.build is not None:
+            raise ValueError(
+                "training.lora needs a model that has learned something: give model.path, and null for model.build "
+                "(`treadle sft RECIPE --out DIR` makes one of a recipe's warm start)"
+            )
+        if self.placement.learner.loading == "sharded":
+            raise ValueError(
+                "training.lora and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
+            )
+        if self.engine.kind == "vllm":
+            raise ValueError("training.lora is not published to vLLM yet; set engine.kind to torch")
         return self
 
     @property

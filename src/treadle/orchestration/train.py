@@ -256,7 +256,7 @@ class _Run:
             config.engine_in_training(players.may_wait),
             renderer,
             self.trainer,
-            partial(load_model, config.model, config.seed),
+            partial(load_model, config.model, config.seed, config.training.lora),
             path,
             config.training.routing_replay,
             log,

@@ -26,10 +26,10 @@ from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
 from treadle.models.chat import load_chat
 from treadle.models.loading import load_reference, make_model
-from treadle.models.model_files import require_model, require_template, tokenizer_directory
+from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention, why_not_packable
-from treadle.models.weights import published, trained
+from treadle.models.weights import published, trained, unique_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import load_callbacks
 from treadle.orchestration.setup.inputs import FirstPrompt, Inputs, first_prompt, load_inputs
@@ -141,15 +141,17 @@ def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrained
     if renderer is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
         raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
     vocabulary = 0 if renderer is None else renderer.vocabulary
-    model = make_model(config.model, vocabulary, config.seed, weights=False)
+    model = make_model(config.model, vocabulary, config.seed, weights=False, lora=config.training.lora)
     if config.training.routing_replay:
         Routers.of(model)
     text = model.config.get_text_config()
     check_context(config, int(text.max_position_embeddings))
-    where = "built from the seed" if config.model.path is None else str(require_model(config.model.path, "model.path"))
+    where = "built from the seed" if config.model.build else str(base_directory(config.model))
     reason = why_not_packable(model.config)
     packing = f"; trained with packing 'step': {reason}" if reason else ""
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    if config.training.lora is not None:
+        size += f", of which {sum(p.numel() for _, p in trained(model)):,} are trained"
     return model, f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}"
 
 
@@ -238,7 +240,11 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`."""
+    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
+
+    Letters: P weights of the model, A of its adapters, R of the reference; T tokens of a micro-batch, L layers, h
+    hidden and i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
+    """
 
     name: str
     bytes: int
@@ -253,27 +259,33 @@ def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTra
     to 25% above what autograd keeps).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
-    weights = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    served = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    lora = config.training.lora is not None
+    base = sum(t.numel() for t in unique_weights(model).values()) * _FLOAT32 - served if lora else 0
+    if config.training.precision == "bfloat16_pure":
+        base //= 2
+    weights, letter = base + served, "A" if lora else "P"
     ranks, resident = config.placement.learner.ranks, _resident_bytes()
     parts = [
         MemoryPart("Python and libraries", resident, "of this process now"),
         *([MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now")] * (ranks > 1)),
-        MemoryPart("weights", weights, "4 bytes x P"),
-        MemoryPart("gradients", moved, "4 bytes x P"),
-        MemoryPart("AdamW's moments", 2 * moved, "8 bytes x P"),
+        MemoryPart("weights", weights, "of the base, and 4 bytes x A" if lora else "4 bytes x P"),
+        MemoryPart("gradients", moved, f"4 bytes x {letter}"),
+        MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
     ]
     if config.algorithm.kl is not None:
         other = model if reference is None else reference
         size = sum(t.numel() for _, t in published(other)) * _FLOAT32
-        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else "4 bytes x P, a copy"))
-    return [*parts, *_engine_parts(config, model, weights), *_activations(config, model)]
+        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
+    return [*parts, *_engine_parts(config, model, base, served), *_activations(config, model)]
 
 
 def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
     """About how many bytes a checkpoint takes on disk: weights, two moments, the reference if there is one."""
     beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
-    modules = (model, model, model, *beside)
-    return sum(t.numel() * _FLOAT32 for module in modules for _, t in published(module))
+    modules = (model, *beside)
+    moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
+    return _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
 
 
 def machine_memory() -> int:
@@ -290,14 +302,19 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _engine_parts(config: RunConfig, model: PreTrainedModel, weights: int) -> list[MemoryPart]:
+def _engine_parts(config: RunConfig, model: PreTrainedModel, base: int, served: int) -> list[MemoryPart]:
+    """base: of adapters, which an engine in the learner's process shares if it has the same type."""
     engine, size = config.engine, 4 if config.engine.dtype == "float32" else 2
-    copy = weights * size // _FLOAT32
+    letter, copy = "A" if base else "P", served * size // _FLOAT32
     if engine.kind != "torch":
-        return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x P")]
-    parts = [MemoryPart("the engine's weights", copy, f"{size} bytes x P")]
-    if engine.own_process or config.placement.learner.ranks > 1:
-        parts.append(MemoryPart("weights on their way to it", weights, "4 bytes x P"))
+        return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
+    apart = engine.own_process or config.placement.learner.ranks > 1
+    half = config.training.precision == "bfloat16_pure"
+    if apart or half != (size == 2):
+        copy += base * size // (2 if half else _FLOAT32)
+    parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
+    if apart:
+        parts.append(MemoryPart("weights on their way to it", served, f"4 bytes x {letter}"))
     widths = _widths(model.config.get_text_config())
     if widths is not None:
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens

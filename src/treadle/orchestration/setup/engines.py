@@ -27,6 +27,7 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.launch import ServerProcess, Started
 from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
+from treadle.models.weights import adapter_weights
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -145,10 +146,13 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
                 on_close=cleanup.pop_all().close,
             )
         return engine, SharedMemorySync(spec.source, engine)
-    embedded = embedded_engine(spec.config, spec.renderer, spec.load_model(), spec.routing)
-    if isinstance(spec.source, EmbeddedSource):
-        return embedded, EmbeddedSync(spec.source, embedded)
-    return embedded, FileSync(spec.source, embedded)  # the tensors are in other processes
+    if not isinstance(spec.source, EmbeddedSource):  # the tensors are in other processes
+        embedded = embedded_engine(spec.config, spec.renderer, spec.load_model(), spec.routing)
+        return embedded, FileSync(spec.source, embedded)
+    # beside a trainer of adapters, the engine computes with that one's own base
+    model = spec.source.module if adapter_weights(spec.source.module) else spec.load_model()
+    embedded = embedded_engine(spec.config, spec.renderer, model, spec.routing)
+    return embedded, EmbeddedSync(spec.source, embedded)
 
 
 async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource) -> Engine:

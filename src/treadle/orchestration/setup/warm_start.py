@@ -24,7 +24,7 @@ from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
 from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
-from treadle.models.model_files import require_model, tokenizer_directory
+from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.engines import use_threads
@@ -124,10 +124,13 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
 
 def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
     """Hash of everything the result depends on, down to what changes rounding."""
-    path, source = config.model.path, section.demonstrations
-    model = [] if path is None else sorted(f for f in require_model(path, "model.path").glob("*") if f.is_file())
+    source, places = section.demonstrations, [] if config.model.build is not None else [base_directory(config.model)]
+    if config.model.adapter is not None:
+        places.append(Path(config.model.adapter))
+    model = [file for place in places for file in sorted(place.glob("*")) if file.is_file()]
     source = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
     facts = {
+        "lora": None if config.training.lora is None else config.training.lora.model_dump(mode="json"),
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),
         "model_files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in model],
