@@ -9,7 +9,7 @@ import treadle
 from tests.orchestration.runs import MODEL, SETTINGS, check_finished, query, resume
 from tests.worlds import Quiet, tiny, user, vowel_tasks
 from treadle.core.config import Config
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.data.config import SourceConfig
@@ -110,13 +110,6 @@ def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
     )
     assert [task.player for task in found] == [("driver", "d"), ("environment", "e"), ("driver", "other")]
     assert make_inputs([Task("t", (user("?"),))], [], drivers={"d": TwoTurns}).train[0].player == ("driver", "d")
-
-
-def test_a_task_and_a_recipe_name_one_thing_that_plays() -> None:
-    with pytest.raises(DataError, match="names both the agent 'a' and the driver 'd'; leave one out"):
-        Task("t", agent="a", driver="d")
-    with pytest.raises(ConfigError, match=r"environment 'tests.worlds:Vowels' and driver 'd' are both set"):
-        tiny("driver=d")
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,12 @@ def test_a_failed_attempt_is_retried_as_its_cause_allows(failures: int, expected
     assert len(seeds) == len(expected)  # each has draws of its own
 
 
+def test_retries_wait_longer_each_time_and_end() -> None:
+    failures = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(backoff=3.0)})
+    failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
+    assert [failures.retry_delay(failed, number) for number in (1, 2, 3)] == [3.0, 6.0, None]
+
+
 def test_a_failure_may_be_graded() -> None:
     failures = FailuresConfig(causes={Cause.AGENT: FailurePolicy(grade=-1.0)})
     failed = Trajectory("t", "t", 0, (make_step(),), None, Status.FAILED, Failure(Cause.AGENT, "oops"))
