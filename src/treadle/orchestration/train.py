@@ -285,7 +285,6 @@ class _Run:
 
 
 def _last_update(path: Path) -> int | None:
-    """The update of the latest checkpoint; None if there is none."""
     try:
         return checkpoint_update(find_checkpoint(path, "latest").directory)
     except RunError:
@@ -298,7 +297,6 @@ def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
 
 
 def _describe_threads(threads: int) -> str:
-    """`2 threads`, and a note if this process may use fewer cores."""
     cores = available_cores()
     note = f"; this process may use {cores} cores, but other threads give other bits" if threads > cores else ""
     return f"{threads} thread{'s' * (threads > 1)}{note}"

@@ -27,7 +27,9 @@ class TaskOrder:
         if not tasks:
             raise DataError("there are no training tasks")
         parts, weights = (tasks.parts, tasks.weights) if isinstance(tasks, Mixture) else ([tasks], [1.0])
-        self.tasks, self._turns = tasks, _Turns(weights)
+        self.tasks, self._weights = tasks, weights
+        self._turns: list[tuple[int, int]] = []  # source of each group so far, and how many before it were of that one
+        self._counts = [0] * len(weights)
         self._starts = [0, *accumulate(map(len, parts))]
         self._orders = [_SourceOrder(len(part), seed, shuffle, number) for number, part in enumerate(parts)]
         self.longest_wait = max(
@@ -38,21 +40,13 @@ class TaskOrder:
 
     def at(self, index: int) -> tuple[int, int, Task]:
         """Return (epoch of its source, position in the dataset, task) of the group with this submission index."""
-        source, number = self._turns.at(index)
+        source, number = self._turn(index)
         epoch, place = self._orders[source].at(number)
         position = self._starts[source] + place
         return epoch, position, self.tasks[position]
 
-
-class _Turns:
-    """The source of each group: the one that is furthest behind its share, the first of several."""
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights, self._counts = weights, [0] * len(weights)
-        self._turns: list[tuple[int, int]] = []
-
-    def at(self, index: int) -> tuple[int, int]:
-        """Return the source of a group, and how many groups before it are of that source."""
+    def _turn(self, index: int) -> tuple[int, int]:
+        """The source that is furthest behind its share, the first of several, and its groups before this one."""
         if len(self._weights) == 1:
             return 0, index
         while len(self._turns) <= index:

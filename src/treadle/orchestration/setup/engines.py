@@ -194,17 +194,13 @@ Serve = Callable[[int, Path, EngineConfig, Path], Started]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
-def serve_here(number: int, model: Path, config: EngineConfig, log: Path) -> Started:
-    """Start a server on this machine."""
-    return ServerProcess(model, config, log)
-
-
 async def open_vllm(
-    spec: EngineSpec, serve: Serve = serve_here, models: Path | None = None
+    spec: EngineSpec, serve: Serve | None = None, models: Path | None = None
 ) -> tuple[Engine, WeightSync]:
     """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
 
-    models: directory for the model, which trainer and servers see; default: that of temporary files.
+    serve: default: on this machine. models: directory for the model, which trainer and servers see; default: that of
+    temporary files.
     """
     from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
     from treadle.engines.vllm.start import open_engine as start
@@ -224,7 +220,8 @@ async def open_vllm(
         await spec.source.export(folder)
 
         def serve_model(number: int) -> Started:
-            return serve(number, folder, config, logs / f"vllm-{number}.log")
+            log = logs / f"vllm-{number}.log"
+            return serve(number, folder, config, log) if serve else ServerProcess(folder, config, log)
 
         return await connected(serve=serve_model, on_close=cleanup.pop_all().close)
 
