@@ -1,5 +1,7 @@
 """Running the tiny recipe, and what every run must satisfy afterwards."""
 
+import os
+import signal
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -56,6 +58,20 @@ def resume(
 ) -> Summary:
     config = config or RunDirectory.open(path).config()
     return train_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime, resume=True)
+
+
+class Interrupting(Quiet):
+    """Sends a signal to this process, as a terminal would, while a certain batch or evaluation is being played."""
+
+    def __init__(self, number: signal.Signals = signal.SIGINT, which: int = 1, what: str = "rollout") -> None:
+        super().__init__()
+        self.number, self.left, self.what = number, which, what
+
+    def phase(self, name: str, total: int) -> None:
+        self.left -= name == self.what
+        if not self.left:
+            self.left = -1
+            os.kill(os.getpid(), self.number)
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:

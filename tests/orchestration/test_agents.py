@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import openai
 import pytest
 
 import treadle
-from tests.orchestration.runs import MODEL, SETTINGS, Summary, check_finished, query
+from tests.orchestration.runs import MODEL, SETTINGS, Interrupting, Summary, check_finished, query
 from tests.worlds import CHATML, Quiet, user
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Task
@@ -72,15 +70,6 @@ def by_environment(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-class Interrupted(Quiet):
-    """Ctrl-C in the first batch, which is finished all the same."""
-
-    def phase(self, name: str, total: int) -> None:
-        if name == "rollout" and "interrupted" not in self.lines:
-            self.log("interrupted")
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 SAME = "SELECT trajectory_id, status, reward, advantage, steps, completion_tokens FROM trajectories ORDER BY 1"
 
 
@@ -91,7 +80,7 @@ def test_an_agent_program_trains_as_the_environment_does_also_resumed(
 ) -> None:
     config = recipe("lookup_agent", f"agent=treadle.recipes.agents.{agent}:solve")
     path = tmp_path / "run"
-    stopped = started(config, path, Interrupted())
+    stopped = started(config, path, Interrupting())
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
     saved = RunDirectory.open(path).config()
     summary = train_run(saved, load_inputs(saved), path, Quiet(), resume=True)

@@ -1,15 +1,13 @@
 """`treadle.train`: from Python, on one's own environment and tasks."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import treadle
-from tests.orchestration.runs import MODEL, SETTINGS, check_finished, query
+from tests.orchestration.runs import MODEL, SETTINGS, Interrupting, check_finished, query
 from tests.worlds import Quiet, user
 from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
@@ -110,18 +108,9 @@ def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path
         train(tmp_path / "other", Short, file)
 
 
-class Impatient(Quiet):
-    """Ctrl-C in the first batch."""
-
-    def phase(self, name: str, total: int) -> None:
-        if name == "rollout" and self.lines[-1:] != ["interrupted"]:
-            self.log("interrupted")
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(tmp_path / "whole")
-    stopped = train(tmp_path / "run", progress=Impatient())
+    stopped = train(tmp_path / "run", progress=Interrupting())
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
     with pytest.raises(ConfigError, match=r"training\.group_size is 4, the run was started with 3"):
         train(tmp_path / "run", settings={"training.group_size": 4}, resume=True)

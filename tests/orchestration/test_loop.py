@@ -15,7 +15,7 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.orchestration.runs import Summary, check_finished, put_config, query, resume, start, updates
+from tests.orchestration.runs import Interrupting, Summary, check_finished, put_config, query, resume, start, updates
 from tests.worlds import ROOT, Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
 from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
@@ -260,20 +260,6 @@ def test_too_many_failures_stop_the_run_which_can_be_resumed(tmp_path: Path, ref
 
 
 # Interruption and resuming
-
-
-class Interrupting(Quiet):
-    """Sends a signal to this process, as a terminal would, while a certain batch or evaluation is being played."""
-
-    def __init__(self, number: signal.Signals, which: int, what: str = "rollout") -> None:
-        super().__init__()
-        self.number, self.left, self.what = number, which, what
-
-    def phase(self, name: str, total: int) -> None:
-        self.left -= name == self.what
-        if not self.left:
-            self.left = -1
-            os.kill(os.getpid(), self.number)
 
 
 @pytest.mark.quick(1)

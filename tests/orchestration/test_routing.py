@@ -12,8 +12,7 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
-from tests.orchestration.test_loop import Interrupting
+from tests.orchestration.runs import Interrupting, check_finished, query, recorded, resume, start, updates
 from tests.worlds import tiny
 from treadle.core.engine import Completion
 from treadle.core.errors import ConfigError, EngineError

@@ -15,14 +15,13 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import treadle
+from tests.orchestration.runs import recorded
 from treadle.core.errors import DownloadError
 from treadle.core.types import Message
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import ModelSource
 from treadle.orchestration.get_model import get_model
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import read_steps
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import PackedCall
 from treadle.rendering.chat import ChatRenderer
@@ -122,13 +121,9 @@ def test_engine_and_learner_compute_the_same(run: Path) -> None:
 
 
 def test_every_second_step_appends_to_the_first(run: Path, renderer: ChatRenderer) -> None:
-    ledger = Ledger(run / "ledger.sqlite")
-    rows: list[Any] = ledger.query("SELECT trajectory_id, shard FROM trajectories")
-    shards = ledger.shards()
-    ledger.close()
-    assert len(rows) == 4
-    for row in rows:
-        steps = read_steps(run / "rollouts", shards[row["shard"]], row["trajectory_id"])
+    trajectories = recorded(run)
+    assert len(trajectories) == 4
+    for _, steps in trajectories:
         calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
         kinds = [relation.kind for relation in relations(calls, renderer.decode)]
         assert kinds[1:] == [Kind.EXTENDS]
