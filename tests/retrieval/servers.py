@@ -19,3 +19,7 @@ def serving(corpus: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str]
             yield server, next(line.split()[1] for line in server.stdout if line.startswith("url "))
         finally:
             server.kill()
+
+
+def port_of(url: str) -> int:
+    return int(url.split(":")[2].split("/")[0])

@@ -166,7 +166,6 @@ def _tasks(
 
 
 def _place(split: Split, number: int) -> str:
-    """The id of a task that has none."""
     return f"{split}-{number:06d}"
 
 

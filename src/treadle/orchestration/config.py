@@ -326,7 +326,6 @@ class RunConfig(Config):
 
     @property
     def trainer(self) -> TrainerSpec:
-        """What the run's trainer is made from."""
         return TrainerSpec(
             self.model,
             self.training,
@@ -353,7 +352,6 @@ class RunConfig(Config):
 
     @property
     def engine_capacity(self) -> int:
-        """Sequences that are decoded together, by all engines."""
         return self.engine.capacity * self.placement.engines.count
 
     @property
@@ -384,7 +382,6 @@ class RunConfig(Config):
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes, sorted."""
     return sorted(Path(str(f)).stem for f in files("treadle.recipes").iterdir() if f.name.endswith(".yaml"))
 
 
@@ -399,7 +396,6 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a recipe, merged into the one that it extends. below: the recipes that extend it."""
     data = load_yaml(path)
     if "schema_version" in data:  # a run's config.yaml
         return without_version(data, str(path))

@@ -267,7 +267,6 @@ async def _play(
 
 
 def check_dump(path: Path) -> None:
-    """Raise ConfigError if `write_dump` could not write this file."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"--dump: {str(path)!r} is not a regular file; name another")
     try:

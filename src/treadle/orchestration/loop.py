@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from treadle.core.errors import TrainingStopped
 from treadle.core.outcomes import dropped_steps, leave_out
 from treadle.core.trainer import Trainer, UpdateResult, WeightSync
 from treadle.core.types import DropReason, Group
@@ -30,7 +29,13 @@ from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController, RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stopping import StopConditionMet, StopRequest, check_failure_rate, check_refusal_rate
+from treadle.orchestration.stopping import (
+    StopConditionMet,
+    StopRequest,
+    check_failure_rate,
+    check_refusal_rate,
+    stopped,
+)
 from treadle.orchestration.store.checkpoint_retention import best_update, checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import TrainedBatch
 from treadle.orchestration.store.loop_state import LoopState
@@ -70,14 +75,11 @@ class Loop:
             await self._run()
         except StopConditionMet as condition:
             await self._save()
-            raise TrainingStopped(
-                f"{condition}. A checkpoint of update {self.state.update} is saved: fix the cause, then --resume"
-            ) from None
+            raise stopped(condition, self.state.update) from None
         return self.state
 
     @property
     def is_last(self) -> bool:
-        """All updates are made."""
         return self.config.is_last(self.state.update)
 
     @property

@@ -66,12 +66,10 @@ output, before anything is loaded. The runtime is used within the context. Raise
 
 
 def open_runtime(config: RunConfig, path: Path, log: Callable[[str], None]) -> AbstractContextManager[Runtime]:
-    """Return the runtime that is registered as `placement.kind`; see `OpenRuntime`."""
     opened: OpenRuntime = resolve("placements", config.placement.kind, "placement.kind")
     return opened(config, path, log)
 
 
 @contextmanager
 def embedded(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
-    """Yield what runs on this machine alone; see `OpenRuntime`."""
     yield Runtime()

@@ -39,10 +39,7 @@ class StopRequest:
     def raise_reason(self, update: int) -> None:
         """Raise TrainingStopped if something went wrong: the run was asked to stop then, and saved at this update."""
         if self._reason is not None:
-            what, error = self._reason
-            raise TrainingStopped(
-                f"{what}. A checkpoint of update {update} is saved: fix the cause, then --resume"
-            ) from error
+            raise stopped(self._reason[0], update) from self._reason[1]
 
     async def unless_requested(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of the work; if a stop is requested before it is done, cancel it and return None."""
@@ -58,6 +55,10 @@ class StopRequest:
             self._waiting = None
             for task in tasks:
                 task.cancel()
+
+
+def stopped(reason: object, update: int) -> TrainingStopped:
+    return TrainingStopped(f"{reason}. A checkpoint of update {update} is saved: fix the cause, then --resume")
 
 
 @contextmanager

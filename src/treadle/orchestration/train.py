@@ -196,7 +196,6 @@ class _Run:
     resumed: _Resumed | None
 
     def run(self) -> dict[str, Any]:
-        """Train to the end or a stop; returns the summary."""
         return run_event_loop(self._run(), self.progress.log, self.runtime.new_event_loop)
 
     async def _run(self) -> dict[str, Any]:
@@ -303,7 +302,6 @@ def _describe_threads(threads: int) -> str:
 
 
 def _report_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
-    """Log what changed, and what else follows from another number of updates."""
     for change in changed:
         progress.log(f"changed: {change}")
         if change.path == "orchestration.updates":

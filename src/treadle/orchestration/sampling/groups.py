@@ -92,7 +92,6 @@ class Groups:
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Indices of the groups that were started and not taken."""
         return tuple(sorted(index for index, tracked in self._tracked.items() if tracked.state != "training"))
 
     def start(self, group: Group, version: int) -> None:

@@ -188,7 +188,6 @@ def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log
 
 
 async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
-    """Return what a driver says of the first task that it plays. Raises ConfigError."""
     played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
     describe = getattr(driver, "describe", None)  # a driver need not inherit
     return (played and describe and await describe(played)) or f"{name} can be started"
@@ -289,7 +288,6 @@ def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTra
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # not there, or "max"
@@ -327,7 +325,6 @@ def _engine_parts(config: RunConfig, model: PreTrainedModel, base: int, served: 
 
 
 def _activations(config: RunConfig, model: PreTrainedModel) -> list[MemoryPart]:
-    """What the backward pass keeps of the forward pass, on all ranks."""
     text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
     tokens, each = training.max_tokens_per_microbatch, f"{ranks} ranks x " if ranks > 1 else ""
     logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
@@ -354,7 +351,6 @@ class _Widths:
 
 
 def _widths(text: PretrainedConfig) -> _Widths | None:
-    """A decoder's widths; None if its configuration does not have them."""
 
     def number(*names: str) -> int | None:
         first: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)

@@ -127,7 +127,6 @@ are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
 
 
 async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open the engine that is registered as `engine.kind`; see `OpenEngine`."""
     opened: OpenEngine = resolve("engines", spec.config.kind, "engine.kind")
     return await opened(spec)
 

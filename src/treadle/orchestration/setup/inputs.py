@@ -262,7 +262,6 @@ DATA = "data.json"
 
 
 def record_data(run: RunDirectory, inputs: Inputs) -> None:
-    """Write what identifies the run's tasks into its directory."""
     run.write(DATA, json.dumps(_identity(inputs), indent=2).encode())
 
 

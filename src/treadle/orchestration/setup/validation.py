@@ -20,7 +20,6 @@ from treadle.training.validation import check_algorithm
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise ConfigError for a configuration with which no run could work."""
     check_settings(config)
     check_engine_config(config.engine, config.training.routing_replay)
     check_model_files(config.model)
