@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from treadle.core.errors import Cause, TrainingStopped
 from treadle.core.types import DropReason
 from treadle.orchestration.config import RunConfig
-from treadle.rollout.isolation.interrupts import handled
+from treadle.rollout.isolation.event_loop import handled
 
 T = TypeVar("T")
 

@@ -258,6 +258,7 @@ class _Run:
             partial(load_model, config.model, config.seed, config.training.lora),
             path,
             config.training.routing_replay,
+            config.pinned,
             log,
         )
         engine, weight_sync = await self.runtime.open_engine(spec)

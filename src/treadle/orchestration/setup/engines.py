@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,16 +23,19 @@ from treadle.core.types import Routing
 from treadle.engines.config import EngineConfig
 from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.remote import start_engine
-from treadle.engines.temporary import temporary_directory
-from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.staging import temporary_directory
 from treadle.engines.torch.options import TorchEngineOptions
-from treadle.engines.vllm.launch import ServerProcess, Started
-from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
+from treadle.engines.torch.pinned import LocalEngine, make_engine
+from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
 from treadle.models.weights import adapter_weights
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.training.trainer import EmbeddedSource
+
+if TYPE_CHECKING:
+    from treadle.engines.vllm.server import Started
 
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
 
@@ -103,7 +107,8 @@ class EngineSpec:
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
-    routing: it is to report which experts it chose. log: takes lines for the run's output.
+    routing: it is to report which experts it chose. pinned: sessions keep the version of their first call, at most
+    so many behind the newest. log: takes lines for the run's output.
     """
 
     config: EngineConfig
@@ -112,6 +117,7 @@ class EngineSpec:
     load_model: Callable[[], PreTrainedModel]
     logs: Path | None = None
     routing: bool = False
+    pinned: int | None = None
     log: Callable[[str], None] = lambda line: None
 
     def log_directory(self) -> Path:
@@ -139,19 +145,17 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
             await spec.source.export(folder)
             engine = await start_engine(
                 folder,
-                torch_options(spec.config, spec.renderer, spec.routing),
+                torch_options(spec.config, spec.renderer, spec.routing, spec.pinned),
                 log=spec.log_directory() / "engine.log",
                 notify=spec.log,
                 on_close=cleanup.pop_all().close,
             )
         return engine, SharedMemorySync(spec.source, engine)
-    if not isinstance(spec.source, EmbeddedSource):  # the tensors are in other processes
-        embedded = embedded_engine(spec.config, spec.renderer, spec.load_model(), spec.routing)
-        return embedded, FileSync(spec.source, embedded)
     # beside a trainer of adapters, the engine computes with that one's own base
-    model = spec.source.module if adapter_weights(spec.source.module) else spec.load_model()
-    embedded = embedded_engine(spec.config, spec.renderer, model, spec.routing)
-    return embedded, EmbeddedSync(spec.source, embedded)
+    here = spec.source.module if isinstance(spec.source, EmbeddedSource) else None
+    model = here if here is not None and adapter_weights(here) else spec.load_model()
+    embedded = embedded_engine(spec.config, spec.renderer, model, spec.routing, spec.pinned)
+    return embedded, EmbeddedSync(spec.source, embedded, by_file=here is None)
 
 
 async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource) -> Engine:
@@ -166,18 +170,25 @@ async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: Emb
 
 
 def embedded_engine(
-    config: EngineConfig, renderer: ChatRenderer, model: PreTrainedModel, routing: bool = False
-) -> TorchEngine:
-    """Return an engine in this process with a copy of the model.
+    config: EngineConfig,
+    renderer: ChatRenderer,
+    model: PreTrainedModel,
+    routing: bool = False,
+    pinned: int | None = None,
+) -> LocalEngine:
+    """Return an engine in this process with a copy of the model. routing, pinned: as of `EngineSpec`.
 
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    options = torch_options(config, renderer, routing)
-    return TorchEngine(model, options, decode=renderer.decode, own_thread=not options.lock_step)
+    options = torch_options(config, renderer, routing, pinned)
+    return make_engine(model, options, renderer.decode, own_thread=not options.lock_step)
 
 
-def torch_options(config: EngineConfig, renderer: ChatRenderer, routing: bool) -> TorchEngineOptions:
+def torch_options(
+    config: EngineConfig, renderer: ChatRenderer, routing: bool, pinned: int | None = None
+) -> TorchEngineOptions:
+    """Return the options of Treadle's own engine. routing, pinned: as of `EngineSpec`."""
     return TorchEngineOptions(
         stop_token_ids=renderer.stop_ids,
         max_batch=config.batch,
@@ -186,6 +197,7 @@ def torch_options(config: EngineConfig, renderer: ChatRenderer, routing: bool) -
         lock_step=config.lock_step is not False,
         in_flight=config.in_flight,
         routing=routing,
+        pinned=pinned,
     )
 
 
@@ -201,8 +213,8 @@ async def open_vllm(
     serve: default: on this machine. models: directory for the model, which trainer and servers see; default: that of
     temporary files.
     """
-    from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
-    from treadle.engines.vllm.start import open_engine as start
+    from treadle.engines.vllm.engine import open_engine as start  # httpx, which only this needs
+    from treadle.engines.vllm.publication import Probe
 
     config, model = spec.config, spec.source.model
     if spec.routing:
