@@ -201,7 +201,7 @@ def torch_options(
     )
 
 
-Serve = Callable[[int, Path, EngineConfig, Path], Started]
+Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
