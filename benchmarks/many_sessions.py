@@ -40,12 +40,12 @@ from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.pool import EnginePool
 from treadle.engines.torch.engine import Limits
+from treadle.models.chat import load_chat
 from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.loop import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -357,7 +357,7 @@ def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
             await asyncio.gather(*(engine.open() for engine in remote))
             pool = EnginePool(remote)
             players = Players(drivers={"caller": Caller})
-            renderer = load_chat_interface(config).renderer
+            renderer = load_chat(config)[1]
             try:
                 async with open_workers(
                     reservation, pool, renderer, players, rollout, RewardsConfig(), print, None

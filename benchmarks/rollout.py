@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,9 +25,9 @@ from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
+from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import open_serving
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.training.make import load_source
@@ -106,12 +106,13 @@ def _model_rows(
     repeats: int,
 ) -> list[Row]:
     """Measure every engine with one model, and `generate`."""
-    chat = replace(load_chat_interface(model), stop_token_ids=())  # all play to the full length
+    renderer = load_chat(model)[1]
+    renderer.stop_ids = ()  # all play to the full length
     source = load_source(model, seed=0)
     players: dict[str, RolloutRunner] = {}
     engines = []
     for config in configs:
-        engine = runner.run(open_serving(config, chat, source))
+        engine = runner.run(open_serving(config, renderer, source))
         engines.append(engine)
         players[_NAMES[config.kind]] = partial(_play, runner, engine, True)
         players[f"{_NAMES[config.kind]}, no reuse"] = partial(_play, runner, engine, False)

@@ -20,10 +20,10 @@ from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, Task
 from treadle.orchestration.config import RunConfig, StalePolicy, load_recipe
-from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.loop import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.worlds import treadle
-from tests.orchestration.test_api import MODEL, SETTINGS
+from tests.orchestration.runs import MODEL, SETTINGS
 from tests.worlds import ROOT
 from treadle.core.types import Task
 from treadle.envs.gsm8k import INSTRUCTION

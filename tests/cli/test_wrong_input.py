@@ -88,7 +88,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "eval tiny.yaml --model model --checkpoint best": ("give --checkpoint or --model, not both",),
     "eval tiny.yaml --model model model.tokenizer=null model.path=x": ("is chosen with --checkpoint or --model",),
     "eval tiny.yaml --model model data.held_out=null": ("has no held-out tasks; add data.held_out.source=",),
-    "eval tiny.yaml --model model --dump no/where": ("--dump: 'no' is not a directory; create it first",),
+    "eval tiny.yaml --model model --dump no/where": ("--dump: cannot write 'no/where': No such file or directory",),
     "serve RUN": ("MODEL_DIR: 'RUN' is a run; take one of its checkpoints",),
     "serve model": ("MODEL_DIR: no tokenizer.json in 'model'",),
     "serve served --port 65536": ("--port 65536: ports are 0 to 65535",),

@@ -13,7 +13,7 @@ from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
-from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_store import RunStore
 

@@ -1,5 +1,7 @@
 """Running the tiny recipe, and what every run must satisfy afterwards."""
 
+import os
+import signal
 import sqlite3
 from collections import Counter
 from contextlib import closing
@@ -12,8 +14,7 @@ from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.types import Step
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
-from treadle.orchestration.setup.inputs import Inputs, load_inputs
-from treadle.orchestration.setup.same_data import record_data
+from treadle.orchestration.setup.inputs import Inputs, load_inputs, record_data
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import read_shard
@@ -23,6 +24,17 @@ from treadle.orchestration.store.trace_store import read_traces
 from treadle.orchestration.train import train_run
 
 Summary = dict[str, Any]
+MODEL = tiny().model.model_dump(exclude_none=True)
+SETTINGS: dict[str, Any] = {
+    "training.tasks_per_update": 2,
+    "training.group_size": 3,
+    "training.threads": 1,
+    "rollout.max_steps": 2,
+    "rollout.max_input_tokens": 64,
+    "rollout.max_completion_tokens": 4,
+    "orchestration.updates": 2,
+}
+"""Of `treadle.train`."""
 
 
 def start(
@@ -46,6 +58,20 @@ def resume(
 ) -> Summary:
     config = config or RunDirectory.open(path).config()
     return train_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime, resume=True)
+
+
+class Interrupting(Quiet):
+    """Sends a signal to this process, as a terminal would, while a certain batch or evaluation is being played."""
+
+    def __init__(self, number: signal.Signals = signal.SIGINT, which: int = 1, what: str = "rollout") -> None:
+        super().__init__()
+        self.number, self.left, self.what = number, which, what
+
+    def phase(self, name: str, total: int) -> None:
+        self.left -= name == self.what
+        if not self.left:
+            self.left = -1
+            os.kill(os.getpid(), self.number)
 
 
 def query(path: Path, sql: str, *values: Any) -> list[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,8 @@ import openai
 import pytest
 
 import treadle
-from tests.orchestration.runs import Summary, check_finished, query
-from tests.worlds import CHATML, Quiet, tiny, user
+from tests.orchestration.runs import MODEL, SETTINGS, Interrupting, Summary, check_finished, query
+from tests.worlds import CHATML, Quiet, user
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -72,15 +70,6 @@ def by_environment(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-class Interrupted(Quiet):
-    """Ctrl-C in the first batch, which is finished all the same."""
-
-    def phase(self, name: str, total: int) -> None:
-        if name == "rollout" and "interrupted" not in self.lines:
-            self.log("interrupted")
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 SAME = "SELECT trajectory_id, status, reward, advantage, steps, completion_tokens FROM trajectories ORDER BY 1"
 
 
@@ -91,7 +80,7 @@ def test_an_agent_program_trains_as_the_environment_does_also_resumed(
 ) -> None:
     config = recipe("lookup_agent", f"agent=treadle.recipes.agents.{agent}:solve")
     path = tmp_path / "run"
-    stopped = started(config, path, Interrupted())
+    stopped = started(config, path, Interrupting())
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
     saved = RunDirectory.open(path).config()
     summary = train_run(saved, load_inputs(saved), path, Quiet(), resume=True)
@@ -122,15 +111,7 @@ async def too_few(task: Task) -> float:
     return 0.0
 
 
-MODEL = tiny().model.model_dump(exclude_none=True)
-SETTINGS: dict[str, Any] = {
-    "training.tasks_per_update": 2,
-    "training.group_size": 3,
-    "training.threads": 1,
-    "rollout.max_input_tokens": 64,
-    "rollout.max_completion_tokens": 4,
-    "orchestration.updates": 1,
-}
+ONCE = {**SETTINGS, "orchestration.updates": 1}
 
 
 def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
@@ -138,14 +119,14 @@ def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
     run, template, said = tmp_path / "run", tmp_path / "own.jinja", Quiet()
     template.write_text(CHATML.replace("{% if tools %}", "{% if false %}"))
     model = {**MODEL, "chat_template": str(template)}
-    summary = treadle.train(solve, tasks, model=model, run=run, settings=SETTINGS, progress=said)
+    summary = treadle.train(solve, tasks, model=model, run=run, settings=ONCE, progress=said)
     check_finished(run)
     assert summary["updates"] == 1
     [line] = [line for line in said.lines if "tools" in line]
     assert line.startswith(f"agents' calls with tools will be refused: the chat template '{template}' does not write")
     assert RunDirectory.open(run).config().agent == "solve"
     with pytest.raises(ConfigError, match="too many positional arguments"):
-        treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=SETTINGS)  # type: ignore[arg-type]
+        treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=ONCE)  # type: ignore[arg-type]
 
 
 def test_a_task_is_played_by_one_of_the_two() -> None:
@@ -192,7 +173,7 @@ class Flaky:
 def test_every_step_of_failing_agents_is_accounted_for(tmp_path: Path) -> None:
     tasks = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(4)]
     run = tmp_path / "run"
-    settings = {**SETTINGS, "training.group_size": 6, "failures.max_failed_fraction": 0.9}
+    settings = {**ONCE, "training.group_size": 6, "failures.max_failed_fraction": 0.9}
     treadle.train(Flaky(), tasks, model=MODEL, run=run, settings=settings, progress=Quiet())
     states = query(run, "SELECT state, reason, count(*) AS n FROM steps GROUP BY 1, 2 ORDER BY 1")
     assert [(row["state"], row["reason"], row["n"]) for row in states] == [
@@ -216,7 +197,7 @@ async def sends_images(task: Task, client: Any) -> float:
 def test_a_run_whose_agents_send_what_nobody_takes_ends_and_says_so(tmp_path: Path) -> None:
     tasks, run = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)], tmp_path / "run"
     with pytest.raises(TrainingStopped, match=r"6 of 6 trajectories of update 1 sent malformed requests .*messages"):
-        treadle.train(sends_images, tasks, model=MODEL, run=run, settings=SETTINGS, progress=Quiet())
+        treadle.train(sends_images, tasks, model=MODEL, run=run, settings=ONCE, progress=Quiet())
     rows = query(run, "SELECT status, reward, warning, metrics FROM trajectories")
     assert {(row["status"], row["reward"]) for row in rows} == {("done", 0.0)}
     assert all("1 of its requests were malformed" in row["warning"] for row in rows)

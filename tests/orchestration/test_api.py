@@ -1,30 +1,17 @@
 """`treadle.train`: from Python, on one's own environment and tasks."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import treadle
-from tests.orchestration.runs import check_finished, query
-from tests.worlds import Quiet, tiny, user
+from tests.orchestration.runs import MODEL, SETTINGS, Interrupting, check_finished, query
+from tests.worlds import Quiet, user
 from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError
-
-MODEL = tiny().model.model_dump(exclude_none=True)
-SETTINGS: dict[str, Any] = {
-    "training.tasks_per_update": 2,
-    "training.group_size": 3,
-    "training.threads": 1,
-    "rollout.max_steps": 2,
-    "rollout.max_input_tokens": 64,
-    "rollout.max_completion_tokens": 4,
-    "orchestration.updates": 2,
-}
 
 
 class Short(Environment):
@@ -121,22 +108,9 @@ def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path
         train(tmp_path / "other", Short, file)
 
 
-class Follows(treadle.Callback):
-    pass
-
-
-class Impatient(Quiet):
-    """Ctrl-C in the first batch."""
-
-    def phase(self, name: str, total: int) -> None:
-        if name == "rollout" and self.lines[-1:] != ["interrupted"]:
-            self.log("interrupted")
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(tmp_path / "whole")
-    stopped = train(tmp_path / "run", progress=Impatient())
+    stopped = train(tmp_path / "run", progress=Interrupting())
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
     with pytest.raises(ConfigError, match=r"training\.group_size is 4, the run was started with 3"):
         train(tmp_path / "run", settings={"training.group_size": 4}, resume=True)
@@ -167,11 +141,10 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"tasks": [{"prompt": 3}]}, DataError, r'tasks\[0\]: prompt must be text or a JSON array.*write \[{"role"'),
         ({"tasks": [{"question": "?"}]}, DataError, r"tasks\[0\]: unknown key 'question'; keys are task_id, prompt"),
         ({"tasks": Task("t")}, ConfigError, "tasks is one Task; give a list"),
-        ({"model": object()}, ConfigError, "model is of type object; give its directory"),
+        ({"model": 3}, ConfigError, "model: got 3, expected an object"),
         ({"environment": "lokup"}, ConfigError, "environments: 'lokup' is not registered; did you mean 'lookup'"),
         ({"environment": Short()}, ConfigError, r"environment is one Short, .* lambda: Short\(\.\.\.\)"),
         ({"environment": lambda a, b, c: 0.0}, ConfigError, r"missing a required argument.*def reward\(task, text\)"),
-        ({"callbacks": Follows()}, ConfigError, "callbacks is one Follows; give a list"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(

@@ -8,7 +8,7 @@ import pytest
 from tests.orchestration.runs import check_finished, start
 from tests.worlds import tiny
 from treadle.core.errors import RunError
-from treadle.orchestration.loop.schedule import pending_evaluations
+from treadle.orchestration.evaluation import pending_evaluations
 from treadle.orchestration.store.checkpoint_retention import (
     best_update,
     checkpoint_name,

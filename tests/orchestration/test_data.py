@@ -10,11 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import treadle
-from tests.orchestration.runs import check_finished, query, resume
-from tests.orchestration.test_api import MODEL, SETTINGS
+from tests.orchestration.runs import MODEL, SETTINGS, check_finished, query, resume
 from tests.worlds import ROOT, Quiet, tiny
 from treadle.cli.main import main
-from treadle.core.config import build, dump_yaml
+from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
@@ -171,12 +170,3 @@ def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suff
         resume(tmp_path / "run", config=config)
     questions(file)
     assert resume(tmp_path / "run", config=config)["weights_sha256"] == expected
-
-
-def test_the_recipe_is_kept_as_it_was_written(tmp_path: Path) -> None:
-    parts = [{"source": "a.jsonl", "weight": 3.0, "name": "x"}, {"source": "b.parquet", "columns": {"prompt": "q"}}]
-    config = recipe("", data={"train": parts})
-    (tmp_path / "mine.yaml").write_text(dump_yaml(config))
-    from treadle.orchestration.config import load_recipe
-
-    assert load_recipe(str(tmp_path / "mine.yaml")) == config

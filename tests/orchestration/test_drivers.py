@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 import pytest
 
 import treadle
-from tests.orchestration.runs import check_finished, query, resume
+from tests.orchestration.runs import MODEL, SETTINGS, check_finished, query, resume
 from tests.worlds import Quiet, tiny, user, vowel_tasks
 from treadle.core.config import Config
-from treadle.core.errors import ConfigError, DataError
+from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.data.config import SourceConfig
@@ -74,16 +74,7 @@ def start(path: Path, *overrides: str) -> dict[str, Any]:
 
 def test_a_driver_given_in_python_trains(tmp_path: Path) -> None:
     rows = [Task(f"t{i}", (user(f"be brief {i}"),)) for i in range(3)]
-    settings = {
-        "training.tasks_per_update": 2,
-        "training.group_size": 3,
-        "training.threads": 1,
-        "rollout.max_input_tokens": 64,
-        "rollout.max_completion_tokens": 4,
-        "orchestration.updates": 2,
-    }
-    model = tiny().model.model_dump(exclude_none=True)
-    options: dict[str, Any] = {"model": model, "settings": settings, "progress": Quiet()}
+    options: dict[str, Any] = {"model": MODEL, "settings": SETTINGS, "progress": Quiet()}
     summary = treadle.train(TwoTurns, rows, run=tmp_path / "run", **options)
     check_finished(tmp_path / "run")
     assert (summary["updates"], TwoTurns.attempts) == (2, [12])
@@ -119,13 +110,6 @@ def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
     )
     assert [task.player for task in found] == [("driver", "d"), ("environment", "e"), ("driver", "other")]
     assert make_inputs([Task("t", (user("?"),))], [], drivers={"d": TwoTurns}).train[0].player == ("driver", "d")
-
-
-def test_a_task_and_a_recipe_name_one_thing_that_plays() -> None:
-    with pytest.raises(DataError, match="names both the agent 'a' and the driver 'd'; leave one out"):
-        Task("t", agent="a", driver="d")
-    with pytest.raises(ConfigError, match=r"environment 'tests.worlds:Vowels' and driver 'd' are both set"):
-        tiny("driver=d")
 
 
 @pytest.mark.parametrize(

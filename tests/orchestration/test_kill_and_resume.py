@@ -2,25 +2,27 @@
 
 import json
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.engines.test_engine_restart import children as children
+from tests.engines.test_engine_restart import staged
 from tests.forks import ForkedProcess, run
-from tests.orchestration.runs import check_finished, put_config, put_data, resume, start, updates
+from tests.orchestration.runs import check_finished, put_config, put_data, query, resume, start, updates
 from tests.until import CEILING, wait_until
-from tests.worlds import ROOT, tiny
+from tests.worlds import ROOT, Quiet, tiny
 from treadle.core.config import dump_yaml
-from treadle.orchestration.schema import SCHEMA_VERSION
+from treadle.orchestration.config import SCHEMA_VERSION
+from treadle.orchestration.store.run_directory import RunDirectory
 
 SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be killed in
 
@@ -58,14 +60,22 @@ def wait_for_update(
     wait_until(is_made)
 
 
-def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
+def read_until(process: "subprocess.Popen[str]", pattern: str) -> None:
     """Read its output until there is a match."""
     assert process.stdout is not None
     said = ""
-    while not (found := re.search(pattern, said)):
+    while not re.search(pattern, said):
         said += (line := process.stdout.readline())
         assert line, said
-    return found
+
+
+def strike(process: "subprocess.Popen[str]") -> None:
+    """kill -9, unless it has ended; none of its children outlives it for long."""
+    ids = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    output, _ = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), output
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in ids))
 
 
 def expect(process: "subprocess.Popen[str]", status: int) -> str:
@@ -101,52 +111,9 @@ def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path:
     check_finished(run)
 
 
-def children(process: "subprocess.Popen[str]") -> list[Path]:
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [Path(f"/proc/{child}") for child in found]
-
-
-def strike(process: "subprocess.Popen[str]") -> bool:
-    """kill -9; none of its children outlives it for long. Returns whether it had not ended before."""
-    left = children(process)
-    process.send_signal(signal.SIGKILL)
-    output, _ = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), output
-    wait_until(lambda: not any(child.exists() for child in left))
-    return process.returncode != 0
-
-
-def kill(folder: Path, draws: random.Random, updates: int) -> None:
-    """Train until a random moment, the first checkpoint being there; once more if it was over by then."""
-    was_killed = False
-    while not was_killed:
-        shutil.rmtree(folder / "runs", ignore_errors=True)
-        with training(folder) as process:
-            wait_for_update(folder, draws.randint(2, updates - 2), process)
-            time.sleep(draws.random() * 0.1)
-            was_killed = strike(process)
-
-
-@pytest.mark.slow
-def test_kill_9_and_resume_finishes_the_same(tmp_path: Path) -> None:
-    options = ("orchestration.updates=8", "engine.own_process=true", "training.updates_per_batch=2")
-    expected = write_recipe(tmp_path, *options)
-    kill(tmp_path, random.Random(3), updates=8)
-    with training(tmp_path, "--resume") as process:
-        expect(process, 0)
-    check_finished(tmp_path / "runs" / "run")
-    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
-    assert summary["weights_sha256"] == expected
-
-
 # Asynchronous: no two runs are the same, but in each every step has one end
 
 ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=8", SLOWLY)
-
-
-def resumed(process: "subprocess.Popen[str]") -> int:
-    """Wait until a resumed run tells how many finished trajectories it reuses; returns that."""
-    return int(read_until(process, r"(\d+) finished trajectories \(\d+ steps\) of \d+ groups are reused")[1])
 
 
 @pytest.mark.quick(1)
@@ -154,27 +121,6 @@ def resumed(process: "subprocess.Popen[str]") -> int:
 def test_an_asynchronous_run_ends_with_nothing_undecided(policy: str, tmp_path: Path) -> None:
     start(tmp_path / "run", *ASYNCHRONOUS, f"orchestration.stale_policy={policy}")
     check_finished(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_an_asynchronous_run_is_killed_over_and_over(tmp_path: Path) -> None:
-    """Each process after a while, and what was finished by then is reused; the last one goes to the end."""
-    options = ("orchestration.updates=45", "orchestration.checkpoint_every=1", "orchestration.stale_policy=drop_group")
-    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(*ASYNCHRONOUS, *options, "engine.own_process=true")))
-    draws, found = random.Random(0), []
-    kill(tmp_path, draws, 4)
-    for _ in range(2):
-        with training(tmp_path, "--resume") as process:
-            found.append(resumed(process))
-            time.sleep(draws.random())
-            if not strike(process):
-                break
-    else:
-        with training(tmp_path, "--resume") as process:
-            found.append(resumed(process))
-            expect(process, 0)
-    assert max(found) > 0
-    check_finished(tmp_path / "runs" / "run")
 
 
 @pytest.mark.slow
@@ -241,3 +187,40 @@ def test_whatever_was_being_written_when_the_run_was_killed(kills: str, options:
         return
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["weights_sha256"] == start(tmp_path / "straight", *options.split())["weights_sha256"]
+
+
+class Striking(Quiet):
+    """From a certain batch on, the engine's process answers nothing any more, and then is killed."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def phase(self, name: str, total: int) -> None:
+        if name == "rollout" and len(self.rows) == self.batch:
+            [pid] = children()
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_staleness", "batch"), [(0, 0), (2, 3)])
+def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, batch: int, tmp_path: Path) -> None:
+    """Even of the first batch every attempt is made again, though all fail at once. No checkpoint precedes the fourth,
+    so that its attempts have only begun.
+    """
+    path, progress = tmp_path / "run", Striking(batch)
+    options = ("engine.own_process=true", "orchestration.updates=8", f"orchestration.max_staleness={max_staleness}")
+    start(path, *options, progress=progress)
+    check_finished(path)
+    said = [line for line in progress.lines if line.startswith("the engine ended")]
+    assert said == ["the engine ended with code -9 (Killed); starting it again"]
+    failed = query(path, "SELECT failure_cause AS cause FROM trajectories WHERE reward IS NULL")
+    assert Counter(row["cause"] for row in failed).keys() == {"engine"}
+    graded = query(
+        path,
+        "SELECT count(*) AS n FROM trajectories JOIN groups USING (group_id) WHERE trained_version IS NOT NULL AND "
+        "reward IS NOT NULL GROUP BY group_id",
+    )
+    assert {row["n"] for row in graded} == {RunDirectory.open(path).config().training.group_size}
+    assert not children() and not staged()

@@ -10,7 +10,7 @@ from tests.orchestration.runs import check_finished, recorded, resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.evaluate_model import evaluate_model, find_subject, held_out_inputs
+from treadle.orchestration.evaluation import evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.export import export_checkpoint
 from treadle.training.checkpoint import export_model
 from treadle.training.make import load_model

@@ -3,7 +3,8 @@
 import asyncio
 import random
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,63 @@ from treadle.core.draws import Stream
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, Task
-from treadle.orchestration.loop.assembly import StartingPoint, make_loop
+from treadle.orchestration.loop import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.session import Address
 from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
+
+
+def virtually(main: Coroutine[Any, Any, Any]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_day_takes_no_time_and_limits_are_kept() -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 86_400 * 3)
+        assert now() == pytest.approx(86_400 * 3)
+
+    started = time.perf_counter()
+    virtually(main())
+    assert time.perf_counter() - started < 5
+
+
+def test_time_stands_still_while_a_thread_computes() -> None:
+    async def main() -> float:
+        asyncio.get_running_loop().call_later(1000, ticks.append, 1)
+        await asyncio.to_thread(time.sleep, 0.05)
+        assert not ticks
+        return now()
+
+    ticks: list[int] = []
+    assert virtually(main()) == 0
+
+
+def test_waiting_for_nothing_is_an_error_instead_of_a_hang() -> None:
+    async def main() -> None:
+        await asyncio.sleep(2)
+        await asyncio.Event().wait()
+
+    loop = VirtualLoop()
+    waiting = loop.create_task(main())
+    with pytest.raises(RuntimeError, match="at 2 virtual seconds every coroutine waits"):
+        loop.run_until_complete(waiting)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(waiting)
+    loop.close()
+
 
 UPDATES = 8
 

@@ -17,10 +17,9 @@ from treadle.core.engine import Completion
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import DropReason, Failure, Group, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.sampling.concurrency import ConcurrencyController
 from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfig
 from treadle.orchestration.sampling.groups import Groups
-from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
+from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController, RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.testing import FakeEngine, VirtualLoop
@@ -153,7 +152,7 @@ def batches(versions: int, judge: Judge = lambda group: None, **settings: Any) -
                 made.scheduler.start_groups(version)
                 started = list(made.groups.outstanding)
                 seen.append((started, [group.index for group in await made.next_batch(version)]))
-                made.scheduler.trained()
+                made.groups.trained()
         return seen
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -208,11 +207,6 @@ def test_others_take_the_place_of_what_is_discarded_in_order_and_exactly() -> No
         return DropReason.FILTERED if group.index % 3 == 0 else None
 
     assert [batch for _, batch in batches(3, judge=judge)] == [[1, 2, 4], [5, 7, 8], [10, 11, 13]]
-
-
-def test_tasks_that_failed_too_often_are_passed_over() -> None:
-    taken = batches(2, left_out=("t1", "t4"))
-    assert [batch for _, batch in taken] == [[0, 2, 3], [5, 6, 7]]
 
 
 def test_only_the_attempts_that_a_restored_group_lacks_are_made() -> None:
@@ -273,7 +267,6 @@ def test_retries_wait_longer_each_time_and_end() -> None:
     failures = FailuresConfig(causes={Cause.INFRASTRUCTURE: FailurePolicy(backoff=3.0)})
     failed = Trajectory("t", "t", 0, (), None, Status.FAILED, Failure(Cause.INFRASTRUCTURE, "gone"))
     assert [failures.retry_delay(failed, number) for number in (1, 2, 3)] == [3.0, 6.0, None]
-    assert failures.retry_delay(replace(failed, failure=Failure(Cause.AGENT, "oops")), 1) is None
 
 
 def test_a_failure_may_be_graded() -> None:
@@ -283,29 +276,6 @@ def test_a_failure_may_be_graded() -> None:
     assert (graded.reward, graded.status, graded.warning) == (-1.0, Status.DONE, "graded after a failure: agent: oops")
     other = replace(failed, failure=Failure(Cause.ENGINE, "gone"))
     assert failures.final(other) is other
-
-
-def test_groups_leave_in_order_with_their_attempts_names_and_tasks() -> None:
-    arrival: list[int] = []
-
-    def judge(group: Group) -> DropReason | None:
-        arrival.append(group.index)
-        return None if group.index < 3 else DropReason.FILTERED
-
-    async def go() -> tuple[list[Group], list[Trajectory]]:
-        made = sampling(judge, staleness=1, max_groups=3, backlog=Backlog(times_sampled={1: 2}))
-        async with made.scheduler.sampling():
-            return await made.next_batch(), made.store.recorded
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        batch, recorded = runner.run(go())
-    assert [index for index in arrival if index < 3] == [2, 1, 0]  # the worlds above see to that
-    assert [g.group_id for g in batch] == ["g000000", "g000001r2", "g000002"]
-    assert [g.task.task_id for g in batch] == ["t0", "t1", "t2"]
-    assert [t.trajectory_id for t in batch[1].trajectories] == ["g000001r2.0", "g000001r2.1"]
-    assert all(t in recorded for g in batch for t in g.trajectories)
-    seeds = {s.sampling.seed for g in batch for t in g.trajectories for s in t.steps}
-    assert len(seeds) == 6
 
 
 def test_seeds_depend_on_the_address_not_on_how_often_a_group_was_sampled() -> None:
@@ -368,7 +338,7 @@ async def test_whatever_ends_a_group_ends_attempts_that_were_retried_too() -> No
 
     causes = "{infrastructure: {retries: 1, backoff: 0}}"
     made = sampling(world=World, size=1, max_groups=1, causes=causes, staleness=1)
-    made.groups._store = Failing()
+    made.groups.store = Failing()
     with pytest.raises(ZeroDivisionError):
         async with made.scheduler.sampling():
             made.scheduler.start_groups(0)
@@ -399,3 +369,66 @@ def test_a_group_that_is_sampled_again_comes_first_and_has_a_name_of_its_own() -
         ("g000002r2", 2),
         ("g000003", 3),
     ]
+
+
+def trajectory(seconds: float, *calls: float) -> Trajectory:
+    steps = tuple(replace(make_step(), seconds=call) for call in calls)
+    return Trajectory("t", "task", 0, steps, 1.0, Status.DONE, seconds=seconds)
+
+
+@given(share=st.floats(0.01, 4), lengths=st.lists(st.floats(0.1, 1e4), min_size=1, max_size=40))
+def test_attempts_that_are_partly_elsewhere_leave_room_for_others(share: float, lengths: list[float]) -> None:
+    """A share above 1: calls side by side."""
+    limit = ConcurrencyController(64)
+    for seconds in lengths:
+        limit.observe(trajectory(seconds, share * seconds / 2, share * seconds / 2))
+    assert limit.engine_share == pytest.approx(share)
+    assert limit.limit == pytest.approx(64 / share, rel=1e-6, abs=1.001)
+
+
+def test_groups_that_are_scarce_are_so_in_evaluations_too() -> None:
+    assert tiny().evaluated_together == 256
+    assert tiny("orchestration.max_concurrent_groups=2").evaluated_together == 2 * tiny().training.group_size
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("engine", "environment"), [(1.0, 0.0), (1.0, 3.0), (2.0, 1.0), (0.5, 20.0)])
+def test_the_engine_is_kept_full_and_its_queue_short(engine: float, environment: float) -> None:
+    """Attempts of four calls each, started as the limit allows, after a change from another world."""
+    capacity, limit = 8, ConcurrencyController(8)
+    for _ in range(200):
+        limit.observe(trajectory(10.0, 9.0))
+
+    async def go() -> tuple[float, float]:
+        clock, places = asyncio.get_running_loop(), asyncio.Semaphore(capacity)
+        busy = waited = 0.0
+
+        async def attempt(number: int) -> None:
+            nonlocal busy, waited
+            await asyncio.sleep(number % 7 / 7 * environment)
+            started, calls = clock.time(), []
+            for _ in range(4):
+                asked = clock.time()
+                async with places:
+                    waited += clock.time() - asked
+                    await asyncio.sleep(engine)
+                busy += engine
+                calls.append(clock.time() - asked)
+                await asyncio.sleep(environment)
+            limit.observe(trajectory(clock.time() - started, *calls))
+
+        running: set[asyncio.Task[None]] = set()
+        for number in range(1500):
+            while len(running) >= limit.limit:
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            running.add(asyncio.create_task(attempt(number)))
+            if number == 500:
+                begun, busy, waited = clock.time(), 0.0, 0.0
+        elapsed = clock.time() - begun
+        await asyncio.wait(running)
+        return busy / capacity / elapsed, waited / busy
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        used, waiting = runner.run(go())
+    assert used > 0.9
+    assert waiting < 0.5

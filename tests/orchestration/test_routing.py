@@ -12,17 +12,16 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
-from tests.orchestration.test_loop import Interrupting
+from tests.orchestration.runs import Interrupting, check_finished, query, recorded, resume, start, updates
 from tests.worlds import tiny
 from treadle.core.engine import Completion
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import Routing
 from treadle.engines.compute import Compute
 from treadle.engines.weight_sync import EmbeddedSync
+from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.chat_interface import check_engine, load_chat_interface
-from treadle.orchestration.setup.engines import embedded_engine
+from treadle.orchestration.setup.engines import check_engine, embedded_engine
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedTrainer
@@ -78,12 +77,12 @@ LIES: dict[str, tuple[Callable[[Routing], Routing | None], str]] = {
 def test_the_experts_of_a_first_call_are_compared_with_the_learners(lie: str) -> None:
     falsify, message = LIES[lie]
     config = tiny(*MOE, "model.build.num_experts_per_tok=1", "model.build.num_local_experts=16")
-    chat, model = load_chat_interface(config.model), load_model(config.model, 0)
+    renderer, model = load_chat(config.model)[1], load_model(config.model, 0)
     tokenizer = tokenizer_directory(config.model)
     trainer = EmbeddedTrainer(Learner(model, config.training, config.algorithm, 4), tokenizer, Compute(None))
 
     async def check() -> None:
-        engine = embedded_engine(config.engine, chat, model, routing=True)
+        engine = embedded_engine(config.engine, renderer, model, routing=True)
         generate = engine.generate
 
         async def falsified(*arguments: Any, **options: Any) -> Completion:
@@ -93,7 +92,7 @@ def test_the_experts_of_a_first_call_are_compared_with_the_learners(lie: str) ->
 
         engine.generate = falsified  # type: ignore[method-assign]
         try:
-            await check_engine(engine, EmbeddedSync(trainer, engine), trainer, chat)
+            await check_engine(engine, EmbeddedSync(trainer, engine), trainer, renderer)
         finally:
             await engine.close()
 

@@ -15,8 +15,7 @@ from treadle.core.config import Config
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.registry import names, resolve
 from treadle.engines.config import VLLMConfig
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.schema import SCHEMA_VERSION
+from treadle.orchestration.config import SCHEMA_VERSION, RunConfig
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.run_directory import RunDirectory

@@ -15,16 +15,16 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import treadle
+from tests.orchestration.runs import recorded
 from treadle.core.errors import DownloadError
 from treadle.core.types import Message
+from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import ModelSource
 from treadle.orchestration.get_model import get_model
-from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import read_steps
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import PackedCall
+from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("orchestration_smollm2")]  # what its tests share is made once
@@ -43,8 +43,8 @@ def directory() -> Path:
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatInterface:
-    return load_chat_interface(SMOLLM2)
+def chat() -> ChatRenderer:
+    return load_chat(SMOLLM2)[1]
 
 
 class Twice(treadle.Environment):
@@ -92,17 +92,17 @@ def test_it_is_a_model_that_can_read(directory: Path) -> None:
     assert ModelSource.read(directory).licence == "apache-2.0"
 
 
-def test_its_template_has_a_system_message_and_its_prompts_carry_what_was_sampled(chat: ChatInterface) -> None:
-    conversation = Conversation(chat.renderer)
+def test_its_template_has_a_system_message_and_its_prompts_carry_what_was_sampled(renderer: ChatRenderer) -> None:
+    conversation = Conversation(renderer)
     messages: list[Message] = [{"role": "user", "content": "Count   12 <|im_end|>"}]
     first = conversation.render(messages)
-    assert chat.renderer.decode(first.ids) == (
+    assert renderer.decode(first.ids) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nCount   12 <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )
-    [end] = chat.stop_token_ids
+    [end] = renderer.stop_ids
     assert [int(i) for i in first.ids].count(end) == 2  # the user's own is text
-    odd = [*(chat.renderer.encode(letter)[0] for letter in "Paris"), end]  # letter by letter
+    odd = [*(renderer.encode(letter)[0] for letter in "Paris"), end]  # letter by letter
     conversation.record(first, np.array(odd), {"role": "assistant", "content": "Paris"})
     again = conversation.render(
         [*messages, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "?"}]
@@ -120,16 +120,12 @@ def test_engine_and_learner_compute_the_same(run: Path) -> None:
     assert np.isfinite(row["loss"])
 
 
-def test_every_second_step_appends_to_the_first(run: Path, chat: ChatInterface) -> None:
-    ledger = Ledger(run / "ledger.sqlite")
-    rows: list[Any] = ledger.query("SELECT trajectory_id, shard FROM trajectories")
-    shards = ledger.shards()
-    ledger.close()
-    assert len(rows) == 4
-    for row in rows:
-        steps = read_steps(run / "rollouts", shards[row["shard"]], row["trajectory_id"])
+def test_every_second_step_appends_to_the_first(run: Path, renderer: ChatRenderer) -> None:
+    trajectories = recorded(run)
+    assert len(trajectories) == 4
+    for _, steps in trajectories:
         calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-        kinds = [relation.kind for relation in relations(calls, chat.renderer.decode)]
+        kinds = [relation.kind for relation in relations(calls, renderer.decode)]
         assert kinds[1:] == [Kind.EXTENDS]
 
 
@@ -137,4 +133,4 @@ def test_the_trained_model_is_a_model_path_of_its_own(run: Path) -> None:
     checkpoint = run / "checkpoints" / "step-000001"
     config = json.loads((checkpoint / "config.json").read_bytes())
     assert (config["model_type"], "quantization_config" in config) == ("llama", False)
-    load_chat_interface(ModelConfig(path=str(checkpoint)))
+    load_chat(ModelConfig(path=str(checkpoint)))

@@ -18,7 +18,6 @@ from treadle.core.files import Manifest
 from treadle.core.types import BreakCause, Message
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.training.checkpoint import export_model
 from treadle.training.make import load_model
@@ -204,6 +203,6 @@ def test_a_model_from_scratch_gets_its_end_tokens(given: tuple[str, ...] | None,
     """llama's own default is id 2, whatever that is here."""
     config = ModelConfig(build=TINY, tokenizer="demo", stop_tokens=given)
     export_model(tmp_path / "model", load_model(config, 0), TOKENIZER)
-    stops = load_chat_interface(config).stop_token_ids
+    stops = load_chat(config)[1].stop_ids
     assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == list(stops)
-    assert load_chat_interface(ModelConfig(path=str(tmp_path / "model"))).stop_token_ids == stops
+    assert load_chat(ModelConfig(path=str(tmp_path / "model")))[1].stop_ids == stops

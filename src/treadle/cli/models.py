@@ -14,8 +14,14 @@ from treadle.cli.options import Commands, add_command, add_shared
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
-from treadle.orchestration.dump import check_dump
-from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
+from treadle.orchestration.evaluation import (
+    Evaluation,
+    Subject,
+    check_dump,
+    evaluate_model,
+    find_subject,
+    held_out_inputs,
+)
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 

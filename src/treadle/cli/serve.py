@@ -32,7 +32,8 @@ from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
 if TYPE_CHECKING:
-    from treadle.orchestration.setup.chat_interface import ChatInterface
+    from treadle.core.engine import Engine
+    from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
 
 _SERVE_EXAMPLES = """examples:
@@ -98,13 +99,13 @@ def run_serve(options: argparse.Namespace) -> int:
 
     address = address_of(options, "treadle serve")
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
-        from treadle.orchestration.setup.chat_interface import load_chat_interface
+        from treadle.models.chat import load_chat
         from treadle.training.make import load_source
 
-        chat, source = load_chat_interface(model), load_source(model, seed=0)
+        renderer, source = load_chat(model)[1], load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
         gateway = Gateway(model=options.model.name)
-        asyncio.run(_serve(options, engine, chat, source, gateway, serving(gateway, address, listening)))
+        asyncio.run(_serve(options, engine, renderer, source, gateway, serving(gateway, address, listening)))
     return 0
 
 
@@ -126,7 +127,7 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
 async def _serve(
     options: argparse.Namespace,
     config: EngineConfig,
-    chat: ChatInterface,
+    renderer: ChatRenderer,
     source: EmbeddedSource,
     gateway: Gateway,
     server: AbstractAsyncContextManager[str],
@@ -136,16 +137,9 @@ async def _serve(
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = await open_serving(config, chat, source)
+    engine = await open_serving(config, renderer, source)
     try:
-        sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-        context, one = (
-            source.model.context,
-            Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0),
-        )  # that all clients share
-        spec = SessionSpec("serve", engine, chat.renderer, sampling, context - 1, one)
-        parse = chat.renderer.parser(options.parser, "--parser")
-        session = Session(spec, parse, callers_sampling=True, context=context)
+        session = _session(options, renderer, source.model.context, engine)
         async with server as url:
             address = gateway.attach(session)
             problem = session.renderer.tools_problem(parse=session.parse)
@@ -160,6 +154,14 @@ async def _serve(
             console.line(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
     finally:
         await engine.close()
+
+
+def _session(options: argparse.Namespace, renderer: ChatRenderer, context: int, engine: Engine) -> Session:
+    """Return the one session that all clients with the key share."""
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    address = Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0)
+    spec = SessionSpec("serve", engine, renderer, sampling, context - 1, address)
+    return Session(spec, renderer.parser(options.parser, "--parser"), callers_sampling=True, context=context)
 
 
 def _write(directory: Path, session: Session) -> Path:

@@ -20,9 +20,8 @@ from treadle.data.config import sources_of
 from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.setup.config_diff import changes, check_changes
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_inputs
-from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.setup.validation import changes, check_changes, check_config
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
 from treadle.training.demonstrations import load_demonstrations
@@ -183,9 +182,9 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
 
 def _print_prompt(console: Console, result: DryRun) -> None:
     """Print the first prompt; structural tokens, which only the template writes, in color."""
-    if result.prompt is None or result.chat is None:
+    if result.prompt is None or result.renderer is None:
         return
-    structure = result.chat.renderer.structure
+    structure = result.renderer.structure
     parts: list[Part] = [
         (structure.decode(ids), "bold cyan" if structural else "")
         for structural, ids in groupby(result.prompt.ids.tolist(), structure.is_structural)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,25 +65,24 @@ def train(
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
-    (`treadle.orchestration.setup.config_diff`).
+    (`treadle.orchestration.setup.validation`).
     progress: shows the run to a person; default: plain lines. callbacks: follow the run (`treadle.Callback`), beside
     those in `settings`.
 
     Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
     kind, name, player = _player(environment)
-    sources = {"train": _source_or_tasks(tasks, "tasks"), "held_out": _source_or_tasks(held_out, "held_out")}
+    given = {"train": _source_or_tasks(tasks, "tasks"), "held_out": _source_or_tasks(held_out, "held_out")}
+    sources = {split: {"source": what if isinstance(what, str) else IN_MEMORY} for split, what in given.items() if what}
     data: dict[str, Any] = {
         "recipe": Path(run).name,
         kind: name,
-        "data": {
-            "train": {"source": _source(sources["train"])},
-            "held_out": {"source": _source(sources["held_out"])} if sources["held_out"] else None,
-        },
-        "model": _model(model),
+        "data": {"train": {"source": IN_MEMORY}, **sources},
+        "model": {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model,
     }
-    for path, value in (settings or {}).items():
-        data = _with_setting(data, path, value)
+    data = apply_overrides(
+        data, [f"{path}={json.dumps(value, default=str)}" for path, value in (settings or {}).items()]
+    )
     config = build(RunConfig, data, "treadle.train")
     check_config(config)
     if config.environment_options:
@@ -89,14 +90,14 @@ def train(
             check_environment(made_class(player), name, config.environment_options), **config.environment_options
         )
     environments = {name: player} if kind == "environment" else {}
-    train_tasks, held_out_tasks = (_tasks(sources[split], split, config, environments) for split in SPLITS)
+    train_tasks, held_out_tasks = (_tasks(given[split], split, config, environments) for split in SPLITS)
     check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
     inputs = make_inputs(
         train_tasks,
         held_out_tasks,
         environments,
         {name: player} if kind == "agent" else {},
-        load_callbacks(config.callbacks, _several(callbacks)),
+        load_callbacks(config.callbacks, callbacks),
         {name: player} if kind == "driver" else {},
     )
 
@@ -109,25 +110,17 @@ def train(
     from treadle.orchestration.train import train_run  # torch
 
     start = partial(train_run, config, inputs, Path(run), progress, resume=resume)
-    if not _loop_is_running():
+    running = None
+    with suppress(RuntimeError):
+        running = asyncio.get_running_loop()  # in a notebook: ours needs another thread
+    if running is None:
         return start()
-    with ThreadPoolExecutor(1) as thread:  # in a notebook an event loop is running already: ours needs another thread
+    with ThreadPoolExecutor(1) as thread:
         return thread.submit(start).result()
 
 
-def _loop_is_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _player(player: Any) -> tuple[str, str, Any]:
-    """Return the configuration's key for what plays, its name, and itself: `("environment", "Larger", Larger)`.
-
-    Raises ConfigError for what plays nothing.
-    """
+    """The configuration's key for what plays, its name, and itself: `("environment", "Larger", Larger)`."""
     if isinstance(player, str):
         return "environment", player, load_environment(player)
     kind = type(player).__name__
@@ -156,7 +149,7 @@ def _player(player: Any) -> tuple[str, str, Any]:
 
 
 def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
-    """Return what a recipe could name, or the tasks and rows themselves. Raises ConfigError for neither."""
+    """What a recipe could name, or the tasks and rows themselves."""
     if isinstance(tasks, str | os.PathLike):
         return os.fspath(tasks)
     if isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable | None):
@@ -166,61 +159,24 @@ def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
     return list(tasks or ())
 
 
-def _source(tasks: str | list[Any]) -> str:
-    """Return the `source` of the tasks; `IN_MEMORY` for tasks made in Python, which no configuration could name."""
-    return tasks if isinstance(tasks, str) else IN_MEMORY
-
-
 def _tasks(
     tasks: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
 ) -> Sequence[Task]:
-    """Return the tasks of a split. Raises ConfigError or DataError."""
     if isinstance(tasks, str):
         return load_split(config, split, environments)
-    name = "tasks" if split == "train" else split
+    name, columns = "tasks" if split == "train" else split, config.data.columns
     return [
-        row
-        if isinstance(row, Task)
-        else make_task(Row(row, f"{name}[{number}]", _place(split, number)), config.data.columns)
+        row if isinstance(row, Task) else make_task(Row(row, f"{name}[{number}]", _place(split, number)), columns)
         for number, row in enumerate(tasks)
     ]
 
 
 def _place(split: Split, number: int) -> str:
-    """Return the id of a task that has none."""
     return f"{split}-{number:06d}"
 
 
 def _without_ids(tasks: Sequence[Task], split: Split) -> list[Task]:
-    """Return the tasks whose ids only say where they are; of lazy ones, none: files have names."""
+    """The tasks whose ids only say where they are; of lazy ones, none: files have names."""
     if isinstance(tasks, LazyTasks):
         return []
     return [task for number, task in enumerate(tasks) if task.task_id == _place(split, number)]
-
-
-def _model(model: Any) -> dict[str, Any]:
-    """Return the `model` section. Raises ConfigError."""
-    if isinstance(model, str | os.PathLike):
-        return {"path": os.fspath(model)}
-    if not isinstance(model, Mapping):
-        kind = type(model).__name__
-        raise ConfigError(f"model is of type {kind}; give its directory, or a `model` section as a dict")
-    return dict(model)
-
-
-def _several(callbacks: Sequence[Callback]) -> Sequence[Callback]:
-    """Return the callbacks. Raises ConfigError for a single one."""
-    if not isinstance(callbacks, Sequence):
-        raise ConfigError(f"callbacks is one {type(callbacks).__name__}; give a list of them")
-    return callbacks
-
-
-def _with_setting(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Set a value at a path: `apply_overrides` puts a null there (making its parents), which the value replaces."""
-    data = apply_overrides(data, [f"{path}=null"])
-    *parents, leaf = path.split(".")
-    node = data
-    for key in parents:
-        node = node[key]
-    node[leaf] = value
-    return data

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,17 +15,68 @@ from pydantic import Field, model_validator
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config, build, load_yaml, merge
-from treadle.core.errors import ConfigError
+from treadle.core.errors import Cause, ConfigError, RunError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
-from treadle.orchestration.removed_keys import REMOVED_KEYS
 from treadle.orchestration.sampling.failures import FailuresConfig
-from treadle.orchestration.schema import without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
+
+REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "orchestration.late": "set orchestration.stale_policy",
+        "orchestration.max_sampled": "set failures.max_sampled",
+        "orchestration.max_failed_fraction": "set failures.max_failed_fraction",
+        **{f"failures.{cause}": f"set failures.causes.{cause}" for cause in Cause},
+        **{
+            f"algorithm.{name}": f"set algorithm.advantage_options.{name.removeprefix('gigpo_')}"
+            for name in ("norm_by_std", "gamma", "gae_lambda", "gigpo_weight")
+        },
+        **{
+            f"algorithm.{name}": f"with algorithm.policy_loss={name}, set algorithm.policy_loss_options"
+            for name in ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
+        },
+        "warm_start.optimizer": "set warm_start.learning_rate; the rest of the schedule is fixed",
+        "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
+        "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
+        "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
+        "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
+        "engine.vllm": "set engine.options, which are those of engine.kind",
+        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full, or as "
+        "orchestration.max_concurrent_groups allows",
+        "orchestration.log_every": "leave it out: every update is a line where there is no terminal",
+        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed at once",
+        **{
+            f"placement.{name}.cpus": "leave it out: each process reserves one core"
+            for name in ("learner", "engines", "rollout")
+        },
+        **{f"data.{split}.mixture": f"set data.{split} to a list of sources" for split in ("train", "held_out")},
+        "failures.retry_share": "lower retries in failures.causes; failures.max_failed_fraction ends a run of failures",
+        "harbor": "set driver=harbor, and its settings in driver_options; tasks are data.train={source: harbor_tasks, "
+        "options: {path: DIR}}, trial_file is part of driver_options.trial, and limits of agent and verifier are "
+        "override_timeout_sec there",
+    }
+)
+"""Full path of a key -> what to do instead, for errors."""
+
+
+SCHEMA_VERSION = 2
+"""`schema_version` in config.yaml, `user_version` of the ledger."""
+
+
+def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{source}: the run has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the "
+            "version of Treadle that wrote it"
+        )
+    return {key: value for key, value in data.items() if key != "schema_version"}
+
 
 StalePolicy = Literal["mask_steps", "wait", "drop_group"]
 KeepBest = Literal["held_out_success", "held_out_reward"]
@@ -50,7 +102,7 @@ class EvaluationConfig(Config):
         return self.attempts if temperature > 0 else 1
 
     def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
-        """Return the sampling parameters of an evaluation at this temperature. training: those of training."""
+        """Sampling parameters of an evaluation at this temperature. training: those of training."""
         longest = self.max_completion_tokens or training.max_tokens
         return replace(
             training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
@@ -91,8 +143,7 @@ class OrchestrationConfig(Config):
         None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
     )
     keep_best: KeepBest | None = Field(
-        None,
-        description="also save a checkpoint after each evaluation better than all before, and keep the best",
+        None, description="also save a checkpoint after each evaluation better than all before, and keep the best"
     )
 
 
@@ -124,8 +175,7 @@ class PlacementConfig(Config):
         RolloutPlacement(), description="kind ray: what plays environments and agent programs"
     )
     colocate: bool = Field(
-        False,
-        description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs",
+        False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
     )
     address: str | None = Field(
         None, description="kind ray: of a running cluster; default: one of this machine's own, which ends with the run"
@@ -198,25 +248,18 @@ class RunConfig(Config):
     callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
 
     @model_validator(mode="after")
-    def _one_player(self) -> RunConfig:
+    def _players_fit(self) -> RunConfig:
         named = named_players(self) | ({"reward": self.reward} if self.reward else {})
         if len(named) > 1:
             both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
             raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
-        if self.environment_options and not self.environment:
-            raise ValueError(
-                f"environment_options ({', '.join(self.environment_options)}) are for the recipe's environment, and "
-                "none is set; remove them, or set environment"
-            )
-        if self.driver_options and not self.driver:
-            raise ValueError(
-                f"driver_options ({', '.join(self.driver_options)}) are for the recipe's driver, and none is set; "
-                "remove them, or set driver"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_of_maxrl(self) -> RunConfig:
+        for kind in ("environment", "driver"):
+            options = getattr(self, f"{kind}_options")
+            if options and kind not in named:
+                raise ValueError(
+                    f"{kind}_options ({', '.join(options)}) are for the recipe's {kind}, and none is set; remove them, "
+                    f"or set {kind}"
+                )
         if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
             raise ValueError(
                 "algorithm.advantage 'maxrl' needs rewards >= 0, and rewards.length_penalty takes some away; "
@@ -225,39 +268,37 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _whole_batches(self) -> RunConfig:
-        training, updates = self.training, self.orchestration.updates
-        per_batch = training.updates_between_publications
+    def _training_fits(self) -> RunConfig:
+        training, updates, per_batch = (
+            self.training,
+            self.orchestration.updates,
+            self.training.updates_between_publications,
+        )
         if updates % per_batch:
             raise ValueError(
                 f"orchestration.updates is {updates}, not a multiple of the {per_batch} updates of a batch "
                 f"(training.updates_per_batch {training.updates_per_batch} x epochs_per_batch "
                 f"{training.epochs_per_batch}); try {updates + per_batch - updates % per_batch}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _continuous_if_asynchronous(self) -> RunConfig:
-        if self.orchestration.max_staleness and self.engine.lock_step:
-            raise ValueError(
-                "engine.lock_step is true with orchestration.max_staleness "
-                f"{self.orchestration.max_staleness}: waves would wait for every agent; leave engine.lock_step out"
-            )
-        if not self.orchestration.max_staleness and self.orchestration.stale_policy != "mask_steps":
-            raise ValueError(
-                f"orchestration.stale_policy is {self.orchestration.stale_policy!r}, but with max_staleness 0 nothing "
-                "is ever stale; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_gather_in_bfloat16(self) -> RunConfig:
-        alone = self.placement.learner.ranks == 1 and self.training.lora is None
-        if self.training.precision == "bfloat16_pure" and alone:
+        if training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1 and training.lora is None:
             raise ValueError(
                 "training.precision 'bfloat16_pure' is of weights that several ranks gather, or "
                 "of the base of adapters, and placement.learner.ranks is 1 and training.lora is not set; set "
                 "training.precision to bfloat16"
+            )
+        least, size = training.min_group_size, training.group_size
+        if least is not None and least > size:
+            raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
+        staleness, policy = self.orchestration.max_staleness, self.orchestration.stale_policy
+        if staleness and self.engine.lock_step:
+            raise ValueError(
+                f"engine.lock_step is true with orchestration.max_staleness {staleness}: waves would wait for every "
+                "agent; leave engine.lock_step out"
+            )
+        if not staleness and policy != "mask_steps":
+            raise ValueError(
+                f"orchestration.stale_policy is {policy!r}, but with max_staleness 0 nothing is ever stale; leave it "
+                "out"
             )
         return self
 
@@ -286,13 +327,6 @@ class RunConfig(Config):
             )
         return self
 
-    @model_validator(mode="after")
-    def _groups_can_be_large_enough(self) -> RunConfig:
-        least, size = self.training.min_group_size, self.training.group_size
-        if least is not None and least > size:
-            raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
-        return self
-
     @property
     def pinned(self) -> int | None:
         """Return how many versions an attempt that keeps its first one may be behind; None: it does not keep it."""
@@ -306,62 +340,62 @@ class RunConfig(Config):
 
     @property
     def trainer(self) -> TrainerSpec:
-        """Return what the run's trainer is made from."""
-        section = self.orchestration
         return TrainerSpec(
             self.model,
             self.training,
             self.algorithm,
             self.warm_start,
-            section.updates,
-            section.max_staleness,
+            self.orchestration.updates,
+            self.orchestration.max_staleness,
             self.seed,
             self.placement.learner,
-            section.traced_groups,
+            self.orchestration.traced_groups,
         )
 
     def engine_in_training(self, may_wait: bool) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: by default it is on in a synchronous run.
+        """The `engine` section with lock_step resolved: by default it is on in a synchronous run.
 
         may_wait: whether attempts may wait for others to end (`Players.may_wait`): then it is off.
         """
-        return self._engine(self.orchestration.max_staleness == 0 and not may_wait)
+        return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
 
     def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
-        """Return the `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
-        return self._engine(not may_wait)
-
-    def _engine(self, lock_step: bool) -> EngineConfig:
-        configured = self.engine.lock_step
-        return self.engine.model_copy(update={"lock_step": lock_step if configured is None else configured})
+        """The `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
+        lock_step = not may_wait if self.engine.lock_step is None else self.engine.lock_step
+        return self.engine.model_copy(update={"lock_step": lock_step})
 
     @property
     def engine_capacity(self) -> int:
-        """Return how many sequences are decoded together, by all engines."""
         return self.engine.capacity * self.placement.engines.count
 
     @property
     def evaluated_together(self) -> int:
-        """Return how many attempts of an evaluation are played side by side: enough to keep the engines full.
+        """Attempts of an evaluation that are played side by side: enough to keep the engines full.
 
         `orchestration.max_concurrent_groups` bounds them as it bounds those of training.
         """
         groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
         return enough if groups is None else min(enough, groups * self.training.group_size)
 
+    def is_last(self, update: int) -> bool:
+        return update >= self.orchestration.updates
+
+    def is_due(self, update: int, every: int | None) -> bool:
+        """Whether the batch that ends with this update reached a multiple of `every`; never for 0 and None."""
+        return bool(every) and update % (every or 1) < self.training.updates_between_publications
+
     @property
     def groups_per_batch(self) -> int:
-        """Return the number of groups trained between two weight publications."""
+        """Groups trained between two weight publications."""
         return self.training.tasks_per_update * self.training.updates_per_batch
 
     @property
     def min_group_size(self) -> int:
-        """Return how many graded attempts a group needs to be trained; by default 2 with a group baseline, else 1."""
+        """Graded attempts that a group needs to be trained; by default 2 with a group baseline, else 1."""
         return self.training.least_graded(estimators.by_name(self.algorithm.advantage).by_group)
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes, sorted."""
     return sorted(Path(str(f)).stem for f in files("treadle.recipes").iterdir() if f.name.endswith(".yaml"))
 
 
@@ -376,7 +410,6 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a recipe, merged into the one that it extends. below: the recipes that extend it."""
     data = load_yaml(path)
     if "schema_version" in data:  # a run's config.yaml
         return without_version(data, str(path))
@@ -394,24 +427,20 @@ def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
 
 def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
     """Find a recipe. extending: the recipe that extends it, whose directory a path is relative to."""
-    if recipe in recipe_names():
+    names = recipe_names()
+    if recipe in names:
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
     where, folder = (f"{extending}: extends: ", extending.parent) if extending else ("", Path())
-    path = folder / recipe
+    path, shipped = folder / recipe, f"shipped: {', '.join(names)}"
     if (path / "config.yaml").is_file():
+        saved = path / "config.yaml"
         raise ConfigError(
-            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, "
-            f"{path / 'config.yaml'}"
+            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, {saved}"
         )
     if path.suffix not in (".yaml", ".yml"):
-        near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+        near = difflib.get_close_matches(recipe, names, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"{where}no recipe {recipe!r}; {meant}shipped: {', '.join(recipe_names())}; or give the path of a .yaml "
-            "file"
-        )
+        raise ConfigError(f"{where}no recipe {recipe!r}; {meant}{shipped}; or give the path of a .yaml file")
     if not path.is_file():
-        raise ConfigError(
-            f"{where}no file {recipe!r} (it is relative to {folder.absolute()}); shipped: {', '.join(recipe_names())}"
-        )
+        raise ConfigError(f"{where}no file {recipe!r} (it is relative to {folder.absolute()}); {shipped}")
     return path

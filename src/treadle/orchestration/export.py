@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from treadle.core.errors import CheckpointError, ConfigError
-from treadle.models.config import ModelConfig
 from treadle.models.loading import load_tokenizer
 from treadle.models.model_files import ADAPTER_CONFIG, tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
@@ -36,13 +34,9 @@ def export_checkpoint(run: Path, directory: Path, which: str = "latest", merge: 
     if merge:
         if ADAPTER_CONFIG not in files:
             raise ConfigError(f"--merge: {checkpoint.directory} is a whole model already; leave it out")
-        _export_merged(directory, config.model, config.seed, checkpoint.directory, files)
+        model = load_model(config.model.model_copy(update={"adapter": str(checkpoint.directory)}), config.seed)
+        template = {name: files[name] for name in ("chat_template.jinja",) if name in files}
+        export_model(directory, model, checkpoint.directory, template)
     else:
         export_files(directory, files.items())
     return checkpoint.directory
-
-
-def _export_merged(directory: Path, config: ModelConfig, seed: int, adapter: Path, files: Mapping[str, bytes]) -> None:
-    model = load_model(config.model_copy(update={"adapter": str(adapter)}), seed)
-    template = {name: files[name] for name in ("chat_template.jinja",) if name in files}
-    export_model(directory, model, adapter, template)

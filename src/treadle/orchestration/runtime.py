@@ -17,28 +17,23 @@ from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.chat_interface import ChatInterface, check_engine
-from treadle.orchestration.setup.engines import OpenEngine, open_engine
+from treadle.orchestration.setup.engines import OpenEngine, check_engine, open_engine
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.make import MakeTrainer, make_trainer
 
-CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatInterface, float], Awaitable[object]]
-"""Raises EngineError if the engine cannot be trained with: `setup.chat_interface.check_engine`, or your own."""
+CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float], Awaitable[object]]
+"""Raises EngineError if the engine cannot be trained with: `setup.engines.check_engine`, or your own."""
 
 
 class CheckedRunner(RolloutRunner, Protocol):
     """Plays attempts, and checks beforehand that it can."""
 
-    async def check(self, tasks: Sequence[Task]) -> None:
-        """Raise ConfigError or EngineError if the tasks cannot be played."""
-        ...
+    async def check(self, tasks: Sequence[Task]) -> None: ...  # raises ConfigError or EngineError
 
-    def status(self) -> Sequence[ComponentStatus]:
-        """What its own processes do now, if it has any; called from any thread."""
-        ...
+    def status(self) -> Sequence[ComponentStatus]: ...  # what its own processes do now; called from any thread
 
 
 OpenRollouts = Callable[
@@ -71,12 +66,10 @@ output, before anything is loaded. The runtime is used within the context. Raise
 
 
 def open_runtime(config: RunConfig, path: Path, log: Callable[[str], None]) -> AbstractContextManager[Runtime]:
-    """Return the runtime that is registered as `placement.kind`; see `OpenRuntime`."""
     opened: OpenRuntime = resolve("placements", config.placement.kind, "placement.kind")
     return opened(config, path, log)
 
 
 @contextmanager
 def embedded(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
-    """Yield what runs on this machine alone; see `OpenRuntime`."""
     yield Runtime()

@@ -11,6 +11,7 @@ import json
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from treadle.core.files import Manifest, read_proven, write_atomically
 from treadle.core.trainer import Trainer
 from treadle.core.types import Group
 from treadle.engines.kv_budget import budgeted
+from treadle.models.chat import load_chat
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.loop.assembly import StartingPoint, make_loop
-from treadle.orchestration.loop.loop import Loop
+from treadle.orchestration.loop import Loop, StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
 from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.curve import RunMetrics
@@ -30,15 +31,12 @@ from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.summary import run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
-from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
-from treadle.orchestration.setup.config_diff import Change, changes, check_changes
-from treadle.orchestration.setup.engines import training_engine
-from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts
-from treadle.orchestration.setup.same_data import check_same_data, record_data
+from treadle.orchestration.setup.engines import EngineSpec, use_threads
+from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
-from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.setup.validation import Change, changes, check_changes, check_config
 from treadle.orchestration.setup.warm_start import check_demonstrations, run_warm_start
-from treadle.orchestration.stop_request import StopRequest, stop_on_signals
+from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.local_ledger import open_ledger, recover_ledger
@@ -47,7 +45,9 @@ from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.training.make import load_model
 from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"
@@ -70,8 +70,8 @@ def train_run(
     rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted.
     runtime: what makes the run's parts; default: what `placement.kind` names.
 
-    When a cluster loses a rank of the learner, everything is started anew from the last checkpoint, at most
-    three times without another checkpoint in between.
+    When a cluster loses a rank of the learner, the run goes on from the last checkpoint, at most three times without
+    another one in between.
 
     Raises TreadleError. For a run to resume: RunError if it is finished (unless it goes back or gets more updates), in
     use, or has no checkpoint; DamageError if ledger, checkpoint or configuration are not as they were written;
@@ -111,18 +111,23 @@ def _train(
             clock.wall_before, clock.cpu_before = resumed.state.wall_seconds, resumed.state.cpu_seconds
         state = resumed.state if resumed else LoopState(began=datetime.now().isoformat(timespec="seconds"))
 
-        chat = load_chat_interface(config.model, state.began)
+        renderer = load_chat(config.model, datetime.fromisoformat(state.began))[1]
         runtime = runtime or cleanup.enter_context(open_runtime(config, path, progress.log))
         trainer = cleanup.enter_context(closing(runtime.make_trainer(config.trainer)))
         threads = use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
         config = _with_threads(config, threads)
 
         if resumed is None:
-            _check_inputs(config, inputs, chat, trainer, progress)
+            # what would fail later, after the warm start or in every attempt
+            check_first_prompts(inputs, renderer, config, trainer.model.context, progress.log)
+            check_demonstrations(config, renderer)
+            check_drivers(inputs.players, renderer, config, progress.log)
             run = cleanup.enter_context(closing(RunDirectory.create(path, config)))
             record_data(run, inputs)
             progress.log(f"run directory: {path} ({_describe_threads(threads)})")
-            _report_unusable_tools(config, inputs, chat, progress)
+            problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
+            if inputs.players.agents and problem:
+                progress.log(f"agents' calls with tools will be refused: {problem}")
         else:
             updates = f"{state.update} of {config.orchestration.updates} updates"
             progress.log(f"resuming {path} after {updates} ({_describe_threads(threads)})")
@@ -134,7 +139,7 @@ def _train(
         status.sources.append(trainer.status)
         members = {run.metrics_file.name: JsonLines(run), run.status_file.name: status, **inputs.callbacks}
         callbacks = Callbacks(members, StopRequest(), ProgressCallback(progress, section.updates))
-        work = _Run(config, inputs, run, chat, trainer, runtime, callbacks, status, progress, state, clock, resumed)
+        work = _Run(config, inputs, run, renderer, trainer, runtime, callbacks, status, progress, state, clock, resumed)
         with status.writing(run.status_file):
             return callbacks.around(RunStart(path, config, state.update, progress.log), work.run)
 
@@ -180,7 +185,7 @@ class _Run:
     config: RunConfig
     inputs: Inputs
     directory: RunDirectory
-    chat: ChatInterface
+    renderer: ChatRenderer
     trainer: Trainer
     runtime: Runtime
     callbacks: Callbacks
@@ -191,7 +196,6 @@ class _Run:
     resumed: _Resumed | None
 
     def run(self) -> dict[str, Any]:
-        """Train to the end or a stop; returns the summary."""
         return run_event_loop(self._run(), self.progress.log, self.runtime.new_event_loop)
 
     async def _run(self) -> dict[str, Any]:
@@ -224,7 +228,7 @@ class _Run:
 
     async def _warm_start(self) -> dict[str, Any] | None:
         """Train on demonstrations, if configured; returns the report, which is on record from now on."""
-        report = await run_warm_start(self.trainer, self.chat.renderer, self.config, self.progress, self.status.phase)
+        report = await run_warm_start(self.trainer, self.renderer, self.config, self.progress, self.status.phase)
         if report is None:
             return None
         how = "read from the cache" if report.cached else f"{report.seconds:.0f} s"
@@ -245,27 +249,32 @@ class _Run:
 
     async def _run_loop(self, ledger: Ledger, start: StartingPoint) -> Loop:
         """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
-        config, chat, log, callbacks, path = (
-            self.config,
-            self.chat,
-            self.progress.log,
-            self.callbacks,
-            self.directory.path,
+        config, renderer, log, callbacks = self.config, self.renderer, self.progress.log, self.callbacks
+        path, players = self.directory.path, self.inputs.players
+        spec = EngineSpec(
+            config.engine_in_training(players.may_wait),
+            renderer,
+            self.trainer,
+            partial(load_model, config.model, config.seed, config.training.lora),
+            path,
+            config.training.routing_replay,
+            config.pinned,
+            log,
         )
-        players = self.inputs.players
-        spec = training_engine(config, chat, self.trainer, path, log, players.may_wait)
         engine, weight_sync = await self.runtime.open_engine(spec)
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
         try:
             played = budgeted(engine, spec.config, longest, config.placement.engines.count)
             self.status.sources.append(played.status)
             async with self.runtime.open_rollouts(
-                played, chat.renderer, players, config.rollout, config.rewards, log, path
+                played, renderer, players, config.rollout, config.rewards, log, path
             ) as runner:
                 store = RunStore(self.directory, ledger, callbacks.rollout)
                 loop = make_loop(config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, start)
                 self.status.sources += [loop.scheduler.status, runner.status]
-                await self.runtime.check_engine(engine, weight_sync, self.trainer, chat, 10 * config.engine.tolerance)
+                await self.runtime.check_engine(
+                    engine, weight_sync, self.trainer, renderer, 10 * config.engine.tolerance
+                )
                 await runner.check(self.inputs.train)
                 with stop_on_signals(callbacks.stop):
                     await loop.run(start.state)
@@ -275,15 +284,7 @@ class _Run:
         return loop
 
 
-def _check_inputs(config: RunConfig, inputs: Inputs, chat: ChatInterface, trainer: Trainer, progress: Progress) -> None:
-    """Raise ConfigError or DataError for what would fail later, after the warm start or in every attempt."""
-    check_first_prompts(inputs, chat.renderer, config, trainer.model.context, progress.log)
-    check_demonstrations(config, chat.renderer)
-    check_drivers(inputs.players, chat.renderer, config, progress.log)
-
-
 def _last_update(path: Path) -> int | None:
-    """The update of the latest checkpoint; None if there is none."""
     try:
         return checkpoint_update(find_checkpoint(path, "latest").directory)
     except RunError:
@@ -295,22 +296,13 @@ def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"threads": threads})})
 
 
-def _report_unusable_tools(config: RunConfig, inputs: Inputs, chat: ChatInterface, progress: Progress) -> None:
-    if not inputs.players.agents:
-        return
-    if problem := chat.renderer.tools_problem(parse=chat.renderer.parser(config.rollout.reply_parser)):
-        progress.log(f"agents' calls with tools will be refused: {problem}")
-
-
 def _describe_threads(threads: int) -> str:
-    """`2 threads`, and a note if this process may use fewer cores."""
     cores = available_cores()
     note = f"; this process may use {cores} cores, but other threads give other bits" if threads > cores else ""
     return f"{threads} thread{'s' * (threads > 1)}{note}"
 
 
 def _report_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
-    """Log what changed, and what else follows from another number of updates."""
     for change in changed:
         progress.log(f"changed: {change}")
         if change.path == "orchestration.updates":

@@ -32,9 +32,9 @@ from treadle.engines.torch.pinned import LocalEngine
 from treadle.engines.torch.pinned import make_engine as make_local_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
+from treadle.models.chat import load_chat
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
@@ -57,10 +57,10 @@ def make_engine(
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
-    chat = load_chat_interface(model)
+    renderer = load_chat(model)[1]
     loaded = load_model(model, seed, lora)
     loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return make_local_engine(loaded, torch_options(config, chat, routing, pinned), chat.decode)
+    return make_local_engine(loaded, torch_options(config, renderer, routing, pinned), renderer.decode)
 
 
 class EngineActor(Placed, EngineService):
@@ -235,9 +235,7 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
     options = {**spec.config.options, "servers": len(places), "args": args}
 
     def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
-        return PlacedServer(
-            places[number], model, config, log, spec.chat.stop_token_ids, spec.source.model.expert_layers
-        )
+        return PlacedServer(places[number], model, config, log, spec.renderer.stop_ids, spec.source.model.expert_layers)
 
     spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
     return await open_vllm(spec, serve, spec.log_directory())

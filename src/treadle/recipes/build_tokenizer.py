@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,9 +36,7 @@ TAGS = ("<search>", "</search>", "<answer>", "</answer>")
 SQL_TAGS = tuple(
     tag for name in ("think", "sql", "solution", "observation", "reminder") for tag in (f"<{name}>", f"</{name}>")
 )
-"""The same of `sql-small`."""
 SEARCH_TAGS = (*TAGS, "<information>", "</information>")
-"""The same of `search-small`."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}
@@ -76,7 +75,7 @@ _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of tim
 
 
 class Plan(NamedTuple):
-    """Says what a tokenizer is trained on, which tags it has, and its chat template."""
+    """What a tokenizer is trained on, its tags, and its chat template."""
 
     texts: Callable[[], Iterator[str]]
     tags: Sequence[str]
@@ -84,7 +83,7 @@ class Plan(NamedTuple):
 
 
 def build(plan: Plan) -> Tokenizer:
-    """Train and return a tokenizer. It is deterministic: equal to the shipped one, byte for byte."""
+    """Train a tokenizer: equal to the shipped one, byte for byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,8 +93,8 @@ def build(plan: Plan) -> Tokenizer:
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    without_tags = (_without(plan.tags, text) for text in plan.texts())  # the tags are tokens of their own
-    tokenizer.train_from_iterator(without_tags, trainer)
+    tags = re.compile("|".join(map(re.escape, plan.tags)))  # tokens of their own
+    tokenizer.train_from_iterator((tags.sub("", text) for text in plan.texts()), trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in plan.tags])
     return tokenizer
 
@@ -129,24 +128,14 @@ def _demo_texts() -> Iterator[str]:
 
 def _sql_texts() -> Iterator[str]:
     yield "system\nuser\nassistant\n"
-    yield from (
-        INVALID,
-        render_table([]),
-        "SQL Timeout:",
-        "Error executing SQL: no such column: name, db file: :memory:",
-    )
+    yield from (INVALID, render_table([]), "SQL Timeout:")
+    yield "Error executing SQL: no such column: name, db file: :memory:"
     yield from sql_small.corpus(_CORPUS)
 
 
 def _search_texts() -> Iterator[str]:
     yield "system\nuser\nassistant\n"
     yield from search_small.corpus(_CORPUS)
-
-
-def _without(tags: Sequence[str], text: str) -> str:
-    for tag in tags:
-        text = text.replace(tag, "")
-    return text
 
 
 PLANS: Mapping[str, Plan] = {
@@ -157,14 +146,9 @@ PLANS: Mapping[str, Plan] = {
 """By the name that `model.tokenizer` knows it by."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line: the folder to write, and whose tokenizer."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Build a recipe's tokenizer.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, made if missing")
     parser.add_argument("name", nargs="?", choices=PLANS, default="demo", help="which one (default: demo)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     write(options.folder, PLANS[options.name])
-
-
-if __name__ == "__main__":
-    main()

@@ -22,8 +22,8 @@ from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.engine import describe_servers, open_engine
 from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
+from treadle.models.chat import load_chat
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
 from treadle.training.make import load_source
 
@@ -121,10 +121,12 @@ async def test_a_url_that_nobody_answers_is_refused() -> None:
 
 async def test_a_server_is_asked_for_experts_where_they_are_replayed(tmp_path: Path) -> None:
     model = load_recipe("demo").model
-    chat, source = load_chat_interface(model), load_source(model, seed=0)
+    renderer, source = load_chat(model)[1], load_source(model, seed=0)
     python = interpreter(tmp_path, 'echo "$@"; exit 3')
     with pytest.raises(EngineError, match=r"ended while it started:\n.* --enable-return-routed-experts"):
-        await open_vllm(EngineSpec(config(python=python), chat, source, lambda: source.module, tmp_path, routing=True))
+        await open_vllm(
+            EngineSpec(config(python=python), renderer, source, lambda: source.module, tmp_path, routing=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,11 +145,11 @@ async def test_nothing_is_written_for_servers_that_have_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_recipe("demo").model
-    chat, source = load_chat_interface(model), load_source(model, seed=0)
+    renderer, source = load_chat(model)[1], load_source(model, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="does not answer /health"):
         await open_vllm(
-            EngineSpec(config(servers=["http://127.0.0.1:9"]), chat, source, lambda: source.module, tmp_path)
+            EngineSpec(config(servers=["http://127.0.0.1:9"]), renderer, source, lambda: source.module, tmp_path)
         )
 
 

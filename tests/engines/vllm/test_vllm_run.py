@@ -17,7 +17,7 @@ from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, Vowels, tiny
 from treadle.core.errors import ConfigError
 from treadle.envs.base import EnvStep
-from treadle.orchestration.evaluate_model import Subject, evaluate_model
+from treadle.orchestration.evaluation import Subject, evaluate_model
 from treadle.orchestration.setup.inputs import load_held_out
 
 pytestmark = pytest.mark.xdist_group("vllm")

@@ -110,7 +110,7 @@ class Scripted:
     """Treadle's own engine, into whose mouth words are put. Log-probabilities are the model's own of them."""
 
     def __init__(self, engine: Engine, spec: EngineSpec, says: Callable[[str, int], str | None]) -> None:
-        self._engine, self._chat, self._says = engine, spec.chat, says
+        self._engine, self._renderer, self._says = engine, spec.renderer, says
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -119,10 +119,10 @@ class Scripted:
         sampled = await self._engine.generate(prompt_ids, sampling, session=session, **more)
         if sampling.max_tokens <= 16 or "." not in session:  # a check of engine or driver
             return sampled
-        said = self._says(self._chat.decode(prompt_ids.tolist()), int(session.rpartition(".")[2]))
+        said = self._says(self._renderer.decode(prompt_ids.tolist()), int(session.rpartition(".")[2]))
         if said is None:
             return sampled
-        ids = np.array([*TOKENIZER.encode(said, add_special_tokens=False), *self._chat.stop_token_ids], np.int32)
+        ids = np.array([*TOKENIZER.encode(said, add_special_tokens=False), *self._renderer.stop_ids], np.int32)
         logprobs = (await self._engine.score(np.concatenate([prompt_ids, ids])))[len(prompt_ids) - 1 :]
         versions = (VersionSpan(sampled.policy_versions[0].version, 0, len(ids)),)
         return Completion(ids, logprobs, StopReason.STOP, versions)

@@ -23,7 +23,7 @@ from treadle.core.registry import resolve
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult
-from treadle.orchestration.stop_request import StopRequest
+from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.isolation.user_code import raised
 

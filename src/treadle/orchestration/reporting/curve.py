@@ -17,7 +17,7 @@ import numpy.typing as npt
 from treadle.core.config import as_override
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import COMPLETION_TOKENS_MEAN, REWARD_MEAN, STEPS_MEAN
-from treadle.orchestration.setup.config_diff import changes, leaves
+from treadle.orchestration.setup.validation import changes, leaves
 
 WIDTH = 9  # updates of the moving average
 ALL = "all"  # the label of a curve over all held-out tasks

@@ -67,20 +67,17 @@ class FailuresConfig(Config):
         if trajectory.failure is None:
             return None
         cause = trajectory.failure.cause
-        policy = self._policy(cause)
+        policy = self.causes.get(cause, FailurePolicy())
         retries = (_RETRIES if cause in _BLAMELESS else 0) if policy.retries is None else policy.retries
         return policy.backoff * 2.0 ** (number - 1) if number <= retries else None
 
     def final(self, trajectory: Trajectory) -> Trajectory:
         """Return the last attempt as it is recorded: graded if it failed and its cause's policy says so."""
         failure: Failure | None = trajectory.failure
-        if failure is None or (reward := self._policy(failure.cause).grade) is None:
+        if failure is None or (reward := self.causes.get(failure.cause, FailurePolicy()).grade) is None:
             return trajectory
         warning = f"graded after a failure: {failure.cause}: {failure.message}"
         return replace(trajectory, reward=reward, status=Status.DONE, failure=None, warning=warning)
-
-    def _policy(self, cause: Cause) -> FailurePolicy:
-        return self.causes.get(cause, FailurePolicy())
 
 
 def fails_by_task(group: Group, size: int, least: int) -> bool:

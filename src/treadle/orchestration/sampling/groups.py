@@ -13,7 +13,7 @@
 
 Who waits, and who wakes it:
 
-    the loop        waits in `arrival` for enough ready groups; woken by each group that becomes ready or dropped
+    the loop        waits for `arrived`, for enough ready groups; woken by each group that becomes ready or dropped
     queued groups   wait for room: (1 + max_staleness) * groups_per_batch groups from sampling to training. The
                     scheduler looks whenever an attempt or a group ends, a batch is asked for, or weights are published
     engines         never wait: publications reach them between two tokens (at max_staleness 0 they have nothing to do)
@@ -35,12 +35,8 @@ from treadle.core.types import DropReason, Group
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.failures import fails_by_task
-from treadle.orchestration.sampling.stop_conditions import (
-    WindowStats,
-    check_discard_rate,
-    check_failure_rate,
-)
 from treadle.orchestration.sampling.task_queue import TaskQueue
+from treadle.orchestration.stopping import WindowStats, check_discard_rate, check_failure_rate
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.drivers.gateway import BAD_REQUESTS
@@ -75,30 +71,27 @@ class Groups:
     """
 
     def __init__(self, config: RunConfig, queue: TaskQueue, store: RunStore, reporter: Reporter) -> None:
-        self._config, self._queue, self._store, self._reporter = config, queue, store, reporter
+        self._config, self._queue, self.store, self._reporter = config, queue, store, reporter
         self._max_staleness, self._stale_policy = config.orchestration.max_staleness, config.orchestration.stale_policy
         self._tracked: dict[int, _Tracked] = {}  # by index
         self._window = WindowStats()  # since the last batch was taken
-        self._arrived = asyncio.Event()
+        self.arrived = asyncio.Event()  # a group has become ready, or was dropped, since `take` was called last
 
     @property
     def sampling(self) -> int:
-        """Number of groups that are being sampled."""
         return len(self._in("sampling"))
 
     @property
     def ready(self) -> int:
-        """Number of groups that wait to be trained."""
         return len(self._in("ready"))
 
     @property
     def under_way(self) -> int:
-        """Number of groups that were started and are not trained yet."""
+        """Groups that were started and are not trained yet."""
         return len(self._tracked)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Indices of the groups that were started and not taken."""
         return tuple(sorted(index for index, tracked in self._tracked.items() if tracked.state != "training"))
 
     def start(self, group: Group, version: int) -> None:
@@ -107,17 +100,13 @@ class Groups:
 
     async def record(self, part: Group, version: int, retried: bool) -> None:
         """Record a group's newly finished attempt. version: the latest. retried: another one takes its place."""
-        await self._store.record(part, version)
+        await self.store.record(part, version)
         if retried:
             return
         self._window.trajectories += len(part.trajectories)
         self._window.failures.update((t.failure.cause, t.failure.message) for t in part.trajectories if t.failure)
         self._window.bad_requests.update(t.warning for t in part.trajectories if t.metrics.get(BAD_REQUESTS.name))
         self._reporter.advance("rollout")
-
-    async def settled(self) -> None:
-        """Wait for attempts that are being recorded, also if those who waited for them were cancelled."""
-        await self._store.settled()
 
     def finish(self, group: Group) -> None:
         """sampling -> recorded -> ready or dropped. group: with all attempts."""
@@ -127,7 +116,7 @@ class Groups:
         else:
             tracked = self._tracked[group.index]
             tracked.state, tracked.group = "ready", group
-        self._arrived.set()
+        self.arrived.set()
 
     def next_batch(self, state: LoopState) -> Batch | None:
         """Return the next batch; None while too few groups are ready.
@@ -141,13 +130,10 @@ class Groups:
             check_discard_rate(self._window, self._config, state.update + 1)
             return None
         window, self._window = self._window, WindowStats()
-        if self._config.algorithm.dynamic_sampling == "replace":
-            groups = [leave_out(g, DropReason.FILTERED) if self._has_zero_advantage(g) else g for g in groups]
+        algorithm = self._config.algorithm
+        if algorithm.dynamic_sampling == "replace":
+            groups = [leave_out(g, DropReason.FILTERED) if has_zero_advantage(g, algorithm) else g for g in groups]
         return Batch(groups, window)
-
-    async def arrival(self) -> None:
-        """Wait until a group has become ready, or was dropped, since `next_batch` was called last."""
-        await self._arrived.wait()
 
     def drop_stale(self, version: int) -> None:
         """Mark the steps that are stale for training at this version; drop the groups of which nothing is left."""
@@ -166,7 +152,7 @@ class Groups:
 
         version: that will be trained; `drop_stale` has been called for it.
         """
-        self._arrived.clear()
+        self.arrived.clear()
         size = self._config.groups_per_batch
         batch = sorted(self._in("ready"), key=lambda tracked: (tracked.version, tracked.group.index))[:size]
         if len(batch) < size or (self._stale_policy == "wait" and self._too_early(batch[-1].version, version)):
@@ -201,15 +187,12 @@ class Groups:
                 self._reporter.message(f"task {group.task.task_id} is left out: {failed}")
             self._reporter.failures([group])
             return reason
-        self._queue.clear_failures(group.task)
+        self._queue.failed_tasks.pop(group.task.task_id, None)  # enough are graded
         filtering = reason is None and self._config.algorithm.dynamic_sampling == "filter"
-        return DropReason.FILTERED if filtering and self._has_zero_advantage(group) else reason
-
-    def _has_zero_advantage(self, group: Group) -> bool:
-        return has_zero_advantage(group, self._config.algorithm)
+        return DropReason.FILTERED if filtering and has_zero_advantage(group, self._config.algorithm) else reason
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         """recorded or ready -> dropped."""
         del self._tracked[group.index]
         self._window.discarded[reason] += 1
-        self._store.ledger.note_dropped(leave_out(group, reason))
+        self.store.ledger.note_dropped(leave_out(group, reason))

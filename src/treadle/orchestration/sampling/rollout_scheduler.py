@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from treadle.core.draws import Stream
@@ -16,13 +15,45 @@ from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.sampling.concurrency import ConcurrencyController
 from treadle.orchestration.sampling.groups import Batch, Groups
-from treadle.orchestration.sampling.stop_conditions import StopConditionMet
 from treadle.orchestration.sampling.task_queue import TaskQueue
+from treadle.orchestration.stopping import StopConditionMet
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
+
+_MEMORY = 100  # trajectories after which one counts 1/e as much
+
+
+@dataclass(slots=True)
+class ConcurrencyController:
+    """Follows how much of their time attempts spend in the engine.
+
+    capacity: sequences that the engine decodes together. An attempt has (seconds in the engine) / (seconds it takes)
+    calls there on average (Little's law), so that capacity divided by that many attempts fill it. Fewer leave it idle;
+    the calls of more would wait in its queue, while their attempts' first tokens grow old. Waiting counts as being in
+    the engine: too many attempts become fewer.
+    """
+
+    capacity: int
+    _in_engine: float = 0.0
+    _seconds: float = 0.0
+
+    def observe(self, trajectory: Trajectory) -> None:
+        """Learn from a finished attempt. The longer it took, the more it counts: it is found running more often."""
+        decay = 1 - 1 / _MEMORY
+        self._in_engine = decay * self._in_engine + trajectory.engine_seconds
+        self._seconds = decay * self._seconds + trajectory.seconds
+
+    @property
+    def engine_share(self) -> float:
+        """Calls that one attempt has in the engine at a time, on average; 1 before any attempt was observed."""
+        return self._in_engine / self._seconds if self._in_engine > 0 and self._seconds > 0 else 1.0
+
+    @property
+    def limit(self) -> int:
+        return math.ceil(self.capacity / self.engine_share)
+
 
 T = TypeVar("T")
 
@@ -52,7 +83,7 @@ class RolloutScheduler:
         groups: Groups,
         concurrency: ConcurrencyController,
     ) -> None:
-        self._config, self._queue, self._runner, self._groups = config, queue, runner, groups
+        self._config, self._queue, self._runner, self.groups = config, queue, runner, groups
         self._failures, self._concurrency = config.failures, concurrency
         self._synchronous = config.orchestration.max_staleness == 0
         self._group_size = config.training.group_size
@@ -77,12 +108,12 @@ class RolloutScheduler:
                 raise several.exceptions[0] from None
             raise
         finally:
-            await self._groups.settled()
+            await self.groups.store.settled()  # also if those who waited for it were cancelled
 
     def status(self) -> list[ComponentStatus]:
         """Return what is being sampled, and how many groups wait to be trained; from any thread."""
         return [
-            ComponentStatus("rollout", "groups", running=self._groups.sampling, waiting=self._groups.ready),
+            ComponentStatus("rollout", "groups", running=self.groups.sampling, waiting=self.groups.ready),
             ComponentStatus("rollout", "attempts", running=self._playing),
         ]
 
@@ -91,29 +122,25 @@ class RolloutScheduler:
         return replace(
             state,
             cursor=self._queue.next_index,
-            outstanding=tuple(sorted((*self._groups.outstanding, *self._queue.requeued))),
+            outstanding=tuple(sorted((*self.groups.outstanding, *self._queue.requeued))),
             failed_tasks=dict(self._queue.failed_tasks),
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
         """Wait for enough groups; for those that are dropped others are started. Raises StopConditionMet."""
-        while (batch := self._groups.next_batch(state)) is None:
+        while (batch := self.groups.next_batch(state)) is None:
             if not self.start_groups(state.version):
                 raise StopConditionMet(
                     "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
                     f"{self._config.failures.task_limit}, training.min_group_size {self._config.min_group_size})"
                 )
-            await self._groups.arrival()
+            await self.groups.arrived.wait()
         return batch
-
-    def trained(self) -> None:
-        """Note that the last batch is trained and its weights are published, so that others may start."""
-        self._groups.trained()
 
     def start_groups(self, version: int) -> bool:
         """Start what this policy version admits; return whether any group is being sampled then."""
         self._version = version
-        if not (self._synchronous and self._groups.sampling):
+        if not (self._synchronous and self.groups.sampling):
             wave: dict[int, Group] = {}
             attempts: list[_Attempt] = []
             while self._has_room() and (group := self._queue.pop()) is not None:
@@ -124,10 +151,10 @@ class RolloutScheduler:
                     wave, attempts = {}, []
             if wave:
                 self._create_task(wave, attempts)
-        return self._groups.sampling > 0
+        return self.groups.sampling > 0
 
     def _has_room(self) -> bool:
-        section, groups = self._config.orchestration, self._groups
+        section, groups = self._config.orchestration, self.groups
         few = section.max_concurrent_groups is None or groups.sampling < section.max_concurrent_groups
         attempts = math.inf if self._synchronous else self._concurrency.limit
         limit = (1 + section.max_staleness) * self._config.groups_per_batch
@@ -136,25 +163,16 @@ class RolloutScheduler:
     def _start(self, group: Group) -> list[_Attempt]:
         """Open the sessions of all missing attempts now and in order."""
         versions = (as_played(t).oldest_version for t in group.trajectories)
-        self._groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
-        return self._play(
-            group,
-            [
-                Address(self._config.seed, Stream.TRAIN, group.epoch, group.position, attempt)
-                for attempt in self._missing(group)
-            ],
-        )
-
-    def _missing(self, group: Group) -> list[int]:
-        """The next attempt of each place in the group: the first, or the retry of one on record."""
-        missing, size = [], self._group_size
+        self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
+        missing, size = [], self._group_size  # the next attempt of each place: the first, or the retry of one on record
         for place in range(size):
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
             elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
-        return missing
+        stream = (self._config.seed, Stream.TRAIN, group.epoch, group.position)
+        return self._play(group, [Address(*stream, attempt) for attempt in missing])
 
     def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
         futures = self._runner.start(group.group_id, group.task, addresses)
@@ -167,14 +185,14 @@ class RolloutScheduler:
         self._playing -= 1
 
     def _create_task(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            for attempt in attempts:
+                attempt.running.cancel()  # of no effect but where the task was cancelled before it waited for them
+
         task = self._tasks.create_task(self._finish(wave, attempts))
         self._running.add(task)
-        task.add_done_callback(partial(self._wave_ended, attempts))
-
-    def _wave_ended(self, attempts: Sequence[_Attempt], task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        for attempt in attempts:
-            attempt.running.cancel()  # of no effect but where the task was cancelled before it waited for them
+        task.add_done_callback(ended)
 
     async def _finish(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
         """Play groups to their end, and have them judged, in order.
@@ -188,7 +206,7 @@ class RolloutScheduler:
                 by_group[index].append(trajectory)
         for index, group in wave.items():
             in_order = sorted(by_group[index], key=lambda t: t.attempt)
-            self._groups.finish(replace(group, trajectories=tuple(in_order)))
+            self.groups.finish(replace(group, trajectories=tuple(in_order)))
         self.start_groups(self._version)
 
     async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
@@ -215,7 +233,10 @@ class RolloutScheduler:
                 self.start_groups(self._version)
             if again:
                 await asyncio.sleep(max(pause for _, pause in again))
-            attempts = [retry for attempt, _ in again for retry in self._play(attempt.group, [self._next(attempt)])]
+            attempts = []
+            for last, _ in again:
+                retry = replace(last.address, attempt=last.address.attempt + self._group_size)
+                attempts += self._play(last.group, [retry])
         return played
 
     async def _ended(self, attempt: _Attempt) -> Trajectory:
@@ -231,11 +252,8 @@ class RolloutScheduler:
         pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._group_size + 1)
         return (self._failures.final(trajectory) if pause is None else trajectory), pause
 
-    def _next(self, attempt: _Attempt) -> Address:
-        return replace(attempt.address, attempt=attempt.address.attempt + self._group_size)
-
     async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
-        await self._groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
+        await self.groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -14,7 +14,6 @@ from treadle.core.draws import permutation
 from treadle.core.errors import DataError
 from treadle.core.types import Group, Task, group_id
 from treadle.data.tasks import Mixture
-from treadle.packing.flat import Indices
 
 
 class TaskOrder:
@@ -28,7 +27,9 @@ class TaskOrder:
         if not tasks:
             raise DataError("there are no training tasks")
         parts, weights = (tasks.parts, tasks.weights) if isinstance(tasks, Mixture) else ([tasks], [1.0])
-        self.tasks, self._turns = tasks, _Turns(weights)
+        self.tasks, self._weights = tasks, weights
+        self._turns: list[tuple[int, int]] = []  # source of each group so far, and how many before it were of that one
+        self._counts = [0] * len(weights)
         self._starts = [0, *accumulate(map(len, parts))]
         self._orders = [_SourceOrder(len(part), seed, shuffle, number) for number, part in enumerate(parts)]
         self.longest_wait = max(
@@ -39,21 +40,13 @@ class TaskOrder:
 
     def at(self, index: int) -> tuple[int, int, Task]:
         """Return (epoch of its source, position in the dataset, task) of the group with this submission index."""
-        source, number = self._turns.at(index)
+        source, number = self._turn(index)
         epoch, place = self._orders[source].at(number)
         position = self._starts[source] + place
         return epoch, position, self.tasks[position]
 
-
-class _Turns:
-    """The source of each group: the one that is furthest behind its share, the first of several."""
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights, self._counts = weights, [0] * len(weights)
-        self._turns: list[tuple[int, int]] = []
-
-    def at(self, index: int) -> tuple[int, int]:
-        """Return the source of a group, and how many groups before it are of that source."""
+    def _turn(self, index: int) -> tuple[int, int]:
+        """The source that is furthest behind its share, the first of several, and its groups before this one."""
         if len(self._weights) == 1:
             return 0, index
         while len(self._turns) <= index:
@@ -76,16 +69,15 @@ class _SourceOrder:
     def at(self, number: int) -> tuple[int, int]:
         """Return (epoch, position in the source) of its group with this number."""
         epoch, place = divmod(number, self._size)
-        return epoch, int(self._shuffled(epoch)[place]) if self._shuffle else place
-
-    def _shuffled(self, epoch: int) -> Indices:
+        if not self._shuffle:
+            return epoch, place
         if epoch < self._epoch:
             self._epoch, self._order = -1, np.arange(0)
         while self._epoch < epoch:
             self._epoch += 1
             order = permutation(self._size, self._seed, self._epoch, source=self._source)
             self._order = np.roll(order, 1) if np.array_equal(order, self._order) else order
-        return self._order
+        return epoch, int(self._order[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +130,6 @@ class TaskQueue:
         """Count another failed group of the task; return whether it is left out from now on."""
         self.failed_tasks[task.task_id] = count = self.failed_tasks.get(task.task_id, 0) + 1
         return count == self._task_limit
-
-    def clear_failures(self, task: Task) -> None:
-        """Forget a task's failures: a group of it has enough graded attempts."""
-        self.failed_tasks.pop(task.task_id, None)
 
     def _group(self, index: int) -> Group:
         if index in self._restored:

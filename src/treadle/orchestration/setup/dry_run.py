@@ -1,4 +1,4 @@
-"""A dry run: what a recipe needs is tried, each part by itself, and nothing is trained, written or downloaded.
+"""A dry run tries each part that a recipe needs by itself, trains, writes and downloads nothing, and estimates memory.
 
     settings -> data -> callbacks -> tokenizer -> model, reference -> engine -> drivers -> prompt, demonstrations
     -> memory, disk
@@ -8,34 +8,40 @@ A part that is missing is named; parts that need it are left out, and all others
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
+from treadle.models.chat import load_chat
 from treadle.models.loading import load_reference, make_model
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention, why_not_packable
-from treadle.models.weights import trained
+from treadle.models.weights import published, trained, unique_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import load_callbacks
-from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface
 from treadle.orchestration.setup.inputs import FirstPrompt, Inputs, first_prompt, load_inputs
-from treadle.orchestration.setup.memory import MemoryPart, checkpoint_size, estimate_memory, machine_memory
 from treadle.orchestration.setup.validation import check_context, check_engine_config, check_settings
 from treadle.orchestration.setup.warm_start import check_demonstrations
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, open_drivers
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.training.config import WarmStartConfig
 from treadle.training.learner import check_reference
+from treadle.training.lm_head import CHUNK_BYTES
 
 T = TypeVar("T")
 Log = Callable[[str], None]
@@ -52,16 +58,15 @@ class Check:
 
 @dataclass(slots=True)
 class DryRun:
-    """The result of a dry run. chat, prompt: None where they could not be made; agents make their own prompts."""
+    """The result of a dry run. renderer, prompt: None where they could not be made; agents make their own prompts."""
 
     checks: list[Check] = field(default_factory=list)
     memory: list[MemoryPart] = field(default_factory=list)
-    chat: ChatInterface | None = None
+    renderer: ChatRenderer | None = None
     prompt: FirstPrompt | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing is missing."""
         return not any(check.is_missing for check in self.checks)
 
     def attempt(self, name: str, work: Callable[[], tuple[T, str]]) -> T | None:
@@ -87,29 +92,26 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     runs: directory that would hold the run's. log: takes lines about environments that block the event loop.
     """
     result = DryRun()
+    kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
     result.attempt("settings", lambda: _settings(config))
     inputs = result.attempt("data", lambda: _data(config))
     if config.callbacks:
-        result.attempt("callbacks", lambda: _callbacks(config))
-    result.chat = chat = result.attempt("tokenizer", lambda: _chat(config))
-    model = result.attempt("model", lambda: _model(config, chat))
-    reference = result.attempt("reference", lambda: _reference(config.algorithm, model)) if _kl_model(config) else None
+        result.attempt("callbacks", lambda: (None, ", ".join(load_callbacks(config.callbacks))))
+    result.renderer = renderer = result.attempt("tokenizer", lambda: _chat(config))
+    model = result.attempt("model", lambda: _model(config, renderer))
+    reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
     result.attempt("engine", lambda: _engine(config, model, log))
-    if inputs is not None and inputs.players.drivers and chat is not None:
-        result.attempt("driver", lambda: _drivers(inputs, chat, config, log))
-    if inputs is not None and chat is not None:
-        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, chat, config, log))
-    if config.warm_start is not None and chat is not None:
-        result.attempt("warm start", lambda: _demonstrations(config, chat))
-    if model is not None and (reference is not None or not _kl_model(config)):
+    if inputs is not None and inputs.players.drivers and renderer is not None:
+        result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
+    if inputs is not None and renderer is not None:
+        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
+    if (section := config.warm_start) is not None and renderer is not None:
+        result.attempt("warm start", lambda: _demonstrations(config, section, renderer))
+    if model is not None and (reference is not None or not kl_model):
         result.memory = estimate_memory(config, model, reference)
         result.attempt("memory", lambda: _memory(result.memory))
         result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
     return result
-
-
-def _kl_model(config: RunConfig) -> str | None:
-    return None if config.algorithm.kl is None else config.algorithm.kl.model
 
 
 def _settings(config: RunConfig) -> tuple[object, str]:
@@ -126,23 +128,19 @@ def _data(config: RunConfig) -> tuple[Inputs, str]:
     return inputs, f"{len(inputs.train)} tasks to train on{held_out}, played by {', '.join(names)}"
 
 
-def _callbacks(config: RunConfig) -> tuple[object, str]:
-    return None, ", ".join(load_callbacks(config.callbacks))
-
-
-def _chat(config: RunConfig) -> tuple[ChatInterface, str]:
+def _chat(config: RunConfig) -> tuple[ChatRenderer, str]:
     require_template(config.model.chat_template, "model.chat_template")
     directory = tokenizer_directory(config.model)
-    chat = load_chat_interface(config.model)
-    ends = [chat.decode([ident]) for ident in chat.stop_token_ids]
+    renderer = load_chat(config.model)[1]
+    ends = [renderer.decode([ident]) for ident in renderer.stop_ids]
     verb = "ends" if len(ends) == 1 else "end"
-    return chat, f"{chat.renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
+    return renderer, f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
 
 
-def _model(config: RunConfig, chat: ChatInterface | None) -> tuple[PreTrainedModel, str]:
-    if chat is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
+def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrainedModel, str]:
+    if renderer is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
         raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
-    vocabulary = 0 if chat is None else chat.renderer.vocabulary
+    vocabulary = 0 if renderer is None else renderer.vocabulary
     model = make_model(config.model, vocabulary, config.seed, weights=False, lora=config.training.lora)
     if config.training.routing_replay:
         Routers.of(model)
@@ -157,12 +155,11 @@ def _model(config: RunConfig, chat: ChatInterface | None) -> tuple[PreTrainedMod
     return model, f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}"
 
 
-def _reference(algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
-    assert algorithm.kl is not None and algorithm.kl.model is not None, "the caller asks"
-    directory = str(require_model(algorithm.kl.model, "algorithm.kl.model"))
+def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
+    directory = str(require_model(kl_model, "algorithm.kl.model"))
     if model is None:
         raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
-    reference = load_reference(algorithm.kl.model, model, weights=False)
+    reference = load_reference(kl_model, model, weights=False)
     check_reference(algorithm, reference, model)
     return reference, directory
 
@@ -179,36 +176,33 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
     return None, f"{config.engine.kind}, {config.engine.dtype}, up to {config.engine.batch} sequences at once"
 
 
-def _drivers(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) -> tuple[object, str]:
+def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:
     """Open the attempt drivers, have each say what plays the first of its tasks, and close them again."""
     only = Players(drivers=inputs.players.drivers)
 
     async def opened() -> list[str]:
-        async with open_drivers(chat.renderer, only, config.rollout) as drivers:
+        async with open_drivers(renderer, only, config.rollout) as drivers:
             return [await _described(name, drivers["driver", name], inputs) for name in only.drivers]
 
     return None, "; ".join(run_event_loop(opened(), log))
 
 
 async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
-    """Return what a driver says of the first task that it plays. Raises ConfigError."""
     played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
     describe = getattr(driver, "describe", None)  # a driver need not inherit
     return (played and describe and await describe(played)) or f"{name} can be started"
 
 
-def _prompt(inputs: Inputs, chat: ChatInterface, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
-    prompt = first_prompt(inputs, chat.renderer, config, log)
+def _prompt(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
+    prompt = first_prompt(inputs, renderer, config, log)
     if prompt is None:
         return None, "not known before an agent program or driver makes it"
     limit = config.rollout.max_input_tokens
     return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
 
 
-def _demonstrations(config: RunConfig, chat: ChatInterface) -> tuple[object, str]:
-    assert config.warm_start is not None, "the caller asks"
-    check_demonstrations(config, chat.renderer)
-    section = config.warm_start
+def _demonstrations(config: RunConfig, section: WarmStartConfig, renderer: ChatRenderer) -> tuple[object, str]:
+    check_demonstrations(config, renderer)
     return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
 
 
@@ -237,3 +231,136 @@ def _disk(config: RunConfig, checkpoint: int, runs: Path) -> tuple[object, str]:
 
 def _size(number: int) -> str:
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
+
+
+_FLOAT32 = 4
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
+
+    Letters: P weights of the model, A of its adapters, R of the reference; T tokens of a micro-batch, L layers, h
+    hidden and i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
+    """
+
+    name: str
+    bytes: int
+    formula: str
+
+
+def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> list[MemoryPart]:
+    """Estimate what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
+
+    model, reference: shapes suffice. Weights and optimizer, of all ranks together, are exact, the engine's cache is
+    what it may grow to, and activations are an estimate for decoders with gated MLPs (those of Llama and Qwen: 2% below
+    to 25% above what autograd keeps).
+    """
+    moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
+    served = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    lora = config.training.lora is not None
+    base = sum(t.numel() for t in unique_weights(model).values()) * _FLOAT32 - served if lora else 0
+    if config.training.precision == "bfloat16_pure":
+        base //= 2
+    weights, letter = base + served, "A" if lora else "P"
+    ranks, resident = config.placement.learner.ranks, _resident_bytes()
+    parts = [
+        MemoryPart("Python and libraries", resident, "of this process now"),
+        *([MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now")] * (ranks > 1)),
+        MemoryPart("weights", weights, "of the base, and 4 bytes x A" if lora else "4 bytes x P"),
+        MemoryPart("gradients", moved, f"4 bytes x {letter}"),
+        MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
+    ]
+    if config.algorithm.kl is not None:
+        other = model if reference is None else reference
+        size = sum(t.numel() for _, t in published(other)) * _FLOAT32
+        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
+    return [*parts, *_engine_parts(config, model, base, served), *_activations(config, model)]
+
+
+def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
+    """About how many bytes a checkpoint takes on disk: weights, two moments, the reference if there is one."""
+    beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
+    modules = (model, *beside)
+    moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
+    return _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
+
+
+def machine_memory() -> int:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(file.read_text()))
+    return min(limits)
+
+
+def _resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _engine_parts(config: RunConfig, model: PreTrainedModel, base: int, served: int) -> list[MemoryPart]:
+    """base: of adapters, which an engine in the learner's process shares if it has the same type."""
+    engine, size = config.engine, 4 if config.engine.dtype == "float32" else 2
+    letter, copy = "A" if base else "P", served * size // _FLOAT32
+    if engine.kind != "torch":
+        return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
+    apart = engine.own_process or config.placement.learner.ranks > 1
+    half = config.training.precision == "bfloat16_pure"
+    if apart or half != (size == 2):
+        copy += base * size // (2 if half else _FLOAT32)
+    parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
+    if apart:
+        parts.append(MemoryPart("weights on their way to it", served, f"4 bytes x {letter}"))
+    widths = _widths(model.config.get_text_config())
+    if widths is not None:
+        longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
+        limit = int(engine.cache_gib * 2**30)
+        sessions = max(engine.batch, config.training.tasks_per_update * config.training.group_size)
+        cache = min(limit, sessions * longest * widths.layers * 2 * widths.keys * size)
+        formula = f"at most {sessions} sessions x {longest} tokens x L x 2k x {size} bytes, and {limit / 2**30:g} GiB"
+        parts.append(MemoryPart("the engine's KV cache", cache, formula))
+    return parts
+
+
+def _activations(config: RunConfig, model: PreTrainedModel) -> list[MemoryPart]:
+    text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
+    tokens, each = training.max_tokens_per_microbatch, f"{ranks} ranks x " if ranks > 1 else ""
+    logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
+    parts = [MemoryPart("logits", logits, f"{each}4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
+    if (widths := _widths(text)) is not None:
+        layer = 8 * widths.hidden + 4 * widths.intermediate + 3 * widths.queries + 4 * widths.keys
+        kept, formula = widths.layers * layer, "T x L x (8h + 4i + 3q + 4k) x 4 bytes"
+        if training.gradient_checkpointing:
+            kept, formula = widths.layers * widths.hidden + layer, "T x (L h + 8h + 4i + 3q + 4k) x 4 bytes"
+        size = ranks * tokens * kept * _FLOAT32
+        parts.append(MemoryPart("activations", size, f"about {each}{formula}, T {tokens}"))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """L, h, i (of all experts of a token), q and k."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+
+
+def _widths(text: PretrainedConfig) -> _Widths | None:
+
+    def number(*names: str) -> int | None:
+        first: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+        return first if isinstance(first, int) else None
+
+    layers, hidden = number("num_hidden_layers"), number("hidden_size")
+    intermediate, heads = number("intermediate_size"), number("num_attention_heads")
+    if layers is None or hidden is None or intermediate is None or not heads:
+        return None
+    if expert := number("moe_intermediate_size"):
+        intermediate = expert * (number("num_experts_per_tok") or 1)
+    head = number("head_dim") or hidden // heads
+    return _Widths(layers, hidden, intermediate, heads * head, (number("num_key_value_heads") or heads) * head)

@@ -1,4 +1,4 @@
-"""From the `engine` section to an engine that serves a model's weights."""
+"""From a configuration to an engine, and the check that it samples the trained model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from treadle.core.engine import Engine
+from treadle.core.errors import EngineError
 from treadle.core.registry import resolve
-from treadle.core.trainer import WeightSource, WeightSync
+from treadle.core.trainer import Trainer, WeightSource, WeightSync
+from treadle.core.types import Routing
 from treadle.engines.config import EngineConfig
+from treadle.engines.probe import ProbeResult, probe_engine
 from treadle.engines.remote import start_engine
 from treadle.engines.staging import temporary_directory
 from treadle.engines.torch.options import TorchEngineOptions
@@ -26,29 +30,90 @@ from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
 from treadle.models.model_files import is_adapter
 from treadle.models.weights import adapter_weights
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.chat_interface import ChatInterface
-from treadle.training.make import load_model
+from treadle.orchestration.setup.thread_count import available_cores, default_threads
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
 from treadle.training.trainer import EmbeddedSource
 
 if TYPE_CHECKING:
     from treadle.engines.vllm.server import Started
+
+_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
+
+
+def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
+    """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
+
+    threads: None for `default_threads` of a model of so many parameters. ranks: that compute side by side, with as many
+    threads each. Returns the number.
+    """
+    number = threads or default_threads(parameters, max(1, available_cores() // ranks))
+    torch.set_num_threads(number)
+    torch.use_deterministic_algorithms(True)
+    return number
+
+
+async def check_engine(
+    engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
+) -> ProbeResult:
+    """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
+
+    Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same
+    policy, if the engine lacks what training needs (`probe_engine`), or, where experts are replayed, if those it
+    reports are not the learner's.
+    """
+    await weight_sync.publish(0)
+    prompt = Conversation(renderer).render([{"role": "user", "content": "ok"}]).ids
+    facts = await probe_engine(engine, prompt, stop_token_ids=renderer.stop_ids, version=0, tolerance=tolerance)
+    ids = np.concatenate([prompt, facts.sampled.token_ids])
+    learned = (await trainer.score(ids))[len(prompt) - 1 :]
+    gap = float(np.abs(facts.sampled.logprobs - learned).max())
+    if not gap < tolerance:
+        raise EngineError(
+            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e}; "
+            "it must serve the published weights in the learner's precision"
+        )
+    if trainer.model.expert_layers is not None:
+        _check_experts(facts, (await trainer.experts(ids))[len(prompt) - 1 : -1])
+    return facts
+
+
+def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
+    """Raise EngineError unless the engine reports the experts that the learner chose: int16[C, M, k], in any order."""
+    reported = facts.sampled.routing
+    if reported is None:
+        raise EngineError(
+            f"{facts.engine} does not report the experts it chose; use an engine that does, or set "
+            "training.routing_replay to false"
+        )
+    if reported.shape != chosen.shape:
+        raise EngineError(
+            f"{facts.engine} reports experts of shape {reported.shape}, the learner chooses {chosen.shape} (sampled "
+            "tokens, layers, experts a token); it must serve the learner's model and report each sampled token"
+        )
+    agreement = float((reported[..., None] == chosen[..., None, :]).any(-1).mean())
+    if agreement < _LEAST_AGREEMENT:
+        raise EngineError(
+            f"{facts.engine} reports experts of which the learner chooses only {agreement:.0%}; a row must be of the "
+            "token before the sampled one, and layers in the model's order"
+        )
+
 
 _PROBE = 64  # tokens that new weights are proven with
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made from: `open_engine(EngineSpec(config.engine, chat, trainer, load_model))`.
+    """What an engine is made from: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
-    routing: it is to tell which experts were chosen. pinned: sessions keep the version of their first call, at most
+    routing: it is to report which experts it chose. pinned: sessions keep the version of their first call, at most
     so many behind the newest. log: takes lines for the run's output.
     """
 
     config: EngineConfig
-    chat: ChatInterface
+    renderer: ChatRenderer
     source: WeightSource
     load_model: Callable[[], PreTrainedModel]
     logs: Path | None = None
@@ -57,7 +122,6 @@ class EngineSpec:
     log: Callable[[str], None] = lambda line: None
 
     def log_directory(self) -> Path:
-        """Return where other processes write their logs."""
         return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
 
 
@@ -69,29 +133,7 @@ are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
 """
 
 
-def training_engine(
-    config: RunConfig,
-    chat: ChatInterface,
-    trainer: WeightSource,
-    logs: Path,
-    log: Callable[[str], None],
-    may_wait: bool = False,
-) -> EngineSpec:
-    """The engine of a training run. may_wait: of its players (`Players.may_wait`)."""
-    return EngineSpec(
-        config=config.engine_in_training(may_wait),
-        chat=chat,
-        source=trainer,
-        load_model=partial(load_model, config.model, config.seed, config.training.lora),
-        logs=logs,
-        routing=config.training.routing_replay,
-        pinned=config.pinned,
-        log=log,
-    )
-
-
 async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open the engine that is registered as `engine.kind`; see `OpenEngine`."""
     opened: OpenEngine = resolve("engines", spec.config.kind, "engine.kind")
     return await opened(spec)
 
@@ -99,17 +141,27 @@ async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
 async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open Treadle's own engine, in this process or one of its own; see `OpenEngine`."""
     if spec.config.own_process:
-        return await _own_process(spec)
+        with ExitStack() as cleanup:
+            folder = _directory(cleanup)
+            await spec.source.export(folder)
+            engine = await start_engine(
+                folder,
+                torch_options(spec.config, spec.renderer, spec.routing, spec.pinned),
+                log=spec.log_directory() / "engine.log",
+                notify=spec.log,
+                on_close=cleanup.pop_all().close,
+            )
+        return engine, SharedMemorySync(spec.source, engine)
     # beside a trainer of adapters, the engine computes with that one's own base
     here = spec.source.module if isinstance(spec.source, EmbeddedSource) else None
     model = here if here is not None and adapter_weights(here) else spec.load_model()
-    embedded = embedded_engine(spec.config, spec.chat, model, spec.routing, spec.pinned)
+    embedded = embedded_engine(spec.config, spec.renderer, model, spec.routing, spec.pinned)
     return embedded, EmbeddedSync(spec.source, embedded, by_file=here is None)
 
 
-async def open_serving(config: EngineConfig, chat: ChatInterface, source: EmbeddedSource) -> Engine:
+async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource) -> Engine:
     """Return an engine that serves a model which is not trained. Raises as `open_engine`."""
-    engine, weight_sync = await open_engine(EngineSpec(config, chat, source, lambda: source.module))
+    engine, weight_sync = await open_engine(EngineSpec(config, renderer, source, lambda: source.module))
     try:
         await weight_sync.publish(0)  # servers that run already may have any weights
     except BaseException:
@@ -120,7 +172,7 @@ async def open_serving(config: EngineConfig, chat: ChatInterface, source: Embedd
 
 def embedded_engine(
     config: EngineConfig,
-    chat: ChatInterface,
+    renderer: ChatRenderer,
     model: PreTrainedModel,
     routing: bool = False,
     pinned: int | None = None,
@@ -130,16 +182,16 @@ def embedded_engine(
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    options = torch_options(config, chat, routing, pinned)
-    return make_engine(model, options, chat.decode, own_thread=not options.lock_step)
+    options = torch_options(config, renderer, routing, pinned)
+    return make_engine(model, options, renderer.decode, own_thread=not options.lock_step)
 
 
 def torch_options(
-    config: EngineConfig, chat: ChatInterface, routing: bool, pinned: int | None = None
+    config: EngineConfig, renderer: ChatRenderer, routing: bool, pinned: int | None = None
 ) -> TorchEngineOptions:
     """Return the options of Treadle's own engine. routing, pinned: as of `EngineSpec`."""
     return TorchEngineOptions(
-        stop_token_ids=chat.stop_token_ids,
+        stop_token_ids=renderer.stop_ids,
         max_batch=config.batch,
         cache_gib=config.cache_gib,
         dtype=config.dtype,
@@ -150,37 +202,17 @@ def torch_options(
     )
 
 
-async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    config = spec.config
-    with ExitStack() as cleanup:
-        folder = _directory(cleanup)
-        await spec.source.export(folder)
-        engine = await start_engine(
-            folder,
-            torch_options(config, spec.chat, spec.routing, spec.pinned),
-            log=spec.log_directory() / "engine.log",
-            notify=spec.log,
-            on_close=cleanup.pop_all().close,
-        )
-    return engine, SharedMemorySync(spec.source, engine)
-
-
 Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
-def serve_here(number: int, model: Path, config: EngineConfig, log: Path) -> Started:
-    """Start a server on this machine."""
-    return ServerProcess(model, config, log)
-
-
 async def open_vllm(
-    spec: EngineSpec, serve: Serve = serve_here, models: Path | None = None
+    spec: EngineSpec, serve: Serve | None = None, models: Path | None = None
 ) -> tuple[Engine, WeightSync]:
     """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
 
-    models: directory in which the model is handed over, which trainer and
-    servers see; default: that of temporary files.
+    serve: default: on this machine. models: directory for the model, which trainer and servers see; default: that of
+    temporary files.
     """
     from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
     from treadle.engines.vllm.engine import open_engine as start
@@ -191,7 +223,7 @@ async def open_vllm(
         args = {"enable-return-routed-experts": True, **config.vllm.args}
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
-    probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
+    probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
     connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
     if config.vllm.urls:  # servers that have a model
         return await connected(config, serve=None)
@@ -207,7 +239,8 @@ async def open_vllm(
             served = folder
 
         def serve_model(number: int) -> Started:
-            return serve(number, served, config, logs / f"vllm-{number}.log")
+            log = logs / f"vllm-{number}.log"
+            return serve(number, served, config, log) if serve else ServerProcess(served, config, log)
 
         return await connected(config, serve=serve_model, on_close=cleanup.pop_all().close)
 

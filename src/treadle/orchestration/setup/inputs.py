@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.files import read_proven
 from treadle.core.types import Ids, Message, Task
 from treadle.data.load import LoadContext, load_tasks
-from treadle.data.tasks import Player, check_disjoint, players, with_players
+from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rendering.replies import Tool
@@ -78,17 +81,14 @@ def load_held_out(config: RunConfig) -> Inputs:
 
 
 def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
-    """Return the environment of the recipe's reward function, or the one that has options, by name; none if neither.
-
-    Raises ConfigError.
-    """
+    """The environment of the recipe's reward function, or the one that has options, by name. Raises ConfigError."""
     if config.environment_options:
         return {config.environment: load_environment(config.environment, config.environment_options)}
     return {config.reward: load_reward(config.reward)} if config.reward else {}
 
 
 def configured_drivers(config: RunConfig) -> dict[str, DriverFactory]:
-    """Return the recipe's driver, by name, if it has options. Raises ConfigError."""
+    """The recipe's driver, by name, if it has options. Raises ConfigError."""
     return {config.driver: load_driver(config.driver, config.driver_options)} if config.driver_options else {}
 
 
@@ -141,9 +141,7 @@ def load_split(
     environments: by name, those that are not looked up in the registry. Raises ConfigError or DataError.
     """
     section = config.data.train if split == "train" else config.data.held_out
-    if section is None:
-        return []
-    return load_tasks(section, split, load_context(config, environments))
+    return [] if section is None else load_tasks(section, split, load_context(config, environments))
 
 
 def load_context(
@@ -165,10 +163,7 @@ class FirstPrompt:
 def check_first_prompts(
     inputs: Inputs, renderer: ChatRenderer, config: RunConfig, context: int, log: Callable[[str], None]
 ) -> None:
-    """Raise ConfigError for what would fail every attempt later.
-
-    Checks that prompt and completion fit the model's context, in tokens, and the first prompt (`first_prompt`).
-    """
+    """Raise ConfigError if prompts and completions exceed the model's context, or as `first_prompt` does."""
     check_context(config, context)
     first_prompt(inputs, renderer, config, log)
 
@@ -204,7 +199,14 @@ def first_prompt(
             problems.append(f"task {task.task_id}: {failure}")
             continue
         if tools:
-            _check_tools(tools, parsed, task.environment, renderer, config)
+            name, parse = task.environment, renderer.parser(config.rollout.reply_parser) if parsed else None
+            if problem := renderer.tools_problem(tools, parse):
+                raise ConfigError(f"environment {name!r} has tools, but {problem}")
+            if config.rollout.conversation == "single_message":
+                raise ConfigError(
+                    f"environment {name!r} has tools, whose answers are messages of their own, and "
+                    "rollout.conversation is 'single_message'; leave it out"
+                )
         ids = Conversation(renderer).render(messages, tools).ids
         if len(ids) > config.rollout.max_input_tokens:
             raise ConfigError(
@@ -216,17 +218,6 @@ def first_prompt(
     if problems:
         raise ConfigError("no environment could be started; " + "; ".join(problems))
     return None
-
-
-def _check_tools(tools: Sequence[Tool], parsed: bool, name: str, renderer: ChatRenderer, config: RunConfig) -> None:
-    """parsed: whether the environment has its replies parsed; otherwise it reads calls itself."""
-    if problem := renderer.tools_problem(tools, renderer.parser(config.rollout.reply_parser) if parsed else None):
-        raise ConfigError(f"environment {name!r} has tools, but {problem}")
-    if config.rollout.conversation == "single_message":
-        raise ConfigError(
-            f"environment {name!r} has tools, whose answers are messages of their own, and rollout.conversation is "
-            "'single_message'; leave it out"
-        )
 
 
 async def _first(
@@ -261,3 +252,30 @@ async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) 
             f"rollout.environment_timeout is {limit:g} s, but environment {name!r} itself waits up to {waits:g} s: an "
             "outage would end as a time-out; raise it above that, or have it wait for less (environment_options)"
         )
+
+
+DATA = "data.json"
+"""The run's file with number and SHA-256 of its tasks: of the files for Parquet, of the tasks themselves otherwise."""
+
+
+def record_data(run: RunDirectory, inputs: Inputs) -> None:
+    run.write(DATA, json.dumps(_identity(inputs), indent=2).encode())
+
+
+def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
+    """Raise DataError unless the tasks are those on record, which the cursor counts; DamageError for a damaged file."""
+    sha256 = run.ledger().file_sha256(DATA)
+    recorded = json.loads(read_proven(run.path / DATA, sha256 or "", "restore it from a copy"))
+    for split, identity in _identity(inputs).items():
+        if identity != recorded[split]:
+            before, now = recorded[split]["tasks"], identity["tasks"]
+            counts = f"{before} tasks, now {now}" if before != now else f"{now} other tasks"
+            raise DataError(
+                f"data.{split} is not what the run was started with ({counts}), and the run's cursor counts its tasks; "
+                "restore the data, or start a new run (model.path may be an export of this one)"
+            )
+
+
+def _identity(inputs: Inputs) -> dict[str, dict[str, Any]]:
+    splits = {"train": inputs.train, "held_out": inputs.held_out}
+    return {split: {"tasks": len(tasks), "sha256": tasks_sha256(tasks)} for split, tasks in splits.items()}

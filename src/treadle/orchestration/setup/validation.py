@@ -1,12 +1,15 @@
-"""What can be checked of a configuration by itself: names, files, settings that do not fit. Needs no torch."""
+"""What can be checked of a configuration by itself, and what may change in it when a run is resumed. Needs no torch."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from treadle.core.config import as_override, describe
 from treadle.core.errors import ConfigError
 from treadle.core.registry import check_name, how_to_install
-from treadle.engines.config import EngineConfig
+from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
@@ -17,7 +20,6 @@ from treadle.training.validation import check_algorithm
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise ConfigError for a configuration with which no run could work."""
     check_settings(config)
     check_engine_config(config.engine, config.training.routing_replay)
     check_model_files(config.model)
@@ -30,26 +32,21 @@ def check_config(config: RunConfig) -> None:
 
 def check_settings(config: RunConfig) -> None:
     """Raise ConfigError for settings that do not fit together, unknown names, or an address that is not free."""
-    _check_colocation(config)
+    if config.placement.colocate:
+        if staleness := config.orchestration.max_staleness:
+            raise ConfigError(
+                f"orchestration.max_staleness is {staleness}, and with placement.colocate nothing is sampled while the "
+                "learner works; set it to 0, or give engines places of their own"
+            )
+        if config.engine.kind != "torch":
+            raise ConfigError(
+                f"engine.kind is {config.engine.kind!r}, and placement.colocate is for engines of kind torch; set one "
+                "of them to another"
+            )
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     _check_rollout(config)
-
-
-def _check_colocation(config: RunConfig) -> None:
-    if not config.placement.colocate:
-        return
-    if config.orchestration.max_staleness:
-        raise ConfigError(
-            f"orchestration.max_staleness is {config.orchestration.max_staleness}, and with placement.colocate nothing "
-            "is sampled while the learner works; set it to 0, or give engines places of their own"
-        )
-    if config.engine.kind != "torch":
-        raise ConfigError(
-            f"engine.kind is {config.engine.kind!r}, and placement.colocate is for engines of kind torch; set one of "
-            "them to another"
-        )
 
 
 def check_playing(config: RunConfig) -> None:
@@ -89,3 +86,94 @@ def check_engine_config(config: EngineConfig, routing: bool = False) -> None:
         python = find_python(config.vllm.python)
         if routing:
             check_reports_experts(python)
+
+
+CHANGEABLE = (
+    "orchestration.updates",
+    "orchestration.traced_groups",
+    "orchestration.checkpoint_every",
+    "orchestration.ledger_directory",
+    "orchestration.keep_last",
+    "orchestration.keep_every",
+    "orchestration.keep_best",
+    "orchestration.max_concurrent_groups",
+    "evaluation.*",
+    "failures.*",
+    "data.table_by",
+    "engine.in_flight",
+    *(f"engine.options.{name}" for name in VLLMConfig.model_fields),
+    "engine.batch",
+    "engine.kv_budget",
+    "engine.own_process",
+    "rollout.agent_timeout",
+    "rollout.environment_timeout",
+    "rollout.gateway.*",
+    "rollout.trajectory_timeout",
+    *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
+    *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
+    "callbacks",
+    "training.threads",
+    "training.packing",
+    "training.sharing",
+    "training.max_tokens_per_microbatch",
+    "training.gradient_checkpointing",
+    "placement.*",
+)
+"""Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is trained."""
+
+_REASONS = {
+    "seed": "it keys every draw",
+    "data": "the data cursor counts its tasks",
+    "model": "the checkpoint is of that model",
+    "algorithm": "a run has one objective",
+    "training": "the optimizer's state belongs to it",
+    "rewards": "rewards on record would no longer compare",
+}
+
+
+class Change(NamedTuple):
+    """One difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} {as_override(self.old)} -> {as_override(self.new)}"
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Differences between two configurations, in order of declaration."""
+    old, new = (leaves(config) for config in (before, after))
+    return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
+
+
+def leaves(config: RunConfig) -> dict[str, Any]:
+    """Path -> value; options of what is registered (`driver_options`) each by itself."""
+    values: dict[str, Any] = {}
+    for line in describe(config):
+        if isinstance(line.value, dict) and line.path.endswith("options"):
+            values |= {f"{line.path}.{name}": value for name, value in line.value.items()}
+        else:
+            values[line.path] = line.value
+    return values
+
+
+def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
+    """Raise ConfigError, naming the first one, for changes that would make it another run.
+
+    updates_done: of the checkpoint; 0 if unknown so far.
+    """
+    for path, old, new in changed:
+        if not _may_change(path):
+            reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
+            raise ConfigError(
+                f"{path} is {as_override(new)}, the run was started with {as_override(old)}: {reason}; start a new run "
+                f"(model.path may be an export of this one). What may change: {', '.join(CHANGEABLE)}"
+            )
+        if path == "orchestration.updates" and new < updates_done:
+            raise ConfigError(f"{path} is {new}, but the checkpoint has {updates_done} updates; give at least as many")
+
+
+def _may_change(path: str) -> bool:
+    return any(path.startswith(a[:-1]) if a.endswith("*") else path == a for a in CHANGEABLE)

@@ -22,12 +22,12 @@ from treadle.core.errors import CheckpointError, RunError
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
-from treadle.models.config import ModelConfig
+from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.progress import Progress
-from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
+from treadle.orchestration.setup.engines import use_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
@@ -55,12 +55,12 @@ def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
 
 def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
-    chat = load_chat_interface(config.model)
+    renderer = load_chat(config.model)[1]
     with closing(make_trainer(config.trainer)) as trainer:
         use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
 
         async def work() -> WarmStartReport | None:
-            report = await run_warm_start(trainer, chat.renderer, config, progress)
+            report = await run_warm_start(trainer, renderer, config, progress)
             await trainer.export(directory)
             return report
 
@@ -124,14 +124,19 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
 
 def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
     """Hash of everything the result depends on, down to what changes rounding."""
+    source, places = section.demonstrations, [] if config.model.build is not None else [base_directory(config.model)]
+    if config.model.adapter is not None:
+        places.append(Path(config.model.adapter))
+    model = [file for place in places for file in sorted(place.glob("*")) if file.is_file()]
+    source = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
     facts = {
+        "lora": None if config.training.lora is None else config.training.lora.model_dump(mode="json"),
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),
-        "model_files": _model_files(config.model),
-        "lora": None if config.training.lora is None else config.training.lora.model_dump(mode="json"),
+        "model_files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in model],
         "seed": config.seed,
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
-        "demonstrations": file_sha256(_source_file(section.demonstrations)),
+        "demonstrations": file_sha256(Path(source)),
         "threads": torch.get_num_threads(),
         "placement": config.placement.learner.model_dump(mode="json"),
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
@@ -139,15 +144,3 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "treadle": [file_sha256(f) for f in sorted(Path(str(files("treadle"))).rglob("*.py"))],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _model_files(config: ModelConfig) -> list[tuple[str, int, int]]:
-    places = [] if config.build is not None else [base_directory(config)]
-    if config.adapter is not None:
-        places.append(Path(config.adapter))
-    files = [file for place in places for file in sorted(place.glob("*")) if file.is_file()]
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-
-
-def _source_file(source: str) -> Path:
-    return Path(source) if source.endswith(".jsonl") else Path(inspect.getfile(resolve("demonstrations", source)))

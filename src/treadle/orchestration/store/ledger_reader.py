@@ -16,7 +16,7 @@ from typing import Any
 
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import MANIFEST, WrittenFile
-from treadle.orchestration.schema import SCHEMA_VERSION
+from treadle.orchestration.config import SCHEMA_VERSION
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.tables import KEYS, Damaged, check_row, check_table
 

@@ -23,8 +23,7 @@ from treadle.core.config import build, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.core.text import checked_json, is_unfinished, parse_checked_json
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.schema import SCHEMA_VERSION, without_version
+from treadle.orchestration.config import SCHEMA_VERSION, RunConfig, without_version
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader, no_checkpoint, salvage
 

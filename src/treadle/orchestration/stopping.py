@@ -1,14 +1,80 @@
-"""When going on would be pointless: limits on what fails, is refused or discarded (the section `failures`)."""
+"""Why a run ends before its last update: a request (Ctrl-C, SIGTERM, a callback), or a limit of `failures`."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from treadle.core.errors import Cause, TrainingStopped
 from treadle.core.types import DropReason
 from treadle.orchestration.config import RunConfig
+from treadle.rollout.isolation.event_loop import handled
+
+T = TypeVar("T")
+
+
+class StopRequest:
+    """Asks the loop to finish its update, save a checkpoint and leave: on Ctrl-C, SIGTERM, or when something fails."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._reason: tuple[str, BaseException | None] | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def request(self, reason: str = "", error: BaseException | None = None) -> None:
+        """Request a stop, also from a signal handler or another thread. reason, error: what went wrong, if anything."""
+        self.requested = True
+        if reason and self._reason is None:
+            self._reason = reason, error
+        if self._waiting is not None:
+            loop, event = self._waiting
+            loop.call_soon_threadsafe(event.set)
+
+    def raise_reason(self, update: int) -> None:
+        """Raise TrainingStopped if something went wrong: the run was asked to stop then, and saved at this update."""
+        if self._reason is not None:
+            raise stopped(self._reason[0], update) from self._reason[1]
+
+    async def unless_requested(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of the work; if a stop is requested before it is done, cancel it and return None."""
+        event = asyncio.Event()
+        self._waiting = asyncio.get_running_loop(), event
+        if self.requested:
+            event.set()
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].result() if tasks[0].done() else None
+        finally:
+            self._waiting = None
+            for task in tasks:
+                task.cancel()
+
+
+def stopped(reason: object, update: int) -> TrainingStopped:
+    return TrainingStopped(f"{reason}. A checkpoint of update {update} is saved: fix the cause, then --resume")
+
+
+@contextmanager
+def stop_on_signals(stop: StopRequest) -> Iterator[None]:
+    """Request a stop at the first Ctrl-C or SIGTERM, interrupt at once at the second; on leaving, restore the handlers.
+
+    They are plain handlers rather than the event loop's, which would wait for an update to end.
+    """
+
+    def ask() -> None:
+        stop.request()
+        # a signal may come in the middle of a print, which must not be entered again
+        os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
+
+    with handled(ask, signal.SIGINT, signal.SIGTERM):
+        yield
 
 
 class StopConditionMet(TrainingStopped):
@@ -29,9 +95,7 @@ class WindowStats:
 def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> None:
     """Raise StopConditionMet if too many trajectories failed, or sent malformed requests.
 
-    That may be before a batch's worth has finished, if it is certain by then.
-
-    update: the one that is waited for.
+    That may be before a batch's worth has finished, if it is certain by then. update: the one that is waited for.
     """
     everyone = max(window.trajectories, config.groups_per_batch * config.training.group_size)
     for (cause, message), count in window.failures.most_common(1):

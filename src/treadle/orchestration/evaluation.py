@@ -1,0 +1,315 @@
+"""Playing held-out tasks: in a run, with the weights that its engines serve, or by a model on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle.core.draws import Stream
+from treadle.core.errors import ConfigError, RunError
+from treadle.core.files import check_writable, write_atomically
+from treadle.core.outcomes import as_played
+from treadle.core.types import Group, Ids, Task, Trajectory
+from treadle.data.config import sources_of
+from treadle.models.config import ModelConfig
+from treadle.models.model_files import check_model_files, located, require_model_or_adapter
+from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
+from treadle.orchestration.reporting.progress import Progress
+from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
+from treadle.orchestration.setup.validation import check_playing
+from treadle.orchestration.stopping import StopRequest
+from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
+from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_store import RunStore
+from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
+from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.rollout.rewards import RewardsConfig
+from treadle.rollout.session import Address
+
+if TYPE_CHECKING:
+    from treadle.rendering.chat import ChatRenderer
+    from treadle.training.trainer import EmbeddedSource
+
+
+async def play_held_out(
+    runner: RolloutRunner,
+    tasks: Sequence[Task],
+    config: RunConfig,
+    *,
+    name: str,
+    update: int,
+    temperature: float,
+    on_trajectory: Callable[[], None],
+) -> list[Group]:
+    """Play `evaluation.attempts` at each task, in fixed cohorts that are played side by side, so that batches repeat.
+
+    name: prefix of group ids. update: keys the draws together with the seed.
+    """
+    section, groups = config.evaluation, list[Group]()
+    attempts, sampling = section.attempts_at(temperature), section.sampling(runner.sampling, temperature)
+    cohort = max(1, config.evaluated_together // attempts)
+    for start in range(0, len(tasks), cohort):
+        running = []
+        for position, task in enumerate(tasks[start : start + cohort], start):
+            group = f"{name}-{position:04d}"
+            addresses = [Address(config.seed, Stream.EVALUATE, update, position, number) for number in range(attempts)]
+            started = runner.start(group, task, addresses, sampling)
+            for attempt in started:
+                attempt.add_done_callback(lambda _: on_trajectory())
+            running.append(gather_group(group, position, update, position, task, started))
+        groups += await asyncio.gather(*running)
+    return groups
+
+
+def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
+    """Temperatures at which the current weights are to be evaluated and have not been yet."""
+    section, ends = config.evaluation, state.update == 0 or config.is_last(state.update)
+    if not (ends or config.is_due(state.update, section.every)):
+        return []
+    greedy = [0.0] if ends and section.greedy_too and section.temperature > 0 else []
+    made = [row["temperature"] for row in state.evaluations if row["update"] == state.update]
+    return [temperature for temperature in (section.temperature, *greedy) if temperature not in made]
+
+
+class Evaluator:
+    """The evaluations of a run."""
+
+    def __init__(
+        self, config: RunConfig, runner: RolloutRunner, tasks: Sequence[Task], store: RunStore, reporter: Reporter
+    ) -> None:
+        self._config, self._runner, self._tasks = config, runner, tasks
+        self._store, self._reporter = store, reporter
+
+    def pending(self, state: LoopState) -> list[float]:
+        """Temperatures at which the current weights are still to be evaluated; none without held-out tasks."""
+        return pending_evaluations(self._config, state) if self._tasks else []
+
+    async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
+        """Make the pending evaluations; return the state with their results.
+
+        Those that a stop request comes before stay pending until the run is resumed.
+        """
+        config, update, reporter = self._config, state.update, self._reporter
+        for temperature in self.pending(state):
+            name = f"e{update:06d}" + ("g" if temperature == 0 else "")
+            if times := self._store.ledger.times_evaluated(name):
+                name += f"r{times}"
+            reporter.begin("evaluation", len(self._tasks) * config.evaluation.attempts_at(temperature))
+            playing = play_held_out(
+                self._runner,
+                self._tasks,
+                config,
+                name=name,
+                update=update,
+                temperature=temperature,
+                on_trajectory=lambda: reporter.advance("evaluation"),
+            )
+            with reporter.timed("evaluation", update):
+                groups = await stop.unless_requested(playing)
+            if groups is None:
+                return state
+            self._store.record_evaluation(name, groups, state.version)
+            result = _result(config, groups, update, temperature)
+            reporter.callbacks.evaluate(result)
+            state = replace(state, evaluations=(*state.evaluations, asdict(result)))
+        return state
+
+
+def _result(config: RunConfig, groups: Sequence[Group], update: int, temperature: float) -> EvaluationResult:
+    section, table_by = config.evaluation, config.data.table_by
+    return evaluation_result(groups, update, temperature, section.success_at, table_by, section.success_of)
+
+
+# A model on its own, with the draws that a run would use; nothing is written but a dump
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
+
+    update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model. base: of an
+    adapter; default: the one that it names.
+    """
+
+    config: RunConfig
+    model: Path
+    update: int
+    base: str | None = None
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """How the model is loaded: with its own tokenizer, or else the configured one."""
+        configured = self.config.model
+        has_tokenizer = (self.model / "tokenizer.json").is_file()
+        tokenizer = None if has_tokenizer else configured.tokenizer or configured.path
+        return configured.model_copy(update={**located(self.model, self.base), "tokenizer": tokenizer})
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Results of an evaluation, as a whole and for each value of `data.table_by`.
+
+    failures: message -> count, most frequent first. seconds: of playing, without loading.
+    """
+
+    result: EvaluationResult
+    parts: dict[str, EvaluationResult]
+    failures: dict[str, int]
+    seconds: float
+
+
+def find_subject(
+    run_or_recipe: str, overrides: Sequence[str] = (), checkpoint: str | None = None, model: Path | None = None
+) -> Subject:
+    """Return a run's checkpoint (the latest unless named), or the directory `model` with a run's or recipe's config.
+
+    Needs no torch. Raises ConfigError or RunError for what is not there.
+    """
+    if touched := [o for o in overrides if o.startswith("model.")]:
+        raise ConfigError(f"{' '.join(touched)}: the evaluated model is chosen with --checkpoint or --model")
+    if model is not None and checkpoint is not None:
+        raise ConfigError("give --checkpoint or --model, not both")
+    run = Path(run_or_recipe)
+    if (run / "config.yaml").is_file():
+        config = RunDirectory.open(run).config(overrides)
+    elif model is not None:
+        config = load_recipe(run_or_recipe, overrides)
+    elif run_or_recipe in recipe_names() or run.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{run_or_recipe!r} is a recipe: add --model DIR, or give the directory of a run of it")
+    else:
+        raise RunError(f"{run_or_recipe!r} is not a run directory: it has no config.yaml")
+    if model is None:
+        directory = find_checkpoint(run, checkpoint or "latest").directory
+        return Subject(config, directory, checkpoint_update(directory), config.model.path)
+    return Subject(config, require_model_or_adapter(str(model), "--model"), 0)
+
+
+def held_out_inputs(subject: Subject) -> Inputs:
+    """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
+    config = subject.config
+    check_playing(config)
+    check_model_files(subject.model_config)
+    if config.data.held_out is not None and sources_of(config.data.held_out)[0].source == IN_MEMORY:
+        raise ConfigError(
+            "the run's tasks were made in Python and are on no file; "
+            "give data.held_out.source=FILE.jsonl and environment=module:Class"
+        )
+    return load_held_out(config)
+
+
+def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
+    """Play the held-out tasks; returns the evaluation. Raises ConfigError for what cannot work, like a damaged model.
+
+    dump: a file for all trajectories, one a line.
+    """
+    from treadle.models.chat import load_chat
+    from treadle.orchestration.setup.engines import use_threads
+    from treadle.training.make import load_source
+
+    config, section, table_by = subject.config, subject.config.evaluation, subject.config.data.table_by
+    renderer = load_chat(subject.model_config)[1]
+    source = load_source(subject.model_config, config.seed)
+    use_threads(config.training.threads, source.model.parameters)
+    played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
+    check_first_prompts(played, renderer, config, source.model.context, progress.log)
+    started = time.perf_counter()
+    groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
+    seconds = time.perf_counter() - started
+    if dump is not None:
+        write_dump(dump, groups, renderer.decode)
+    by_value: dict[str, list[Group]] = {}
+    for group in groups:
+        if table_by is not None:
+            by_value.setdefault(str(group.task.extras.get(table_by)), []).append(group)
+    failures = Counter(f"{t.failure.cause}: {t.failure.message}" for g in groups for t in g.trajectories if t.failure)
+    return Evaluation(
+        _result(config, groups, subject.update, section.temperature),
+        {value: _result(config, by_value[value], subject.update, section.temperature) for value in sorted(by_value)},
+        dict(failures.most_common(5)),
+        seconds,
+    )
+
+
+async def _play(
+    subject: Subject, inputs: Inputs, renderer: ChatRenderer, source: EmbeddedSource, progress: Progress
+) -> list[Group]:
+    from treadle.orchestration.setup.engines import open_serving
+
+    config, finished = subject.config, itertools.count(1)
+    temperature = config.evaluation.temperature
+    progress.phase("evaluation", len(inputs.held_out) * config.evaluation.attempts_at(temperature))
+    engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), renderer, source)
+    try:
+        rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
+        async with open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts:
+            await rollouts.check(inputs.held_out)
+            return await play_held_out(
+                rollouts,
+                inputs.held_out,
+                config,
+                name="evaluation",
+                update=subject.update,
+                temperature=temperature,
+                on_trajectory=lambda: progress.advance(next(finished)),
+            )
+    finally:
+        await engine.close()
+
+
+def check_dump(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--dump: {str(path)!r} is not a regular file; name another")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
+
+
+def write_dump(path: Path, groups: Sequence[Group], decode: Callable[[Ids], str]) -> None:
+    """Write the trajectories to a file, one a line, with their texts. Complete or absent.
+
+    Raises RunError where the disk refuses.
+    """
+    records = [_record(group, trajectory, decode) for group in groups for trajectory in group.trajectories]
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    try:
+        write_atomically(path, "".join(lines).encode())
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error}; choose another file or free disk space") from error
+
+
+def _record(group: Group, t: Trajectory, decode: Callable[[Ids], str]) -> dict[str, Any]:
+    return {
+        "task_id": t.task_id,
+        "trajectory_id": t.trajectory_id,
+        "attempt": t.attempt,
+        "extras": group.task.extras,
+        "reward": t.reward,
+        "components": as_played(t).components,
+        "status": str(t.status),
+        "failure": f"{t.failure.cause}: {t.failure.message}" if t.failure else None,
+        "traceback": t.failure.traceback if t.failure else None,
+        "seconds": t.seconds,
+        "steps": [
+            {
+                "prompt": decode(step.prompt_ids),
+                "completion": decode(step.completion_ids),
+                "prompt_ids": step.prompt_ids.tolist(),
+                "completion_ids": step.completion_ids.tolist(),
+                "logprobs": step.logprobs.tolist(),
+                "stop_reason": str(step.stop_reason),
+                "reward": step.reward,
+            }
+            for step in t.steps
+        ],
+    }

@@ -1,1 +1,0 @@
-"""The loop itself, and what it decides: evaluations, checkpoints, when to stop."""
