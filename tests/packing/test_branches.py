@@ -7,7 +7,7 @@ from hypothesis import given
 
 from tests.models import make_step, ragged_groups
 from treadle.core.types import BreakCause, Group, Step
-from treadle.packing.branches import calling_steps, parent_steps
+from treadle.packing.breaks import calling_steps, parent_steps
 from treadle.packing.flat import flatten
 
 MAIN, SUB, OTHER = list(range(10, 20)), list(range(30, 40)), list(range(50, 60))

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tests.models import make_group, make_step, ragged_groups, routed
 from treadle.core.types import DropReason, Group, Ids, Routing, Step
-from treadle.packing.flat import calls, flatten
+from treadle.packing.flat import calls, distinct, flatten, replayed
 from treadle.packing.layout import Packing, Sharing, arrange, chunks, micro_batches
-from treadle.packing.routing import distinct, replayed
 
 
 def routing(*experts: int) -> Routing:

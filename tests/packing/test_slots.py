@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tests.packing.tries import Readings, call, readings_of_chunk, readings_of_tree, some_calls
 from treadle.packing.flat import PackedCall
-from treadle.packing.layout import Packing, arrange, chunks, micro_batches
-from treadle.packing.slots import Slot, balance, slots
+from treadle.packing.layout import Packing, Slot, arrange, balance, chunks, micro_batches, slots
 from treadle.packing.tree import PrefixTree
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=9)

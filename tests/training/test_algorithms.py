@@ -22,9 +22,8 @@ from treadle.core.files import Manifest
 from treadle.core.registry import names
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
-from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.config import OptimizerConfig, TrainingConfig, check_algorithm
 from treadle.training.learner import Learner
-from treadle.training.validation import check_algorithm
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"

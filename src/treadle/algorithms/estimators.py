@@ -30,8 +30,9 @@ from treadle.algorithms.config import AlgorithmConfig, DiscountConfig, GaeConfig
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
-from treadle.packing.branches import parent_steps
-from treadle.packing.flat import Doubles, FlatBatch, Indices
+from treadle.core.types import Group
+from treadle.packing.breaks import parent_steps
+from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,3 +233,13 @@ REINFORCE_PLUS_PLUS = Advantage(
 )
 REINFORCE_PLUS_PLUS_BASELINE = Advantage(_reinforce_plus_plus_baseline)
 GAE = Advantage(_gae, options_type=GaeConfig, needs_values=True, by_group=False, by_step=True, by_token=True)
+
+
+def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
+    """Return whether the advantages of all trainable tokens of the group are 0.
+
+    KL in the reward is left out: it is not known yet. The test is of advantages, not of rewards: a group with equal
+    rewards but a penalty in one attempt does teach something.
+    """
+    batch = flatten([group])
+    return not advantages(batch, config)[batch.mask].any()

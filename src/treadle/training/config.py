@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.validation import check
 from treadle.core.config import Config
+from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
 from treadle.packing.layout import Packing, Sharing
 
@@ -136,3 +139,14 @@ class TrainerSpec:
     seed: int
     placement: LearnerPlacement
     traced_groups: float
+
+
+def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
+    """Raise ConfigError for an algorithm that means nothing, or nothing in this training."""
+    check(algorithm, filtered_sampling)
+    name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
+    if training.group_size == 1 and advantage.by_group:
+        raise ConfigError(
+            f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
+            "raise it to 2 or more, or choose reinforce++"
+        )

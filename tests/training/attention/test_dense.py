@@ -8,8 +8,8 @@ from hypothesis import given
 from tests.training.attention.trees import WINDOWS, Problem, chain, gap, parts
 from treadle.packing.layout import MicroBatch
 from treadle.packing.tree import PrefixTree
-from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.interface import Shape
+from treadle.training.attention.select import Dense, visible
 
 
 def ancestors(tree: PrefixTree) -> list[set[int]]:

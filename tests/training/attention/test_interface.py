@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tests.models import tiny
 from tests.training.attention.trees import chain
 from treadle.core.errors import ConfigError
-from treadle.training.attention.dense import Dense
 from treadle.training.attention.interface import ATTENTION, Shape, Tree, tree_attention
+from treadle.training.attention.select import Dense
 
 
 class Layer(nn.Module):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.training.attention.trees import HEADS, WINDOWS, Heads, Made, Problem, chain, gap, shapes
-from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.interface import Shape
+from treadle.training.attention.select import Dense, visible
 from treadle.training.attention.varlen import Varlen, _gather, gathered, paths, stretches
 
 CPU = torch.device("cpu")
