@@ -1,5 +1,7 @@
 """Every family of models trains packed as it trains alone."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,20 @@ from tests.models import (
     tiny,
     weights_of,
 )
+from tests.rollout import families
+from tests.rollout.families import WRITING_TOOLS
 from tests.training.reference import LAYOUTS, accumulated, forked_groups, make_learner, separate_gradient
+from tests.training.test_end_tokens import PUBLISHED, published
+from tests.worlds import ROOT, user
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.errors import DataError
+from treadle.core.types import FunctionCall, Message, ToolCall
+from treadle.models.chat import load_chat
 from treadle.models.support import slides
 from treadle.packing.flat import flatten
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.replies import Parser, parser_name
 
 EVERY = [*FAMILIES, *MORE_FAMILIES]
 ALGORITHM = AlgorithmConfig(reduction="seq_mean_token_sum_norm", length_norm=10.0, entropy_coef=0.01)
@@ -69,3 +81,107 @@ def test_windows_and_scaling_of_the_head_matter_in_these_tests(family: str, fiel
     assert distance(weights_of(model), weights_of(other)) == 0
     one, two = (full(make_learner(m).logprobs(flatten(forked_groups()))) for m in (model, other))
     assert np.abs(one - two).max() > 1e-3
+
+
+HEAD = "| family | a reply ends with | roles beside user and assistant | tools | thoughts | what breaks |"
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "-",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+    },
+}
+
+
+SAME_TEMPLATE = {"llama3_1": "llama3_1, llama3_3"}
+CALL = ToolCall(id="abcdefghi", type="function", function=FunctionCall(name="look", arguments='{"q": "x"}'))
+
+
+def table() -> str:
+    return "\n".join([HEAD, "|---|---|---|---|---|---|", *map(row, PUBLISHED)])
+
+
+def row(name: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer, renderer = load_chat(published(name, Path(folder)))
+    ends = tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))
+    assert isinstance(ends, list)
+    shown = ", ".join(f"`{end}`".replace("|", "\\|") for end in ends)
+    breaks = ", ".join(dict.fromkeys([*thought_breaks(renderer), *end_breaks(renderer)])) or "-"
+    label = SAME_TEMPLATE.get(name, name)
+    return (
+        f"| {label} | {shown} | {roles(renderer, name)} | {tools(renderer, name)} | {thoughts(renderer)} | {breaks} |"
+    )
+
+
+def roles(renderer: ChatRenderer, name: str) -> str:
+    """Those that the template writes; of a system message, whether only one is taken."""
+    found = [role for role in ("system", "developer", "tool") if takes(renderer, role, name)]
+    one = "system" in found and renderer.merged(SEVERAL) is not SEVERAL
+    return ", ".join(f"{role} (merged into one)" if role == "system" and one else role for role in found) or "none"
+
+
+SEVERAL = Message(role="system", content="a"), user("b"), Message(role="system", content="c")
+
+
+def takes(renderer: ChatRenderer, role: str, name: str) -> bool:
+    said = Message(role=role, content="zqzz")
+    reply, offered = Message(role="assistant", content="a"), []
+    if role == "tool" and {**families.FAMILIES, **WRITING_TOOLS}[name].tools:
+        said["tool_call_id"], offered = CALL["id"], [LOOK]
+        reply = Message(role="assistant", content="", tool_calls=[CALL])
+    messages = [user("q"), reply, said] if role == "tool" else [said, user("q")]
+    try:
+        return "zqzz" in renderer.decode(Conversation(renderer).render(messages, offered).ids)
+    except DataError:
+        return False
+
+
+def tools(renderer: ChatRenderer, name: str) -> str:
+    if not {**families.FAMILIES, **WRITING_TOOLS}[name].tools:
+        return "-"
+    problem = renderer.tools_problem([LOOK], renderer.parser("auto"))
+    label = parser_name(renderer.parser("auto")).removeprefix("auto (").removesuffix(")")
+    if "leaves it out" in problem:
+        return "written, calls left out"
+    return "written, calls not read" if problem else f"`{label}`"
+
+
+def thoughts(renderer: ChatRenderer) -> str:
+    conversation = Conversation(renderer)
+    prompt = conversation.render([user("q")])
+    begun = renderer.decode(prompt.ids).rstrip().endswith("<think>")
+    parse = renderer.parser("auto")
+    taken = not isinstance(parse, Parser) or parse.thoughts
+    return "begun by the prompt" if begun else "taken out" if taken else "-"
+
+
+def thought_breaks(renderer: ChatRenderer) -> list[str]:
+    """Why the next question's prompt does not go on, if the reply was thought about."""
+    conversation, parse = Conversation(renderer), renderer.parser("auto")
+    prompt = conversation.render([user("q")])
+    begun = renderer.decode(prompt.ids).rstrip().endswith("<think>")
+    text = "hm\n</think>\n\nyes" if begun else "<think>\nhm\n</think>\n\nyes"
+    return broken(conversation, prompt, renderer, text, parse(("<think>" if begun else "") + text, []))
+
+
+def end_breaks(renderer: ChatRenderer) -> list[str]:
+    conversation = Conversation(renderer)
+    prompt = conversation.render([user("q")])
+    return broken(conversation, prompt, renderer, "yes", Message(role="assistant", content="yes"))
+
+
+def broken(conversation: Conversation, prompt: Any, renderer: ChatRenderer, text: str, reply: Message) -> list[str]:
+    ids = np.concatenate([renderer.encode(text), renderer.end_of_turn[-1:]]).astype(np.int32)
+    conversation.record(prompt, ids, reply)
+    cause = conversation.render([user("q"), reply, user("r")]).break_cause
+    return [] if cause is None else [str(cause)]
+
+
+def test_the_page_has_the_table_of_families() -> None:
+    assert table() in (ROOT / "docs" / "rendering.md").read_text(), "run python -m tests.training.test_families"
+
+
+if __name__ == "__main__":
+    print(table())
