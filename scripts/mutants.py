@@ -162,7 +162,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
     ("models/tensor_file.py", "file.seek(8 + len(text) + start)", "pass",
      "training/test_checkpoint.py::test_tensors_of_several_types_may_come_in_any_order"),
     ("models/weights.py", "{name} {tensor.dtype} {tuple(tensor.shape)}", "{tensor.dtype} {tuple(tensor.shape)}",
-     "engines/test_weights.py"),
+     "engines/test_staging.py"),
     ("data/mixture.py", "* size // 100 if", "* size // 100 + 1 if", "data/test_load.py::test_parts_of_a_file"),
     ("data/table.py", "self._parts[part], number - self._part_starts[part]", "self._parts[part], number",
      "data/test_parquet.py::test_a_directory_is_one_data_set_or_several_splits"),

@@ -196,16 +196,6 @@ async def test_score_is_what_generate_reported() -> None:
         assert len(await engine.score(PROMPT[:1])) == 0
 
 
-async def test_scoring_leaves_the_sessions_caches_alone() -> None:
-    async with serving(sessions="a") as engine:
-        first = await engine.generate(PROMPT, sampling(), session="a")
-        await engine.score(ids(9, 8, 7, 6))
-        prompt = np.concatenate([PROMPT, first.token_ids, ids(2, 2)])
-        again = await engine.generate(prompt, sampling(1), session="a")
-        scores = await engine.score(np.concatenate([prompt, again.token_ids]))
-        np.testing.assert_allclose(scores[len(prompt) - 1 :], again.logprobs, atol=1e-5)
-
-
 def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
     """Rotary frequencies rounded to bfloat16 would turn late positions by whole radians."""
     model = tiny()
@@ -390,15 +380,6 @@ def test_the_event_loops_thread_gives_the_same_bits_and_failures_as_an_own_one()
     assert texts(threaded) == texts(inline)
     assert logprobs(threaded).tobytes() == logprobs(inline).tobytes()
     assert engine.counters.sampled == sum(len(step.completion_ids) for steps in inline for step in steps)
-
-
-async def test_a_failed_wave_fails_its_calls_on_the_callers_thread_too() -> None:
-    def decode(_tokens: Sequence[int]) -> str:
-        raise ZeroDivisionError("no such text")
-
-    async with serving(decode=decode, own_thread=False, sessions="a") as engine:
-        with pytest.raises(EngineError, match="ZeroDivisionError: no such text"):
-            await engine.generate(PROMPT, sampling(stop=("x",)), session="a")
 
 
 # How a completion ends
