@@ -13,7 +13,7 @@ from treadle.cli.console import Console, Table, make_progress, make_table
 from treadle.cli.options import Commands, add_command, add_json, add_overrides, add_run
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
-from treadle.models.model_files import is_hub_name
+from treadle.models.model_files import is_adapter, is_hub_name
 from treadle.orchestration.dump import check_dump
 from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.reporting.metrics import shown
@@ -40,8 +40,10 @@ _EXPORT_EXAMPLES = """examples:
   treadle export runs/demo models/demo                        its latest checkpoint
   treadle export runs/demo models/best --checkpoint best      the one with the best held-out evaluation
   treadle export runs/demo models/early --checkpoint step-000030
+  treadle export runs/lora models/whole --merge               base and adapter in one
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
+Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
 The run may still be in progress.
 """
 
@@ -59,7 +61,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
     add_overrides(parser)
     parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000030, best or latest (the default)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory, or a name of model.path")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a model or adapter, or as model.path")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
     add_json(parser)
 
@@ -71,6 +73,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument(
         "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"
     )
+    parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
 
 
 def run_models(options: argparse.Namespace) -> int:
@@ -162,8 +165,9 @@ def run_export(options: argparse.Namespace) -> int:
 
     from treadle.orchestration.export import export_checkpoint
 
-    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint)
+    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint, options.merge)
     console = Console()
     console.line(f"model of {checkpoint}: {options.out}")
-    console.line(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={options.out}')} model.build=null")
+    where = "model.adapter" if is_adapter(options.out) else "model.path"
+    console.line(f"train from it: treadle train RECIPE {shlex.quote(f'{where}={options.out}')} model.build=null")
     return 0

@@ -24,7 +24,7 @@ from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
-from treadle.models.model_files import require_model, require_template
+from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.gateway.address import listen, url_of
@@ -65,7 +65,9 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands, "serve", run_serve, "serve a model to OpenAI's and Anthropic's clients", _SERVE_EXAMPLES
     )
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a model directory, or a name of model.path")
+    parser.add_argument(
+        "model", metavar="MODEL_DIR", type=Path, help="directory of a model or adapter, or as model.path"
+    )
     add_address(parser, 8000)
     parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
@@ -92,7 +94,7 @@ class ServeConfig(Config):
 def run_serve(options: argparse.Namespace) -> int:
     """Serve until interrupted; then returns 0."""
     engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
-    model = ModelConfig(path=str(options.model), chat_template=options.chat_template)
+    model = ModelConfig(**located(options.model), chat_template=options.chat_template)
     _check(options, engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
@@ -110,7 +112,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     """Raise ConfigError for what can be checked before torch is loaded."""
-    if not (require_model(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
+    if not (require_model_or_adapter(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
         raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
     if options.record is not None and options.record.exists() and not options.record.is_dir():

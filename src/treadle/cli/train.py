@@ -205,8 +205,8 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
         table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
     console.table(table)
     console.text(
-        "P weights, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate size;\n"
-        "q, k widths of all query and all key heads, V vocabulary",
+        "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate\n"
+        "size; q, k widths of all query and all key heads, V vocabulary",
         style="dim",
     )
     console.line()
@@ -289,7 +289,8 @@ def run_sft(options: argparse.Namespace) -> int:
 def next_overrides(config: RunConfig, directory: Path) -> list[str]:
     """Return the overrides that make a run of this configuration start from the written model."""
     build = ["model.build=null"] if config.model.build is not None else []
-    return [*build, f"model.path={directory}", "warm_start=null"]
+    where = "path" if config.training.lora is None else "adapter"
+    return [*build, f"model.{where}={directory}", "warm_start=null"]
 
 
 def _check_sft(config: RunConfig, recipe: str, out: Path) -> None:
