@@ -173,10 +173,7 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ({"policy_loss_options": {"eps_high": 0.0}}, "policy_loss_options: eps_high"),
         ({"policy_loss_options": {"dual_clip": 1.0}}, "policy_loss_options: dual_clip"),
         ({"policy_loss": "gspo", "policy_loss_options": {"scope": "group"}}, "policy_loss_options: scope"),
-        (
-            {"correction": {"token_mask": [1.0, 2.0]}},
-            r"0 <= low < 1 < high, .*; got \[1.0, 2.0\]",
-        ),
+        ({"correction": {"token_mask": [1.0, 2.0]}}, r"0 <= low < 1 < high, .*; got \[1.0, 2.0\]"),
         ({"correction": {"outlier_mask": [0.5, 0.9]}}, r"got \[0.5, 0.9\]"),
         ({"correction": {"token_tis": 0.5}}, "correction.token_tis"),
         ({"kl": {}}, "missing key 'kl.coef'"),

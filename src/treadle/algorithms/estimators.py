@@ -133,9 +133,7 @@ def state_ids(batch: FlatBatch) -> Indices:
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
-def _by_trajectory(
-    estimate: Callable[[Doubles, Indices, Any], Doubles],
-) -> Estimator:
+def _by_trajectory(estimate: Callable[[Doubles, Indices, Any], Doubles]) -> Estimator:
     """Turn an estimator of trajectories into one of tokens: each token gets its trajectory's advantage."""
 
     def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
@@ -145,9 +143,7 @@ def _by_trajectory(
     return per_token
 
 
-def _by_main_step(
-    estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles],
-) -> Estimator:
+def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles]) -> Estimator:
     """Turn an estimator of the main branch's M steps into one of tokens.
 
     estimate: (rewards, with `step` of these M only; batch; their indices int64[M] among the played steps; options) ->

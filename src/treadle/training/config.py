@@ -39,9 +39,7 @@ class WarmStartConfig(Config):
         None, gt=0, description="stop with an error if the mean loss of the last 10% of steps is above this"
     )
     learning_rate: float = Field(
-        1e-5,
-        gt=0,
-        description="peak, after 20 steps or a fifth of all; a tenth of it is left at the end",
+        1e-5, gt=0, description="peak, after 20 steps or a fifth of all; a tenth of it is left at the end"
     )
 
     @property

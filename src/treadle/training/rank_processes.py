@@ -103,13 +103,7 @@ class RankProcesses:
     """
 
     def __init__(
-        self,
-        make: Callable[[Ranks], Any],
-        size: int,
-        *,
-        replicas: int = 1,
-        device: str = "cpu",
-        limit: float = 600.0,
+        self, make: Callable[[Ranks], Any], size: int, *, replicas: int = 1, device: str = "cpu", limit: float = 600.0
     ) -> None:
         self.over: str | None = None
         self.busy = False
