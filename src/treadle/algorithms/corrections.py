@@ -69,7 +69,6 @@ class Corrected:
     keep: Tensor
 
     def at(self, index: Tensor) -> Corrected:
-        """Return the same of these tokens only. index int64[n]."""
         return Corrected(self.weight[index], self.factor[index], self.keep[index])
 
 

@@ -111,7 +111,6 @@ def by_name(name: str) -> Advantage:
 
 
 def options_of(config: AlgorithmConfig) -> Config:
-    """Return the options of the configured advantage. Raises ConfigError."""
     options_type = by_name(config.advantage).options_type
     return build_options(options_type, config.advantage_options, "algorithm.advantage_options", config.advantage)
 

@@ -55,7 +55,6 @@ class Tokens:
         return self.trajectory if scope == "trajectory" else self.step
 
     def at(self, index: Tensor) -> Tokens:
-        """Return the same of these tokens only. index int64[n]."""
         values = (getattr(self, f.name) for f in fields(self))
         return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
@@ -94,7 +93,6 @@ def by_name(name: str) -> PolicyLoss:
 
 
 def options_of(config: AlgorithmConfig) -> Config:
-    """Return the options of the configured loss. Raises ConfigError."""
     options_type = by_name(config.policy_loss).options_type
     return build_options(options_type, config.policy_loss_options, "algorithm.policy_loss_options", config.policy_loss)
 

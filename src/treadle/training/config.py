@@ -44,7 +44,6 @@ class WarmStartConfig(Config):
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Return the optimizer of the warm start."""
         warmup = min(20, self.steps // 5)
         return OptimizerConfig(learning_rate=self.learning_rate, warmup=warmup, decay_from=0.5, final_lr=0.1)
 

@@ -120,7 +120,6 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes, by rank."""
         return [rank.process.pid for rank in self._ranks]
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
@@ -145,12 +144,10 @@ class RankProcesses:
             self.busy = False
 
     def kill(self) -> None:
-        """End the ranks at once, also while a call waits for them, which then fails."""
         for rank in self._ranks:
             rank.process.kill()
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
         self.over = self.over or "the ranks were closed"
         for rank in self._ranks:
             rank.channel.close()
