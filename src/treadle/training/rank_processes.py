@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from inspect import iscoroutine
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, NoReturn
@@ -280,13 +281,12 @@ def _answer(rank: int, work: Callable[[], Any]) -> bytes:
 
 
 if __name__ == "__main__":
-    from treadle.training import rank_processes  # whose messages can be unpickled, unlike those of `__main__`
-
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nothing outside this machine can reach it
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
     folders_of_caller: list[str] = []
     end_with_parent(folders_of_caller)
     return_large_blocks_when_freed()
-    rank_processes.serve(Connection(int(sys.argv[1])), folders_of_caller)
+    # of the module by its name: messages of `__main__` could not be unpickled
+    import_module("treadle.training.rank_processes").serve(Connection(int(sys.argv[1])), folders_of_caller)
     if dist.is_initialized():
         dist.destroy_process_group()
