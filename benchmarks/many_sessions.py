@@ -330,10 +330,10 @@ def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
     """Start the workers and engines of a local Ray cluster."""
     from treadle.engines.remote import RemoteEngine
     from treadle.placement.actors import Actor
-    from treadle.placement.cluster import connected
     from treadle.placement.engine_actors import EngineActor
     from treadle.placement.reserve import Bundle, reserve
     from treadle.placement.rollout_actors import open_workers
+    from treadle.placement.runtime import connected
 
     workers = [Bundle("rollout worker", number, {"CPU": 1}) for number in range(WORKERS)]
     engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]

@@ -28,12 +28,13 @@ from treadle.engines.child import ChildProcess
 from treadle.engines.config import tolerance_of
 from treadle.engines.staging import Staged
 from treadle.engines.supervised import SILENCE, Supervised, Worker
-from treadle.engines.torch.engine import Limits, TorchEngine, everybody_waits, load_engine
+from treadle.engines.torch.engine import Limits, everybody_waits
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.engines.torch.pinned import LocalEngine, load_engine
 
 _PROBE = 64  # tokens that an engine which replaces another one is proven with
 
-MakeEngine = Callable[[], TorchEngine]
+MakeEngine = Callable[[], LocalEngine]
 
 
 class Call(NamedTuple):
@@ -50,7 +51,7 @@ class EngineService:
     """What answers the calls of a `RemoteEngine`, where its engine is. A session is opened there by its first call."""
 
     def __init__(self) -> None:
-        self._engine: TorchEngine
+        self._engine: LocalEngine
         self._sessions: set[str] = set()
         self._wave: dict[int, asyncio.Task[None]] = {}
 
@@ -59,7 +60,7 @@ class EngineService:
         return self._engine.limits
 
     async def ping(self) -> ComponentStatus:
-        return self._engine.status()[0]
+        return self._engine.status()[-1]
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from treadle.core.trainer import WeightSource
 from treadle.engines.remote import RemoteEngine
 from treadle.engines.staging import InProcess, WeightsFile, stage_file
-from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.pinned import LocalEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class EmbeddedSync:
     """
 
     source: WeightSource
-    engine: TorchEngine
+    engine: LocalEngine
     by_file: bool = False
 
     async def publish(self, version: int) -> None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as hf_logging
+from transformers import PreTrainedModel
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
@@ -357,19 +355,3 @@ def everybody_waits(waiting: Collection[str], sessions: KeysView[str]) -> bool:
     if not waiting or len(waiting) < len(sessions):  # counted first: sets cost as much as they are large
         return False
     return set(waiting) == sessions
-
-
-def load_engine(model: Path, options: TorchEngineOptions, threads: int, deterministic: bool) -> TorchEngine:
-    """Return an engine of the model and tokenizer in a directory.
-
-    threads: that this process computes with from now on. deterministic: by deterministic kernels only.
-    Raises EngineError, and what loading raises.
-    """
-    hf_logging.disable_progress_bar()  # the log is no terminal
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-    module = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    return TorchEngine(module, options, decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
