@@ -154,9 +154,3 @@ def test_a_run_on_two_ranks_that_is_killed_ends_with_the_same_bits(
     with training(tmp_path, "--resume") as process:
         expect(process, 0)
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["weights_sha256"] == expected
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
-    assert play(tmp_path / "run", (1, 1), (2, 2), (3, 1))
