@@ -29,8 +29,8 @@ from treadle.packing.flat import calls, flatten
 from treadle.packing.layout import Packing, Sharing, arrange, chunks
 from treadle.packing.tree import PrefixTree
 from treadle.training.attention import select
-from treadle.training.attention.dense import visible
 from treadle.training.attention.interface import Shape
+from treadle.training.attention.select import visible
 from treadle.training.attention.tiles import Tiles
 from treadle.training.forward import Forward
 from treadle.training.objective import LossGradients, TokenScores

@@ -11,7 +11,7 @@ from tests.algorithms.slow import SlowGroup, SlowStep, SlowTrajectory
 from tests.models import ragged_groups
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Step, Trajectory
-from treadle.packing.branches import calling_steps
+from treadle.packing.breaks import calling_steps
 from treadle.packing.flat import FlatBatch, flatten
 
 STEP_REWARDS = (0.0, 0.0, 1.0, -0.5, 0.25)

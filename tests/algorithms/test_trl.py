@@ -17,11 +17,7 @@ from torch import Tensor
 
 from tests.models import full, make_group, make_step
 from tests.training.reference import algorithm_with
-from treadle.algorithms.config import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    KlConfig,
-)
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from tests.engines.test_torch_engine import PROMPT, ids
 from tests.models import VOCABULARY, full, tiny
 from tests.sources import make_engine, publish
 from tests.until import CEILING, until
@@ -25,7 +26,6 @@ from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.engines.torch.engine import TorchEngine
 from treadle.models.weights import unique_weights
 
-PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]  # it would take minutes
 
 
@@ -62,10 +62,6 @@ async def serving(
         yield engine
     finally:
         await engine.close()
-
-
-def ids(*values: int) -> Ids:
-    return np.array(values, np.int32)
 
 
 async def alone(model: PreTrainedModel, prompt: Ids, params: SamplingParams, **options: Any) -> Completion:
@@ -242,13 +238,6 @@ async def test_a_cancelled_call_frees_its_row_at_the_next_token(lock_step: bool)
         before = engine.counters.prefilled  # what it computed serves the next call
         await engine.generate(np.concatenate([PROMPT, ids(7)]), SamplingParams(max_tokens=1), session="a")
         assert engine.counters.prefilled - before == 1
-
-
-async def test_parallel_calls_of_one_session_share_their_prompt() -> None:
-    async with serving(lock_step=True, sessions="a") as engine:
-        calls = [engine.generate(PROMPT, SamplingParams(max_tokens=4, seed=n), session="a") for n in range(4)]
-        assert len(await asyncio.gather(*calls)) == 4
-        assert (engine.counters.prefilled, engine.counters.shared) == (len(PROMPT), 3 * len(PROMPT))
 
 
 async def test_salts_share_nothing() -> None:

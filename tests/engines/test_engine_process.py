@@ -190,31 +190,6 @@ def test_a_publication_waits_for_the_wave_and_the_next_wave_for_it(pair: Pair) -
     assert there[1][3] == (VersionSpan(100, 0, len(there[1][0])),)
 
 
-@pytest.mark.slow
-def test_a_session_that_closes_releases_the_others_and_fails_its_own_call(pair: Pair) -> None:
-    async def game(engine: Engine) -> Any:
-        for name in "ab":
-            engine.open_session(name)
-        engine.close_session("unknown")
-        calls = [asyncio.create_task(engine.generate(PROMPT, sampling(), session=name)) for name in "aa"]
-        await ticks(5)
-        assert not any(call.done() for call in calls)
-        engine.close_session("b")
-        answers = await asyncio.gather(*calls)
-        engine.open_session("b")
-        waits = asyncio.create_task(engine.generate(PROMPT, sampling(), session="b"))
-        await ticks(5)
-        engine.close_session("b")
-        with pytest.raises(EngineError) as caught:
-            await waits
-        engine.close_session("a")
-        return bits(answers), str(caught.value)
-
-    here, there = pair.play(game)
-    assert here == there
-    assert there[1] == "session 'b' was closed while its call waited"
-
-
 # Errors
 
 
@@ -263,24 +238,6 @@ def test_a_failure_that_nobody_foresaw_is_told_and_logged(pair: Pair) -> None:
 
 
 # Calls as they come
-
-
-def test_a_cancelled_call_ends_its_wave(pair: Pair) -> None:
-    async def cancelled(engine: Engine) -> int:
-        engine.open_session("a")
-        endless = sampling(max_tokens=150_000, temperature=0.0)  # with these weights, it comes to no stop token
-        first = asyncio.create_task(engine.generate(PROMPT, endless, session="a"))
-        await ticks(5)
-        second = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
-        await ticks(5)
-        first.cancel()
-        answer = await asyncio.wait_for(second, CEILING)
-        assert first.cancelled()
-        engine.close_session("a")
-        return len(answer.token_ids)
-
-    pair.play(lambda engine: publish(engine, unique_weights(tiny()), 200))
-    assert pair.runner.run(cancelled(pair.there))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Drawing tokens, against a float64 reference and against the distribution itself."""
+"""Drawing tokens, against a float64 reference and the distribution itself; stop strings end where they complete."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +16,7 @@ from tests.models import drawn_token, full
 from treadle.core.draws import Stream, Words, call_seed, token_uniforms
 from treadle.core.types import SamplingParams
 from treadle.engines.sampling import processed_logprobs, rules, sample
+from treadle.engines.torch.batch import Decode, StopStrings
 
 
 def draw(logits: Tensor, temperatures: Sequence[float], seeds: Words, token: int) -> tuple[Tensor, Tensor]:
@@ -151,3 +152,45 @@ def test_a_filtered_token_is_never_drawn_and_the_logprob_is_of_what_is_left(seed
     draws = torch.from_numpy(token_uniforms(np.array([seed], np.uint64), 0))
     ids, logprobs = sample(logits, rules([SamplingParams(top_k=2)]), draws)
     assert int(ids) in (1, 3) and logprobs.item() == pytest.approx(np.log(0.5))
+
+
+# Pieces of characters, as a byte-level vocabulary has them; a broken character decodes as U+FFFD.
+PIECES = (b"a", b"b", b"ab", b"<", b"/", b"</a", b">", b" ", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"")
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return b"".join(PIECES[t] for t in tokens).decode("utf-8", errors="replace")
+
+
+def spaced(tokens: Sequence[int]) -> str:
+    """Like SentencePiece: no space at the start of what is decoded."""
+    return decode(tokens).removeprefix(" ")
+
+
+TOKENS = st.lists(st.integers(0, len(PIECES) - 1), max_size=25)
+STOPS = st.lists(st.sampled_from(["</a>", "ab", "a", "é", "€<", "b a", " b"]), min_size=1, max_size=3)
+
+
+@given(TOKENS, STOPS, st.sampled_from([decode, spaced]))
+def test_it_finds_what_decoding_everything_after_each_token_finds(
+    tokens: list[int], stop: list[str], read: Decode
+) -> None:
+    found = StopStrings(stop, read)
+    for number, token in enumerate(tokens):
+        wanted = any(s in read(tokens[: number + 1]) for s in stop)
+        assert found.completes(token) == wanted
+        if wanted:
+            return
+
+
+def test_a_long_completion_is_not_decoded_again() -> None:
+    decoded = 0
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens)
+
+    stops = StopStrings(["never"], counting)
+    assert not any(stops.completes(number % 8) for number in range(1000))
+    assert decoded < 5000

@@ -196,16 +196,6 @@ async def test_score_is_what_generate_reported() -> None:
         assert len(await engine.score(PROMPT[:1])) == 0
 
 
-async def test_scoring_leaves_the_sessions_caches_alone() -> None:
-    async with serving(sessions="a") as engine:
-        first = await engine.generate(PROMPT, sampling(), session="a")
-        await engine.score(ids(9, 8, 7, 6))
-        prompt = np.concatenate([PROMPT, first.token_ids, ids(2, 2)])
-        again = await engine.generate(prompt, sampling(1), session="a")
-        scores = await engine.score(np.concatenate([prompt, again.token_ids]))
-        np.testing.assert_allclose(scores[len(prompt) - 1 :], again.logprobs, atol=1e-5)
-
-
 def test_a_bfloat16_engine_stays_near_and_keeps_its_positions_exact() -> None:
     """Rotary frequencies rounded to bfloat16 would turn late positions by whole radians."""
     model = tiny()
@@ -305,20 +295,6 @@ async def test_the_same_prompt_again_still_has_a_token_to_compute() -> None:
 # Answers depend on nothing but the call
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-sliding"])
-def test_results_do_not_depend_on_the_batch_or_on_limits(family: str) -> None:
-    model, scripts = tiny(family), random_scripts(11, sessions=7)
-    reference, _ = recorded(model, scripts)
-    alone = [recorded(model, [script])[0][0] for script in scripts]
-    others = [
-        recorded(model, scripts, max_batch=batch, prefill_tokens=tokens)[0]
-        for batch, tokens in ((1, 16384), (3, 16384), (256, 1), (2, 25))
-    ]
-    for played in (alone, *others):
-        assert texts(played) == texts(reference)
-        np.testing.assert_allclose(logprobs(played), logprobs(reference), atol=1e-5, rtol=0)
-
-
 def test_the_same_seed_gives_the_same_bits_and_another_one_other_tokens() -> None:
     model = tiny()
     one, two, other = (recorded(model, random_scripts(seed))[0] for seed in (1, 1, 2))
@@ -326,22 +302,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_other_tokens() -> Non
     assert logprobs(one).tobytes() == logprobs(two).tobytes()
     fixed = [recorded(model, [Script(PROMPT, seed=seed, max_tokens=20)])[0] for seed in range(4)]
     assert len({str(texts(played)) for played in fixed}) == 4
-
-
-async def test_tokens_follow_the_models_distribution() -> None:
-    """Chi-square of the first token over 1500 seeds, 10^-5."""
-    model = tiny()
-    async with serving(model, stop_token_ids=[]) as engine:
-        played = await play_all(engine, [Script(PROMPT, 0.8, seed, max_tokens=1) for seed in range(1500)])
-    with torch.no_grad():
-        logits = model(torch.from_numpy(PROMPT.astype(np.int64))[None]).logits[0, -1].double()
-    expected = full((logits / 0.8).softmax(-1)) * len(played)
-    observed = np.bincount([steps[0].completion_ids[0] for steps in played], minlength=VOCABULARY)
-    often = expected > 10
-    observed, expected = (np.append(a[often], a[~often].sum()) for a in (observed, expected))
-    freedom = len(expected) - 1
-    assert freedom >= 5
-    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4.5 * (2 * freedom) ** 0.5 + 12
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
@@ -390,15 +350,6 @@ def test_the_event_loops_thread_gives_the_same_bits_and_failures_as_an_own_one()
     assert texts(threaded) == texts(inline)
     assert logprobs(threaded).tobytes() == logprobs(inline).tobytes()
     assert engine.counters.sampled == sum(len(step.completion_ids) for steps in inline for step in steps)
-
-
-async def test_a_failed_wave_fails_its_calls_on_the_callers_thread_too() -> None:
-    def decode(_tokens: Sequence[int]) -> str:
-        raise ZeroDivisionError("no such text")
-
-    async with serving(decode=decode, own_thread=False, sessions="a") as engine:
-        with pytest.raises(EngineError, match="ZeroDivisionError: no such text"):
-            await engine.generate(PROMPT, sampling(stop=("x",)), session="a")
 
 
 # How a completion ends
@@ -674,22 +625,6 @@ async def test_weights_that_do_not_fit_are_refused_whole(broken: str) -> None:
         assert set(after.versions_per_token()) == {0}
 
 
-async def test_publication_waits_for_the_running_wave() -> None:
-    gate = Gate()
-    async with serving(decode=gate, sessions="a") as engine:
-        call = asyncio.create_task(engine.generate(PROMPT, STOPPING, session="a"))
-        await gate.reached()
-        publication = asyncio.create_task(publish(engine, unique_weights(moved(tiny())), 1))
-        await settle(engine)
-        assert not publication.done()
-        gate.leave.set()
-        assert set((await call).versions_per_token()) == {0}
-        await publication
-        prompt = np.concatenate([PROMPT, (await call).token_ids, ids(3)])
-        assert set((await engine.generate(prompt, sampling(), session="a")).versions_per_token()) == {1}
-        assert engine.counters.reused == 0
-
-
 # Errors
 
 
@@ -739,17 +674,6 @@ async def test_what_cannot_be_scored_is_refused(tokens: Ids, temperature: float,
     async with serving() as engine:
         with pytest.raises(EngineError, match=message):
             await engine.score(tokens, temperature=temperature)
-
-
-async def test_sessions_must_be_open_once() -> None:
-    async with serving() as engine:
-        with pytest.raises(EngineError, match="'a' is not open"):
-            await engine.generate(PROMPT, sampling(), session="a")
-        engine.open_session("a")
-        with pytest.raises(EngineError, match="'a' is open already"):
-            engine.open_session("a")
-        engine.close_session("a")
-        engine.open_session("a")  # a name may be used again
 
 
 async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None:

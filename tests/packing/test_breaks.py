@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import treadle.packing.breaks as breaks
-from tests.models import ragged_groups
-from treadle.core.types import BreakCause, Group, Ids
-from treadle.packing.breaks import Decode, Kind, Relation, relations
-from treadle.packing.flat import PackedCall
+from tests.models import make_step, ragged_groups
+from treadle.core.types import BreakCause, Group, Ids, Step
+from treadle.packing.breaks import Decode, Kind, Relation, calling_steps, parent_steps, relations
+from treadle.packing.flat import PackedCall, flatten
 from treadle.packing.layout import Packing, arrange
 
 TRUNCATED, CHANGED, TOKENIZATION = BreakCause.TRUNCATED, BreakCause.CHANGED, BreakCause.TOKENIZATION
@@ -395,3 +396,66 @@ def test_an_edit_of_tokenized_text_is_no_matter_of_tokenization(name: str, data:
     assume(text_of(rest, decode) != text_of(reply, decode))
     found = relations([call(prompt, reply), call([*prompt, *rest, *encode("\n")], [1])], decode)[1]
     assert found.cause in (CHANGED, TRUNCATED)
+
+
+MAIN, SUB, OTHER = list(range(10, 20)), list(range(30, 40)), list(range(50, 60))
+SAMPLED = list(range(70, 76))
+
+
+def after(step: Step, *ids: int) -> Step:
+    return make_step([*step.full_ids.tolist(), *ids], SAMPLED)
+
+
+def of(*steps: Step) -> list[int]:
+    found: list[int] = calling_steps(steps).tolist()
+    return found
+
+
+opening = make_step(MAIN, SAMPLED)
+sub = make_step(SUB, SAMPLED)
+
+
+def test_a_sub_agents_steps_are_called_by_the_main_step_before_its_first() -> None:
+    again = after(sub, 1)
+    back = after(opening, 2)
+    later = make_step(OTHER, SAMPLED)
+    assert of(opening, sub, again, back, later, after(back, 3)) == [0, 0, 0, 3, 3, 5]
+
+
+def test_a_sub_agent_that_runs_beside_the_main_branch_stays_one() -> None:
+    back = after(opening, 2)
+    assert of(opening, sub, back, after(sub, 1), after(back, 3), after(after(sub, 1), 4)) == [0, 0, 2, 0, 4, 0]
+
+
+def test_sub_agents_of_a_sub_agent_are_called_from_the_main_branch() -> None:
+    inner = make_step(OTHER, SAMPLED)
+    assert of(opening, sub, inner, after(sub, 1), after(opening, 2)) == [0, 0, 0, 0, 4]
+
+
+def test_a_conversation_after_which_the_old_one_never_goes_on_takes_its_place() -> None:
+    summary = make_step(SUB, SAMPLED)
+    assert of(opening, after(opening, 1), summary, after(summary, 2)) == [0, 1, 2, 3]
+    states = [make_step([*MAIN[:4], *state], SAMPLED) for state in (SUB, OTHER, SUB, MAIN)]
+    assert of(*states) == [0, 1, 2, 3]  # the prompt is the state, not the history
+
+
+def test_a_break_goes_on_with_the_conversation_it_rewrites() -> None:
+    edited = replace(make_step([*MAIN[:5], 99, *SAMPLED, 98], SAMPLED), break_cause=BreakCause.HISTORY_EDITED)
+    assert of(opening, edited, sub, after(edited, 1)) == [0, 1, 1, 3]
+
+
+def test_samples_of_one_prompt_are_called_by_the_step_whose_reply_is_kept() -> None:
+    """Best of three: the first is carried on."""
+    again = make_step(MAIN, [*SAMPLED[:2], 90])
+    assert of(opening, again, again, after(opening, 1)) == [0, 0, 0, 3]
+
+
+@given(ragged_groups(vocabulary=3))
+def test_whoever_calls_is_an_earlier_step_of_the_main_branch_of_the_same_trajectory(groups: list[Group]) -> None:
+    batch = flatten(groups)
+    found = parent_steps(batch)
+    assert (found <= np.arange(len(found))).all()
+    assert (found[found] == found).all()
+    assert (batch.trajectory_of_step[found] == batch.trajectory_of_step).all()
+    first = np.flatnonzero(np.diff(batch.trajectory_of_step, prepend=-1))
+    assert (found[first] == first).all()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.test_pool import Fake, Nowhere, sampled
+from tests.engines.test_remote import Fake, Nowhere, sampled
 from tests.worlds import tiny
 from treadle.core.config import build
 from treadle.core.errors import ConfigError

@@ -26,13 +26,11 @@ from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
 from treadle.packing.flat import Doubles, FlatBatch, flatten
-from treadle.packing.layout import Packing, Sharing
-from treadle.packing.slots import slots
+from treadle.packing.layout import Packing, Sharing, slots
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
-from treadle.training.objective import Gradient, TokenScores, concat, lookup
+from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
-from treadle.training.traces import TracedGroups
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},

@@ -1,4 +1,4 @@
-"""What the learner makes of the `algorithm` section: every combination trains, and only what is needed is computed."""
+"""What the learner makes of the `algorithm` section: every combination trains, only what is needed is computed."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models import distance, exact, full, make_group, make_step, norm, random_groups, same_bits, tiny, weights_of
-from tests.training.reference import ADVANTAGES, accumulated, earlier_policy, make_learner
+from tests.training.reference import (
+    ADVANTAGES,
+    LAYOUTS,
+    accumulated,
+    drawn_head,
+    earlier_policy,
+    forked_groups,
+    make_learner,
+    step_values,
+)
 from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import k1
@@ -20,11 +29,12 @@ from treadle.algorithms.losses import PolicyLoss
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.files import Manifest
 from treadle.core.registry import names
+from treadle.core.types import Group
+from treadle.models.weights import published
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
-from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.config import OptimizerConfig, TrainingConfig, check_algorithm
 from treadle.training.learner import Learner
-from treadle.training.validation import check_algorithm
 
 FAST = OptimizerConfig(learning_rate=1e-2)
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
@@ -227,3 +237,68 @@ def test_an_advantage_that_is_none_is_named_at_the_first_update(gives: Any, said
     learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, options: gives(len(batch.mask)))
     with pytest.raises(ConfigError, match=f"algorithm.advantage: 'grpo' {said}"):
         learner.train_batch(random_groups(0))
+
+
+GAE = AlgorithmConfig(advantage="gae", advantage_options={"gamma": 0.9, "gae_lambda": 0.8})
+
+
+def learner_of(seed: int = 0, algorithm: AlgorithmConfig = GAE, **training: Any) -> Learner:
+    return Learner(tiny(seed=seed), TrainingConfig(optimizer=FAST, **training), algorithm, 10)
+
+
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("budget", [1, 7, 8192])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_the_value_of_a_token_is_that_of_the_state_in_which_it_was_sampled(layout: dict[str, Any], budget: int) -> None:
+    model, batch = exact(), flatten(forked_groups(groups=1))
+    found = make_learner(model, GAE, max_tokens_per_microbatch=budget, **layout).scores(batch).value
+    with torch.no_grad():
+        wanted = torch.cat([step_values(model, drawn_head(model), step) for step in batch.steps])
+    assert found is not None and not found.requires_grad
+    np.testing.assert_allclose(full(found), full(wanted), rtol=1e-12, atol=1e-12)
+    assert float(wanted.std()) > 0.1
+
+
+def test_values_are_0_at_first_and_nothing_is_drawn_for_them() -> None:
+    model = tiny()
+    state = torch.get_rng_state()
+    learner = Learner(model, TrainingConfig(), GAE, 1)
+    assert torch.equal(state, torch.get_rng_state())
+    scores = learner.scores(flatten(random_groups(0)))
+    assert scores.value is not None and not scores.value.any()
+
+
+def foretold() -> list[Group]:
+    """Two tasks: one always pays, the other never does, and their openings tell which."""
+    return [
+        make_group([([make_step([1 + index], [3 + i, 4 + i])], float(index)) for i in range(3)], index)
+        for index in range(2)
+    ]
+
+
+def test_it_learns_returns_that_can_be_foretold_and_then_there_is_no_advantage_left() -> None:
+    learner = Learner(tiny(), TrainingConfig(optimizer=FAST), AlgorithmConfig(advantage="gae"), 30)
+    first, *_, last = [learner.train_batch(foretold())[0] for _ in range(30)]
+    assert first.metrics["value_loss"] == pytest.approx(0.25)  # of V = 0: half of the tokens return 1
+    assert first.metrics["value_explained_variance"] == 0
+    assert last.metrics["value_loss"] < 0.01 and last.metrics["value_explained_variance"] > 0.95
+    assert first.advantage["g000001.0"] == 1 and abs(last.advantage["g000001.0"]) < 0.2
+
+
+def test_old_values_are_of_the_start_of_the_batch() -> None:
+    """For all of its updates: the second one learns the returns that were fixed before the first."""
+    groups = random_groups(0, groups=4)
+    algorithm = AlgorithmConfig(advantage="gae", value=ValueConfig(clip=1e-4))
+    learner, by_hand = (learner_of(algorithm=algorithm, updates_per_batch=2) for _ in range(2))
+    first, second = flatten(groups[:2]), flatten(groups[2:])
+    starts = by_hand.scores(first), by_hand.scores(second)
+    results = learner.train_batch(groups)
+    assert [by_hand.update(batch, start) for batch, start in zip((first, second), starts, strict=True)] == results
+    assert same_bits(weights_of(learner.trained), weights_of(by_hand.trained))
+    assert results[0].metrics["value_clip_fraction"] == 0 < results[1].metrics["value_clip_fraction"]
+
+
+def test_there_is_none_unless_an_advantage_needs_it_and_it_is_never_published() -> None:
+    plain = learner_of(algorithm=AlgorithmConfig())
+    assert plain.value_head is None and plain.trained is plain.model
+    assert dict(published(learner_of().model)).keys() == dict(published(plain.model)).keys()

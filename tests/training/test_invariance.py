@@ -49,12 +49,7 @@ from tests.training.reference import (
     separate_gradient,
 )
 from treadle.algorithms import losses
-from treadle.algorithms.config import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    KlConfig,
-    ValueConfig,
-)
+from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from treadle.algorithms.estimators import advantages
 from treadle.core.types import Group, Trajectory
 from treadle.packing.flat import flatten

@@ -40,9 +40,8 @@ from treadle.core.types import Group, Ids, SamplingParams, Step
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
-from treadle.packing.flat import flatten
+from treadle.packing.flat import distinct, flatten, replayed
 from treadle.packing.layout import Packing
-from treadle.packing.routing import distinct, replayed
 from treadle.training.forward import Forward
 
 GENERATE = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking would take minutes

@@ -89,13 +89,7 @@ def greeting(index: int) -> Demonstration:
 
 def config(**fields: Any) -> WarmStartConfig:
     return WarmStartConfig(
-        **{
-            "demonstrations": "unused",
-            "steps": 40,
-            "batch_size": 4,
-            "learning_rate": 1e-2,
-            **fields,
-        }
+        **{"demonstrations": "unused", "steps": 40, "batch_size": 4, "learning_rate": 1e-2, **fields}
     )
 
 

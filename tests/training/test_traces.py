@@ -21,7 +21,7 @@ from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Group, Step
 from treadle.packing.flat import flatten
 from treadle.training.config import OptimizerConfig
-from treadle.training.traces import TracedGroups
+from treadle.training.objective import TracedGroups
 
 ALL = TracedGroups(share=1.0)
 FAST = OptimizerConfig(learning_rate=0.1)  # so that ratios leave their bounds

@@ -120,11 +120,7 @@ def gigpo(
 
 
 def reinforce_plus_plus(
-    token_rewards: Doubles,
-    mask: NDArray[np.bool_],
-    trajectory: Indices,
-    gamma: float,
-    source: Indices | None = None,
+    token_rewards: Doubles, mask: NDArray[np.bool_], trajectory: Indices, gamma: float, source: Indices | None = None
 ) -> Doubles:
     """Return the discounted return to go of each trainable token, whitened over all trainable tokens of the update.
 

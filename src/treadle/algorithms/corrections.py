@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from treadle.algorithms.config import CorrectionConfig
-from treadle.algorithms.losses import Tokens
-from treadle.algorithms.segments import unit_mean, unit_sum
+from treadle.algorithms.losses import Tokens, unit_mean, unit_sum
 
 
 def token_tis(log_rho: Tensor, cap: float) -> Tensor:
@@ -70,7 +69,6 @@ class Corrected:
     keep: Tensor
 
     def at(self, index: Tensor) -> Corrected:
-        """Return the same of these tokens only. index int64[n]."""
         return Corrected(self.weight[index], self.factor[index], self.keep[index])
 
 

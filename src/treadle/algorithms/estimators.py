@@ -30,8 +30,9 @@ from treadle.algorithms.config import AlgorithmConfig, DiscountConfig, GaeConfig
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
-from treadle.packing.branches import parent_steps
-from treadle.packing.flat import Doubles, FlatBatch, Indices
+from treadle.core.types import Group
+from treadle.packing.breaks import parent_steps
+from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +111,6 @@ def by_name(name: str) -> Advantage:
 
 
 def options_of(config: AlgorithmConfig) -> Config:
-    """Return the options of the configured advantage. Raises ConfigError."""
     options_type = by_name(config.advantage).options_type
     return build_options(options_type, config.advantage_options, "algorithm.advantage_options", config.advantage)
 
@@ -132,9 +132,7 @@ def state_ids(batch: FlatBatch) -> Indices:
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
-def _by_trajectory(
-    estimate: Callable[[Doubles, Indices, Any], Doubles],
-) -> Estimator:
+def _by_trajectory(estimate: Callable[[Doubles, Indices, Any], Doubles]) -> Estimator:
     """Turn an estimator of trajectories into one of tokens: each token gets its trajectory's advantage."""
 
     def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
@@ -144,9 +142,7 @@ def _by_trajectory(
     return per_token
 
 
-def _by_main_step(
-    estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles],
-) -> Estimator:
+def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles]) -> Estimator:
     """Turn an estimator of the main branch's M steps into one of tokens.
 
     estimate: (rewards, with `step` of these M only; batch; their indices int64[M] among the played steps; options) ->
@@ -232,3 +228,13 @@ REINFORCE_PLUS_PLUS = Advantage(
 )
 REINFORCE_PLUS_PLUS_BASELINE = Advantage(_reinforce_plus_plus_baseline)
 GAE = Advantage(_gae, options_type=GaeConfig, needs_values=True, by_group=False, by_step=True, by_token=True)
+
+
+def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
+    """Return whether the advantages of all trainable tokens of the group are 0.
+
+    KL in the reward is left out: it is not known yet. The test is of advantages, not of rewards: a group with equal
+    rewards but a penalty in one attempt does teach something.
+    """
+    batch = flatten([group])
+    return not advantages(batch, config)[batch.mask].any()

@@ -25,7 +25,6 @@ from treadle.algorithms.config import (
     SapoConfig,
     Scope,
 )
-from treadle.algorithms.segments import unit_mean
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
@@ -56,7 +55,6 @@ class Tokens:
         return self.trajectory if scope == "trajectory" else self.step
 
     def at(self, index: Tensor) -> Tokens:
-        """Return the same of these tokens only. index int64[n]."""
         values = (getattr(self, f.name) for f in fields(self))
         return Tokens(*(None if value is None else value[index] for value in values))  # type: ignore[arg-type]
 
@@ -95,7 +93,6 @@ def by_name(name: str) -> PolicyLoss:
 
 
 def options_of(config: AlgorithmConfig) -> Config:
-    """Return the options of the configured loss. Raises ConfigError."""
     options_type = by_name(config.policy_loss).options_type
     return build_options(options_type, config.policy_loss_options, "algorithm.policy_loss_options", config.policy_loss)
 
@@ -309,3 +306,14 @@ IMPORTANCE_SAMPLING = PolicyLoss(
     anchor="rollout",
     ratio=_to_rollout,
 )
+
+
+def unit_sum(values: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
+    """Return the sum over the trainable tokens of each token's unit. values, mask, unit [N] -> [N]."""
+    units = int(unit.max()) + 1 if len(unit) else 0
+    return values.new_zeros(units).index_add(0, unit, values.where(mask, 0.0))[unit]
+
+
+def unit_mean(values: Tensor, mask: Tensor, unit: Tensor) -> Tensor:
+    """Return `unit_sum` divided by the unit's number of trainable tokens, [N]; 0 for a unit without any."""
+    return unit_sum(values, mask, unit) / unit_sum(values.new_ones(len(values)), mask, unit).clamp(min=1)

@@ -19,7 +19,6 @@ class ValueTargets:
     target: Tensor
 
     def at(self, index: Tensor) -> ValueTargets:
-        """Return the same of these tokens only. index int64[n]."""
         return ValueTargets(self.old[index], self.target[index])
 
 

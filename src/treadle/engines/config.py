@@ -72,9 +72,7 @@ class EngineConfig(Config):
     )
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
     cache_gib: float = Field(
-        4.0,
-        gt=0,
-        description="torch: most memory for keys and values; what was not used for long is computed again",
+        4.0, gt=0, description="torch: most memory for keys and values; what was not used for long is computed again"
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
     in_flight: InFlight = Field(
@@ -88,8 +86,7 @@ class EngineConfig(Config):
         "each call at once, for agents that take their time; default: in synchronous training",
     )
     own_process: bool = Field(
-        False,
-        description="torch: compute in a process of its own, beside environments and learner, with the same bits",
+        False, description="torch: compute in a process of its own, beside environments and learner, with the same bits"
     )
     kv_budget: int | None = Field(
         None,

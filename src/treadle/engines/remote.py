@@ -336,15 +336,14 @@ class RemoteEngine:
 
     async def _drive(self) -> None:
         try:
-            while await self._wave_to_sample():
+            while True:
+                await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+                if not self._wave_is_complete():
+                    return
                 async with self._turn:
                     await self._sample_wave()
         finally:
             self._driver = None
-
-    async def _wave_to_sample(self) -> bool:
-        await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
-        return self._wave_is_complete()
 
     def _wave_is_complete(self) -> bool:
         return everybody_waits([call.session for call in self._waiting.values()], self._sessions.keys())

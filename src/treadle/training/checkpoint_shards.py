@@ -86,7 +86,6 @@ class TensorFiles:
         self.shapes: dict[str, torch.Size] = {name: each.size for name, each in described.items()}
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read those ranges of the files that this rank has of the tensors."""
         if not tensors:
             return
         with warnings.catch_warnings():

@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.validation import check
 from treadle.core.config import Config
+from treadle.core.errors import ConfigError
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.packing.layout import Packing, Sharing
 
@@ -36,14 +39,11 @@ class WarmStartConfig(Config):
         None, gt=0, description="stop with an error if the mean loss of the last 10% of steps is above this"
     )
     learning_rate: float = Field(
-        1e-5,
-        gt=0,
-        description="peak, after 20 steps or a fifth of all; a tenth of it is left at the end",
+        1e-5, gt=0, description="peak, after 20 steps or a fifth of all; a tenth of it is left at the end"
     )
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Return the optimizer of the warm start."""
         warmup = min(20, self.steps // 5)
         return OptimizerConfig(learning_rate=self.learning_rate, warmup=warmup, decay_from=0.5, final_lr=0.1)
 
@@ -138,3 +138,14 @@ class TrainerSpec:
     seed: int
     placement: LearnerPlacement
     traced_groups: float
+
+
+def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
+    """Raise ConfigError for an algorithm that means nothing, or nothing in this training."""
+    check(algorithm, filtered_sampling)
+    name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
+    if training.group_size == 1 and advantage.by_group:
+        raise ConfigError(
+            f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
+            "raise it to 2 or more, or choose reinforce++"
+        )

@@ -31,9 +31,8 @@ from treadle.models.support import refuse_randomness
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
-from treadle.training.attention.interface import Kernel, KeysAndValues, Shape
+from treadle.training.attention.interface import Kernel, KeysAndValues, KeyValueStore, Shape
 from treadle.training.attention.select import kernel_for
-from treadle.training.kv_store import KeyValueStore
 from treadle.training.objective import Gradient, LossGradients, TokenScores
 from treadle.training.scorer import Pass, Scorer, rows
 

@@ -40,9 +40,9 @@ from treadle.core.types import Group
 from treadle.models.weights import adapter_weights, copy_by_name, replaced, saved
 from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
-from treadle.packing.slots import Slot, balance, slots
+from treadle.packing.layout import Slot, balance, slots
 from treadle.packing.tree import PrefixTree
-from treadle.training.config import TrainingConfig
+from treadle.training.config import TrainingConfig, check_algorithm
 from treadle.training.forward import Forward
 from treadle.training.lm_head import make_value_head
 from treadle.training.metrics import (
@@ -57,11 +57,9 @@ from treadle.training.metrics import (
     SLOT_BALANCE,
     ZERO_ADVANTAGE,
 )
-from treadle.training.objective import Gradient, Objective, TokenScores, lookup
+from treadle.training.objective import Gradient, Objective, TokenScores, TracedGroups, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.ranks import OneRank, Ranks, ReadWeights
-from treadle.training.traces import TracedGroups
-from treadle.training.validation import check_algorithm
 
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:

@@ -19,8 +19,8 @@ from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import LearnerPlacement, TrainerSpec
 from treadle.training.learner import Learner
+from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
-from treadle.training.traces import TracedGroups
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]

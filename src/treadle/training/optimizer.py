@@ -27,7 +27,6 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trained weights (`models.weights.trained`)."""
     return torch.optim.AdamW(
         [parameter for _, parameter in trained(model)],
         lr=config.learning_rate,

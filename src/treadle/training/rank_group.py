@@ -48,12 +48,7 @@ def start_ranks(spec: TrainerSpec) -> RankGroup:
     """
     section = spec.placement
     return RankGroup(
-        RankProcesses(
-            partial(make_rank_trainer, spec),
-            section.ranks,
-            replicas=section.replicas,
-            device=section.device,
-        )
+        RankProcesses(partial(make_rank_trainer, spec), section.ranks, replicas=section.replicas, device=section.device)
     )
 
 
@@ -118,11 +113,9 @@ class RankGroup:
         await self._call("load", saved)
 
     async def offload(self) -> None:
-        """Have all ranks move what they hold to the host's memory, until `reload`."""
         await self._call("offload")
 
     async def reload(self) -> None:
-        """Have all ranks move it back to where they compute."""
         await self._call("reload")
 
     def status(self) -> list[ComponentStatus]:
@@ -133,7 +126,6 @@ class RankGroup:
         ]
 
     def close(self) -> None:
-        """End the ranks, at once where a call still waits for them."""
         if self._processes.busy:
             self._processes.kill()
         self._compute.close()

@@ -4,30 +4,50 @@
                                                                                                     first error
 
 Ranks wait for each other in collectives. One that fails alone leaves the others waiting, and cannot be replaced: all of
-them are then ended at once, and its own error is what the caller gets.
+them are then ended at once, and its own error is what the caller gets. `python -m treadle.training.rank_processes FD`
+is one rank, at the other end of a channel.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import pickle
+import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from inspect import iscoroutine
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import RankError, TreadleError
-from treadle.core.processes import exit_in_words, start_child
+from treadle.core.processes import (
+    end_with_parent,
+    exit_in_words,
+    parent_has_ended,
+    return_large_blocks_when_freed,
+    start_child,
+)
 from treadle.training.ranks import Ranks
+from treadle.training.sharding import join
 
-_MODULE = "treadle.training.rank_worker"
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_MODULE = "treadle.training.rank_processes"
 _GRACE = 2.0  # seconds for the other ranks to fail, too, before all are ended
 _PATIENCE = 10.0  # seconds for a rank to end by itself
 _TAIL = 15  # lines of a rank's output that an error shows
@@ -84,13 +104,7 @@ class RankProcesses:
     """
 
     def __init__(
-        self,
-        make: Callable[[Ranks], Any],
-        size: int,
-        *,
-        replicas: int = 1,
-        device: str = "cpu",
-        limit: float = 600.0,
+        self, make: Callable[[Ranks], Any], size: int, *, replicas: int = 1, device: str = "cpu", limit: float = 600.0
     ) -> None:
         self.over: str | None = None
         self.busy = False
@@ -107,7 +121,6 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the processes, by rank."""
         return [rank.process.pid for rank in self._ranks]
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
@@ -132,12 +145,10 @@ class RankProcesses:
             self.busy = False
 
     def kill(self) -> None:
-        """End the ranks at once, also while a call waits for them, which then fails."""
         for rank in self._ranks:
             rank.process.kill()
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
         self.over = self.over or "the ranks were closed"
         for rank in self._ranks:
             rank.channel.close()
@@ -220,3 +231,62 @@ class _Rank:
         lines = self.output.read().decode(errors="replace").splitlines()[-_TAIL:]
         said = "\n".join(["; its output ends:", *lines]) if lines else ""
         return f"rank {self._number} ended with {exit_in_words(self.process.returncode)}{said}"
+
+
+def serve(channel: Connection, folders: list[str]) -> None:
+    """Be one rank: make the object of the first message, and answer calls of its methods until the channel closes.
+
+    If the caller was killed, its folder is removed, which it does itself otherwise; folders: has it from then on.
+    """
+    hf_logging.disable_progress_bar()  # the output is no terminal
+    setup: RankSetup = channel.recv()
+    folders.append(os.path.dirname(setup.store))
+    served: Any = None
+
+    def start() -> None:
+        nonlocal served
+        store = FileStore(setup.store, setup.size)
+        served = setup.make(join(store, setup.rank, setup.size, setup.replicas, setup.device, setup.limit))
+
+    with asyncio.Runner() as runner, suppress(EOFError, ConnectionError):  # the caller closed it, or was killed
+        channel.send_bytes(_answer(setup.rank, start))
+        while True:
+            message = channel.recv_bytes()
+            channel.send_bytes(_answer(setup.rank, partial(_call, served, message, runner)))
+    if parent_has_ended():
+        shutil.rmtree(folders[0], ignore_errors=True)
+        os._exit(1)  # the store is gone, in which ranks say that they leave
+
+
+def _call(served: Any, message: bytes, runner: asyncio.Runner) -> Any:
+    call: RankCall = pickle.loads(message)
+    torch.set_num_threads(call.threads)
+    torch.use_deterministic_algorithms(call.deterministic)
+    answer = getattr(served, call.name)(*call.arguments)
+    return runner.run(answer) if iscoroutine(answer) else answer
+
+
+def _answer(rank: int, work: Callable[[], Any]) -> bytes:
+    """Return a pickled `RankAnswer`; what cannot be pickled is an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            value = work()
+            return pickle.dumps(RankAnswer(value, warned=tuple((w.category, str(w.message)) for w in caught)))
+        except TreadleError as error:
+            return pickle.dumps(RankAnswer(error=error))
+        except Exception as error:  # noqa: BLE001  # whatever it is ends this rank's work, and its caller must know
+            text = "".join(traceback.format_exception(error))
+            failure = RankError(f"rank {rank} failed with {type(error).__name__}: {error}\n{text}")
+            return pickle.dumps(RankAnswer(error=failure))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nothing outside this machine can reach it
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+    folders_of_caller: list[str] = []
+    end_with_parent(folders_of_caller)
+    return_large_blocks_when_freed()
+    # of the module by its name: messages of `__main__` could not be unpickled
+    import_module("treadle.training.rank_processes").serve(Connection(int(sys.argv[1])), folders_of_caller)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """`Ranks`: what the processes that train one model together do as one. By default there is one.
 
 Every rank gets the same groups and makes the same batch, advantages, trees and objective of them. It computes its own
-trees only (`packing.slots`). Since the objective sees the scores of all N tokens on every rank, losses that couple
+trees only (`packing.layout.slots`). The objective sees the scores of all N tokens on every rank, so losses that couple
 tokens, corrections, KL control, refusals and metrics need no version for several ranks.
 """
 

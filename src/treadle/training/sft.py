@@ -12,8 +12,7 @@ import torch
 from treadle.core.errors import TrainingStopped
 from treadle.core.trainer import Conversation, Trainer
 from treadle.packing.flat import PackedCall
-from treadle.packing.layout import Packing, Sharing
-from treadle.packing.slots import slots
+from treadle.packing.layout import Packing, Sharing, slots
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import Demonstrations, demonstrated_calls

@@ -54,10 +54,7 @@ async def relayed(servers: Servers) -> AsyncIterator[tuple[str, Relay]]:
 
 
 async def test_a_session_stays_on_one_server_and_finds_its_prefix_there(servers: Servers, connect: Connect) -> None:
-    async with (
-        relayed(servers) as (url, relay),
-        connect("tied", urls=[url], stop_token_ids=[]) as engine,
-    ):
+    async with relayed(servers) as (url, relay), connect("tied", urls=[url], stop_token_ids=[]) as engine:
         before, first = await metric(engine._servers[0], "prefix_cache_hits_total"), len(relay.requests)
         plays = await asyncio.gather(*(play(engine, number, 4) for number in range(6)))
         hits = await metric(engine._servers[0], "prefix_cache_hits_total") - before
@@ -117,10 +114,7 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
 
 
 async def test_what_a_killed_server_was_doing_is_done_by_another(connect: Connect, servers: Servers) -> None:
-    async with (
-        relayed(servers) as (url, relay),
-        connect("tied", urls=[url], stop_token_ids=[]) as engine,
-    ):
+    async with relayed(servers) as (url, relay), connect("tied", urls=[url], stop_token_ids=[]) as engine:
         undisturbed = await asyncio.gather(*(play(engine, number, 8) for number in range(6)))
         plays = [asyncio.ensure_future(play(engine, number, 8)) for number in range(6)]
         await under_way(engine._servers[0], 120)  # of 960

@@ -26,9 +26,9 @@ from tests.training.attention.trees import (
 )
 from treadle.packing.layout import chunks
 from treadle.training.attention import flex
-from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.flex import Flex, block_mask
 from treadle.training.attention.interface import Shape
+from treadle.training.attention.select import Dense, visible
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,8 @@ from tests.training.attention.trees import (
     worst,
 )
 from treadle.packing.layout import chunks
-from treadle.training.attention.dense import Dense, visible
 from treadle.training.attention.interface import Shape
+from treadle.training.attention.select import Dense, visible
 from treadle.training.attention.tiles import Tiles, rectangles
 
 LIMIT = 1e-12

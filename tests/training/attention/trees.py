@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches
 from treadle.packing.tree import PrefixTree
-from treadle.training.attention.dense import Dense
 from treadle.training.attention.interface import Kernel, Shape
+from treadle.training.attention.select import Dense
 
 WINDOWS = (None, 1, 3, 70)
 

@@ -108,10 +108,7 @@ class Parity:
             supervised = Supervised(learner.forward, config, learner.ranks)
             losses.append([supervised.step(conversations, number) for number in range(3)])
             weights.append(_weights(learner))
-        return {
-            "weights": _relative(weights[1], weights[0]),
-            "loss": max(map(_gap, *losses)),
-        }
+        return {"weights": _relative(weights[1], weights[0]), "loss": max(map(_gap, *losses))}
 
     def digests(self) -> tuple[str, str]:
         """Of the published weights, alone and shared."""

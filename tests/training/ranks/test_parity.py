@@ -106,10 +106,7 @@ CASES = {
     },
     "correction by the policy now": Case(MANY, training=budget(25), algorithm={"correction": CORRECTION}),
     "kl in the loss, entropy": Case(
-        MANY,
-        reference=True,
-        training=budget(25),
-        algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": (0.05, 0.05)},
+        MANY, reference=True, training=budget(25), algorithm={"kl": KlConfig(coef=0.1), "entropy_coef": (0.05, 0.05)}
     ),
     "value head": Case(MANY, training=budget(25), algorithm={"advantage": "gae"}),
     "routing replay": Case(with_experts(FEW), "qwen3-moe", training=budget(25, routing_replay=True)),

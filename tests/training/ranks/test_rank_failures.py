@@ -1,5 +1,6 @@
 """What goes wrong on a rank ends all of them soon, and its own error is what is shown."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,15 @@ import pytest
 import torch
 
 from tests.forks import ForkedProcess, running
+from tests.orchestration.runs import check_finished
+from tests.orchestration.test_kill_and_resume import SLOWLY, expect, training, wait_for_update
 from tests.training.ranks.service import Parity
 from tests.until import wait_until
+from tests.worlds import Quiet, tiny
+from treadle.core.config import dump_yaml
 from treadle.core.errors import RankError, TrainingStopped
+from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.train import train_run
 from treadle.training.rank_processes import RankProcesses
 from treadle.training.ranks import Ranks
 
@@ -109,3 +116,41 @@ def test_ranks_end_with_their_caller(tmp_path: Path, how: str) -> None:
     caller.stdout.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert list(tmp_path.glob("treadle-ranks-*")) == []
+
+
+SETTINGS = (
+    "training.threads=1",
+    "warm_start.demonstrations='tests.worlds:vowel_demonstration'",
+    "warm_start.steps=2",
+    "warm_start.batch_size=4",
+    "algorithm.kl={coef: 0.1}",
+    "evaluation.every=0",
+    "engine.own_process=true",
+)
+
+
+def play(path: Path, *stops: tuple[int, int]) -> str:
+    """Train to so many updates with so many ranks, and go on for each further pair; the digest of the weights."""
+    digest = ""
+    for number, (updates, ranks) in enumerate(stops):
+        config = tiny(*SETTINGS, f"orchestration.updates={updates}", f"placement.learner.ranks={ranks}")
+        digest = str(train_run(config, load_inputs(config), path, Quiet(), resume=number > 0)["weights_sha256"])
+    check_finished(path)
+    return digest
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_that_is_killed_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm start, KL to the reference after it, publication to another process, evaluation, checkpoint and resume."""
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "other-cache"))  # the warm start is learned again
+    expected = play(tmp_path / "straight", (5, 2))
+    settings = ("orchestration.updates=5", "orchestration.checkpoint_every=2", "placement.learner.ranks=2")
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(tiny(SLOWLY, *SETTINGS, *settings)))
+    with training(tmp_path) as process:
+        wait_for_update(tmp_path, 3, process)
+        process.kill()
+    with training(tmp_path, "--resume") as process:
+        expect(process, 0)
+    assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["weights_sha256"] == expected

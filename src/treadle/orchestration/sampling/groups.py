@@ -29,7 +29,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Literal
 
-from treadle.algorithms.dynamic_sampling import has_zero_advantage
+from treadle.algorithms.estimators import has_zero_advantage
 from treadle.core.outcomes import leave_out, reject_reason, trains, without_stale
 from treadle.core.types import DropReason, Group
 from treadle.orchestration.config import RunConfig

@@ -16,7 +16,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
 from treadle.rollout.rewards import load_shaping
-from treadle.training.validation import check_algorithm
+from treadle.training.config import check_algorithm
 
 
 def check_config(config: RunConfig) -> None:

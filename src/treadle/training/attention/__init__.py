@@ -1,10 +1,10 @@
 """Tree attention: every node of a prefix tree attends to its ancestors and itself.
 
-    interface   what transformers calls; what a layer must and must not ask for
+    interface   what transformers calls; what a layer must and must not ask for; keys and values kept between chunks
     tiles       CPU: rectangles of queries and keys, merged by their log-sum-exp; no mask, nothing quadratic is stored
     varlen      GPU: each run of nodes is a sequence of queries over the keys on its path from the root
     flex        GPU: FlexAttention, its block mask made from the tree
-    dense       a [T, T] mask through stock attention: the reference
+    select      which of these on a device; and `Dense`, a [T, T] mask through stock attention: the reference
 
 Shapes: T nodes of a micro-batch, C nodes of its context before them, H heads, K key/value heads, D head size.
 """

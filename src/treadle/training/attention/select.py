@@ -1,4 +1,4 @@
-"""Which kernel computes tree attention on a device."""
+"""Which kernel computes tree attention on a device, and the reference of all kernels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,43 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from treadle.training.attention.dense import Dense
 from treadle.training.attention.flex import Flex
 from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.attention.tiles import Tiles
 from treadle.training.attention.varlen import Varlen, gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Computes tree attention (`Kernel`) with the whole mask of `visible`."""
+
+    shape: Shape
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=visible(self.shape, window).to(query.device),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[0].transpose(0, 1)
+
+
+def visible(shape: Shape, window: int | None) -> Tensor:
+    """Return bool[T, C + T], which keys each node sees."""
+    keys = torch.arange(len(shape.depth))
+    nodes = keys[shape.context :, None]
+    mask = (keys <= nodes) & (nodes < shape.subtree_end)
+    if window is not None:
+        mask &= shape.depth[shape.context :, None] - shape.depth < window
+    return mask
+
 
 KERNELS: Mapping[str, Callable[[Shape], Kernel]] = MappingProxyType(
     {"tiles": Tiles, "dense": Dense, "varlen": Varlen, "flex": Flex}
