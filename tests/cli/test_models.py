@@ -193,8 +193,6 @@ def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:
 
 
 def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the place of all that the tokenizer has."""
-
     def read_named(*asked: Any) -> tuple[Any, dict[str, bytes]]:
         checkpoint, found = read_checkpoint(*asked)
         return checkpoint, {**found, "additional_chat_templates/tool_use.jinja": b"TOOLS"}
@@ -214,8 +212,6 @@ def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, m
 
 
 class Exporting(Quiet):
-    """Exports each checkpoint of a run from inside it."""
-
     def __init__(self, run: Path, out: Path) -> None:
         super().__init__()
         self.run, self.out = run, out
