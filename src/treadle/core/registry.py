@@ -22,6 +22,17 @@ from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
+_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
+    "starlette": "fastapi",
+    "huggingface_hub": "transformers",
+    "faiss": "faiss-cpu",
+    "skyrl_gym": "skyrl-gym",
+    "omegaconf": "skyrl-gym",
+    "reasoning_gym": "reasoning-gym",
+}
+# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
+_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
+_REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
 class NoOptions(Config):
@@ -124,19 +135,6 @@ def _make_current_directory_importable() -> None:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
     importlib.invalidate_caches()  # the module may be younger than Python's listing of its folder
-
-
-_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
-    "starlette": "fastapi",
-    "huggingface_hub": "transformers",
-    "faiss": "faiss-cpu",
-    "skyrl_gym": "skyrl-gym",
-    "omegaconf": "skyrl-gym",
-    "reasoning_gym": "reasoning-gym",
-}
-# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
-_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
-_REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
 def extra_of(module: str) -> str | None:
