@@ -38,8 +38,8 @@ from benchmarks.measure import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
-from treadle.engines.limits import Limits
 from treadle.engines.pool import EnginePool
+from treadle.engines.torch.engine import Limits
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks

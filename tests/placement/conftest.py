@@ -12,7 +12,7 @@ import pytest
 from tests.orchestration.runs import updates
 from tests.until import wait_until
 from tests.worlds import ROOT
-from treadle.engines.temporary import is_running
+from treadle.engines.staging import is_running
 from treadle.engines.vllm.worker.treadle_launch import FOLDER, shared_memory
 from treadle.placement.reserve import Bundle, Reservation, Role, reserve
 from treadle.placement.runtime import connected

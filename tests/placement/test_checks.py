@@ -11,7 +11,7 @@ from treadle.core.errors import PlacementError
 from treadle.placement import reserve
 from treadle.placement.reserve import Bundle, Place, Reservation, check_places, problems, versions
 from treadle.placement.runtime import Placement, check_transfer
-from treadle.rollout.gateway.address import GatewayConfig
+from treadle.rollout.config import GatewayConfig
 
 HERE = {"Python": "3.11.7", "torch": "2.13.0"}
 RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})

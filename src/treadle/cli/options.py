@@ -16,7 +16,7 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
 from treadle.core.text import escape_text
-from treadle.rollout.gateway.address import GatewayConfig
+from treadle.rollout.config import GatewayConfig
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

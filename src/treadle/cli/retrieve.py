@@ -11,7 +11,7 @@ from pathlib import Path
 from treadle.cli.console import Console
 from treadle.cli.options import Parser, add_address, address_of, exit_status
 from treadle.core.errors import ConfigError
-from treadle.rollout.gateway.address import listen, url_of
+from treadle.rollout.config import listen, url_of
 
 _EXAMPLES = """examples:
   treadle-retrieve corpus.jsonl                                    BM25, no model needed

@@ -27,7 +27,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
-from treadle.rollout.gateway.address import listen, url_of
+from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 

@@ -28,11 +28,10 @@ from treadle.engines.config import EngineConfig, tolerance_of
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
 from treadle.engines.staging import to_host
-from treadle.engines.torch.engine import TorchEngine
-from treadle.engines.vllm.admission import Admission, Admitted
-from treadle.engines.vllm.calls import check_call, sample
+from treadle.engines.torch.pinned import LocalEngine
+from treadle.engines.torch.pinned import make_engine as make_local_engine
 from treadle.engines.vllm.launch import ServerProcess
-from treadle.engines.vllm.server import Server
+from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import load_chat_interface
@@ -53,10 +52,11 @@ def make_engine(
     lora: LoraConfig | None,
     seed: int,
     routing: bool,
+    pinned: int | None,
     threads: int,
     deterministic: bool,
     device: str,
-) -> TorchEngine:
+) -> LocalEngine:
     """Return an engine in this process. threads, deterministic, device: how and where it computes."""
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -64,7 +64,7 @@ def make_engine(
     chat = load_chat_interface(model)
     loaded = load_model(model, seed, lora)
     loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return TorchEngine(loaded, torch_options(config, chat, routing), decode=chat.decode)
+    return make_local_engine(loaded, torch_options(config, chat, routing, pinned), chat.decode)
 
 
 class EngineActor(Placed, EngineService):
@@ -87,6 +87,7 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
         config.training.lora,
         config.seed,
         spec.routing,
+        spec.pinned,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu",

@@ -20,7 +20,7 @@ from uuid import uuid4
 import treadle
 from treadle.core.errors import ConfigError, PlacementError
 from treadle.orchestration.config import PlacementConfig
-from treadle.rollout.gateway.address import GatewayConfig, listen
+from treadle.rollout.config import GatewayConfig, listen
 
 Role = Literal["learner rank", "engine", "rollout worker"]
 Resources = Mapping[str, float]

@@ -17,7 +17,7 @@ from typing import Any
 
 from treadle.core.errors import PlacementError
 from treadle.core.processes import environment
-from treadle.engines.temporary import is_running
+from treadle.engines.staging import is_running
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
 from treadle.placement.reserve import Bundle, Place, Reservation, bundles_of, check_places, reserve, shortage

@@ -15,7 +15,7 @@ from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.metrics import run_metrics, trajectory_metrics
 from treadle.orchestration.reporting.reward_notes import reward_notes
 from treadle.orchestration.store.loop_state import LoopState
-from treadle.rollout.isolation.threads import abandoned_threads
+from treadle.rollout.isolation.user_code import abandoned_threads
 
 _MOST_COMPLAINTS = 20  # of a run
 _OF_BATCH = ("rollout", "update", "publish")
