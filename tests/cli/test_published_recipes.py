@@ -20,7 +20,6 @@ from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.setup.validation import check_settings
 
-SINGLE, SEVERAL = ("smollm2-gsm8k", "gsm8k"), ("smollm2-gsm8k-multi-turn", "gsm8k-multi-turn")
 ROW = {"question": "How many clips?", "answer": "24 + 48 = 1,072 clips.\n#### 1,072"}
 BUILD = {**(load_recipe("sql-small").model.build or {}), "max_position_embeddings": 32_000}
 SMALL = (f"model={json.dumps({'path': None, 'build': BUILD, 'tokenizer': 'sql-small'})}", "engine={}")
@@ -43,13 +42,6 @@ def first_task(recipe: str, *overrides: str) -> Task:
     inputs = load_inputs(config)
     assert len(inputs.train) == len(inputs.held_out) == 1
     return inputs.train[0]
-
-
-@pytest.mark.parametrize(("recipe", "what"), [*((r, "the final") for r in SINGLE), *((r, "a tent") for r in SEVERAL)])
-def test_the_data_set_is_read_as_it_is(recipe: str, what: str) -> None:
-    task = first_task(recipe)
-    assert task.prompt[0]["content"].startswith(f"How many clips? Let's think step by step and output {what}")
-    assert task.ground_truth == "1072"
 
 
 def test_the_files_of_skyrl_are_read_too(folder: Path) -> None:

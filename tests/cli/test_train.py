@@ -110,14 +110,6 @@ def test_an_environment_that_raises_in_close_is_a_warning(place: Place) -> None:
 # --- run directories and resuming -------------------------------------------------------------------------------------
 
 
-def test_a_run_directory_in_use_is_left_alone(finished: Trained) -> None:
-    before = files(finished.path)
-    done = finished.place.train(name="run")
-    assert done.status == 1
-    assert "already in use; continue it with --resume or choose another --name" in done.error
-    assert files(finished.path) == before
-
-
 def test_a_run_directory_taken_in_the_meantime_is_left_alone(place: Place) -> None:
     TakesTheRunDirectory.path = place.runs / "new"
     done = place.train(*playing("TakesTheRunDirectory"))
