@@ -364,6 +364,7 @@ def _config_at(cls: type[Config] | None, keys: Iterable[int | str]) -> type[Conf
 
 
 def paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every key, those of sections included."""
     for name, field in cls.model_fields.items():
         yield prefix + name
         nested = _config_class(field.annotation)
