@@ -208,7 +208,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "view/test_segments.py::test_the_example"),
     ("view/texts.py", "if mark.start() not in is_mark:", "if False:", "view/test_texts.py"),
     ("cli/console.py", "self.rich.add_row(*(_styled(escape_line, [cell])", "self.rich.add_row(*(_styled(str, [cell])",
-     "cli/test_terminal.py::test_what_is_shown_cannot_steer_a_terminal_in_tables_and_in_json_either"),
+     "cli/test_main.py::test_what_is_shown_cannot_steer_a_terminal_in_tables_and_in_json_either"),
     ("testing/fakes.py", "0.0 if certain else self.logprob", "self.logprob", "engines/test_probe.py"),
     ("testing/virtual_time.py", "if self._busy:", "if False:",
      "orchestration/test_pace.py::test_time_stands_still_while_a_thread_computes"),

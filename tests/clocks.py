@@ -38,7 +38,6 @@ class StuckLoop(VirtualLoop):
         return future
 
     def advance(self, seconds: float | None) -> float | None:
-        """As usual, as if threads that are stuck were none."""
         busy, self._busy = self._busy, self._busy - len(self._stuck)
         try:
             return super().advance(seconds)

@@ -189,7 +189,6 @@ def keep_norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def exact(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """`tiny`, in float64 with its norms in float64."""
     return keep_norms_in_float64(tiny(family, seed, **fields))
 
 
@@ -395,7 +394,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -414,7 +412,6 @@ def same_bits(a: dict[str, Tensor], *others: dict[str, Tensor]) -> bool:
 
 
 def full(array: Any) -> NDArray[np.float64]:
-    """Any array or tensor as float64."""
     if isinstance(array, Tensor):
         array = array.detach().cpu().numpy()
     return np.asarray(array, np.float64)

@@ -52,7 +52,6 @@ class FixedWeights:
 
 
 async def publish(engine: Any, weights: Mapping[str, Tensor], version: int) -> None:
-    """Make an engine of any kind serve these weights."""
     match engine:
         case TorchEngine():
             await engine.update_weights(weights, version)
@@ -70,5 +69,4 @@ async def publish(engine: Any, weights: Mapping[str, Tensor], version: int) -> N
 def make_engine(
     model: PreTrainedModel, *, decode: Decode | None = None, own_thread: bool = True, **options: Any
 ) -> TorchEngine:
-    """An engine with these `TorchEngineOptions`."""
     return TorchEngine(model, TorchEngineOptions(**options), decode=decode, own_thread=own_thread)

@@ -55,16 +55,6 @@ def test_synchronous_training_takes_the_slowest_trajectory_and_then_the_update()
     assert beside["engine idle"] == pytest.approx(0) and beside["dropped"] == 0
 
 
-@pytest.mark.slow
-def test_with_stragglers_staleness_doubles_the_rate_and_reaches_the_bound() -> None:
-    """Lognormal, sigma 1: the sizes of docs/async.md, fewer updates."""
-    usual = World(lognormal(60, 1), 60.0, updates=15)
-    sync, free = (figures(usual, simulate(usual, StalenessSettings(staleness))) for staleness in (0, 8))
-    assert free["trajectories/s"] >= 2 * sync["trajectories/s"]
-    assert free["of bound"] >= 0.9
-    assert free["staleness max"] <= 8
-
-
 @pytest.mark.parametrize("policy", ["mask_steps", "wait", "drop_group"])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_no_step_is_trained_beyond_the_bound_whatever_becomes_of_it(staleness: int, policy: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from treadle.algorithms.config import (
 )
 from treadle.algorithms.kl import ESTIMATORS
 from treadle.algorithms.losses import Tokens
-from treadle.core.config import build
+from treadle.core.config import build, paths
 from treadle.core.errors import Cause
 from treadle.core.metrics import Level
 from treadle.core.registry import names
@@ -113,7 +113,6 @@ def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
 
 
 def simulated_table(rows: list[dict[str, Any]]) -> str:
-    """Rows of benchmarks/results/asynchronous.json as docs/async.md shows them."""
     head = "`max_staleness` | `stale_policy` | trajectories/s | times sync | of the bound | engine idle | learner idle"
     names = (*head.split(" | "), "staleness, mean / max", "steps dropped", "s trained / dropped")
     cells: list[tuple[str, ...]] = [names, ("---",) * len(names)]
@@ -251,21 +250,12 @@ FILES = (".json", ".log", ".py", ".safetensors", ".yaml")
 
 def is_key(path: str) -> bool:
     """Whether a recipe may set it: a key of the configuration, or one inside of a free mapping."""
-    section: Any = RunConfig
-    for name in path.split("."):
-        if section is None:
-            return False
-        if section is dict:
-            return True
-        if name not in section.model_fields:
-            return False
-        annotation = section.model_fields[name].annotation
-        kinds = [annotation, *get_args(annotation), *(kind for part in get_args(annotation) for kind in get_args(part))]
-        kinds += [kind for part in kinds for kind in get_args(part)]
-        section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-        if section is None and any(get_origin(kind) is dict for kind in kinds):
-            section = dict
-    return True
+    known = set(paths(RunConfig))
+    while path not in known and "." in path:
+        path = path.rpartition(".")[0]
+        if path in known:  # a leaf, or another section's keys are meant
+            return not any(key.startswith(f"{path}.") for key in known)
+    return path in known
 
 
 SKYRL = ROOT / "docs" / "from-skyrl.md"

@@ -26,7 +26,6 @@ QUICK = f"{BRIEF} warm_start=null data.held_out=null data.table_by=null rollout.
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make dist` makes."""
     folder = tmp_path_factory.mktemp("dist")
     made = ["make", "dist", f"DIST={folder}", "--old-file=dev-env"]  # it is there: this runs in it
     subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
@@ -67,7 +66,6 @@ class Place:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of somebody who has that environment, and no clone."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TREADLE", "VIRTUAL_ENV"))}
         path = f"{self.venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
         locked = {"UV_CONSTRAINT": str(ROOT / "locks" / "treadle.txt"), "VIRTUAL_ENV": str(self.venv)}
@@ -98,7 +96,6 @@ class Place:
 
     @staticmethod
     def advice(error: str) -> list[str]:
-        """The command in the last line."""
         return re.findall(r"pip install '[^']+'$", error.strip().splitlines()[-1])
 
 
@@ -199,7 +196,6 @@ else:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What set-up needs of a clone."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("scripts", "locks"):

@@ -94,7 +94,6 @@ PUBLIC = {
 
 
 def type_checking_imports() -> dict[str, str]:
-    """Name -> module, as a type checker sees them."""
     tree = ast.parse(Path(treadle.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     found = {}

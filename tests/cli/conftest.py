@@ -87,7 +87,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
 
 @pytest.fixture(scope="session")
 def troubled(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
-    """A run in which some attempts failed."""
     place = make_place(tmp_path_factory.mktemp("troubled"), cache)
     done = place.train(*playing("FailsNowAndThen", held_out=True), "failures.max_failed_fraction=1.0", name="run")
     assert done.status == 0, done.err

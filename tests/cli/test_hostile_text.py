@@ -192,7 +192,6 @@ def test_serving(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_on_a_terminal(trained: Trained, replies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Colours are ours, nothing else."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
-from tests.orchestration.runs import put_config, start
-from tests.worlds import Quiet
+from tests.orchestration.runs import put_config
 from treadle.models.weights import unique_weights, weights_sha256
-from treadle.orchestration.export import export_checkpoint
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -193,8 +190,6 @@ def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:
 
 
 def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the place of all that the tokenizer has."""
-
     def read_named(*asked: Any) -> tuple[Any, dict[str, bytes]]:
         checkpoint, found = read_checkpoint(*asked)
         return checkpoint, {**found, "additional_chat_templates/tool_use.jinja": b"TOOLS"}
@@ -211,24 +206,6 @@ def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, m
     for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
         talk = [{"role": "user", "content": "x"}]
         assert tokenizer.apply_chat_template(talk, tools=tools, tokenize=False) == "OWN x"
-
-
-class Exporting(Quiet):
-    """Exports each checkpoint of a run from inside it."""
-
-    def __init__(self, run: Path, out: Path) -> None:
-        super().__init__()
-        self.run, self.out = run, out
-
-    def updated(self, row: Any, updates: int) -> None:
-        export_checkpoint(self.run, self.out / str(row["update"]))
-
-
-def test_while_the_run_goes_on(tmp_path: Path) -> None:
-    options = ("orchestration.checkpoint_every=1", "orchestration.keep_last=1")
-    start(tmp_path / "run", *options, progress=Exporting(tmp_path / "run", tmp_path))
-    shas = [weights_sha256(load_file(tmp_path / str(update) / "model.safetensors")) for update in range(1, 5)]
-    assert len(set(shas)) == 4
 
 
 def removed_while_read(checkpoint: Path, file: str) -> threading.Thread:

@@ -20,7 +20,6 @@ from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.setup.validation import check_settings
 
-SINGLE, SEVERAL = ("smollm2-gsm8k", "gsm8k"), ("smollm2-gsm8k-multi-turn", "gsm8k-multi-turn")
 ROW = {"question": "How many clips?", "answer": "24 + 48 = 1,072 clips.\n#### 1,072"}
 BUILD = {**(load_recipe("sql-small").model.build or {}), "max_position_embeddings": 32_000}
 SMALL = (f"model={json.dumps({'path': None, 'build': BUILD, 'tokenizer': 'sql-small'})}", "engine={}")
@@ -45,15 +44,7 @@ def first_task(recipe: str, *overrides: str) -> Task:
     return inputs.train[0]
 
 
-@pytest.mark.parametrize(("recipe", "what"), [*((r, "the final") for r in SINGLE), *((r, "a tent") for r in SEVERAL)])
-def test_the_data_set_is_read_as_it_is(recipe: str, what: str) -> None:
-    task = first_task(recipe)
-    assert task.prompt[0]["content"].startswith(f"How many clips? Let's think step by step and output {what}")
-    assert task.ground_truth == "1072"
-
-
 def test_the_files_of_skyrl_are_read_too(folder: Path) -> None:
-    """The command of docs/gsm8k.md."""
     for split in ("train", "validation"):
         row: dict[str, Any] = {
             "data_source": "openai/gsm8k",
@@ -72,7 +63,6 @@ def test_the_files_of_skyrl_are_read_too(folder: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["smollm2-gsm8k", "smollm2-gsm8k-multi-turn"])
 def test_an_update_is_made(folder: Path, recipe: str) -> None:
-    """With a small model in place of SmolLM2, whose replies have no answers."""
     short = ["training.tasks_per_update=1", "training.group_size=2", "training.threads=1", "orchestration.updates=1"]
     done = treadle("train", recipe, "--name", "short", *SMALL, *short, "rollout.max_completion_tokens=4")
     assert done.status == 0, done.err
@@ -83,7 +73,6 @@ def test_an_update_is_made(folder: Path, recipe: str) -> None:
 
 
 def test_the_program_of_the_documentation_trains(folder: Path) -> None:
-    """On a model that need not be downloaded."""
     page = (ROOT / "docs" / "gsm8k.md").read_text(encoding="utf-8")
     program = page.split("```python\n", 1)[1].split("```", 1)[0]
     program = program.replace('"smollm2"', repr(MODEL)).replace("settings=settings", f"settings={SETTINGS} | settings")
@@ -123,7 +112,6 @@ def test_sql_small_makes_an_update(folder: Path) -> None:
 
 
 def test_skyrl_sql_fits_its_data(folder: Path) -> None:
-    """With a small model, and a question of each source."""
     rows = []
     for data, place in (("synsql", "SynSQL-2.5M/databases"), ("spider", "spider/database")):
         file = folder / "data/sql/db_files/data" / place / "geo" / "geo.sqlite"

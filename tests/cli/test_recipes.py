@@ -67,7 +67,6 @@ def test_yaml_is_itself_the_same_recipe(name: str, tmp_path: Path) -> None:
 
 
 def written(folder: Path, **recipes: str) -> Path:
-    """Recipes by name; returns the path of the first."""
     for name, text in recipes.items():
         (folder / f"{name}.yaml").write_text(text)
     return folder / f"{next(iter(recipes))}.yaml"

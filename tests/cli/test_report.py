@@ -44,7 +44,6 @@ def test_a_finished_run(finished: Trained) -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A run with several attempts at each task, in an environment that measures something."""
     place = make_place(tmp_path_factory.mktemp("measured"), cache)
     done = place.train(*playing("Measures", held_out=True), "evaluation.attempts=2", "orchestration.updates=2")
     assert done.status == 0, done.err
@@ -246,7 +245,6 @@ def test_a_run_in_progress(finished: Trained, place: Place) -> None:
 
 
 def test_what_was_dropped_before_training_is_not_computed_in_training(finished: Trained, place: Place) -> None:
-    """One step of a trajectory of two, as a straggler's."""
     run = place.runs / "run"
     shutil.copytree(finished.path, run)
     shard = run / "rollouts" / shard_of(finished.path, "g000005.2")
@@ -263,13 +261,6 @@ def test_what_was_dropped_before_training_is_not_computed_in_training(finished: 
     found = facts(run)
     assert found["packing"] == facts(finished)["packing"]
     assert found["relations"]["splits"][0]["steps"] == 65
-
-
-def test_looking_changes_nothing(finished: Trained) -> None:
-    before = files(finished.path)
-    treadle("report", finished.path)
-    treadle("show", finished.path)
-    assert files(finished.path) == before
 
 
 def test_a_run_in_its_warm_start(finished: Trained, place: Place) -> None:

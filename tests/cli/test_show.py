@@ -135,8 +135,6 @@ def test_how_each_step_relates_to_the_earlier_ones(broken: Path) -> None:
 
 
 class Looks(Callback):
-    """Looks at the run once it has made an update, as another process would."""
-
     def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.path, self.capsys, self.out = path, capsys, ""
 
@@ -190,7 +188,6 @@ def test_a_run_that_was_killed_or_failed(finished: Trained, tmp_path: Path) -> N
 def test_ranks_lost_engines_silence_and_the_last_message(
     finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several processes, some of them elsewhere; one component that does nothing any more."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_bytes((finished.path / "config.yaml").read_bytes())

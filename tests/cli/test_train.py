@@ -60,15 +60,6 @@ def test_the_two_trajectories_are_a_task_that_was_learned(
     assert re.findall(r"treadle show \S+ (e\S+)", capsys.readouterr().out) == ["e000000-0003.0", "e000004-0003.0"]
 
 
-@pytest.mark.slow
-def test_two_starts_in_the_same_second_are_two_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.strftime", lambda form, *_: "20260102-030405")
-    words = ("train", place.recipe, "--runs", place.runs, "orchestration.updates=1")
-    assert [treadle(*words).status for _ in range(2)] == [0, 0]
-    name = "tiny-seed0-20260102-030405"
-    assert sorted(path.name for path in place.runs.iterdir()) == [name, f"{name}-2"]
-
-
 # --- wrong input: one line, status 2, no run directory ----------------------------------------------------------------
 
 WRONG = {
@@ -117,14 +108,6 @@ def test_an_environment_that_raises_in_close_is_a_warning(place: Place) -> None:
 
 
 # --- run directories and resuming -------------------------------------------------------------------------------------
-
-
-def test_a_run_directory_in_use_is_left_alone(finished: Trained) -> None:
-    before = files(finished.path)
-    done = finished.place.train(name="run")
-    assert done.status == 1
-    assert "already in use; continue it with --resume or choose another --name" in done.error
-    assert files(finished.path) == before
 
 
 def test_a_run_directory_taken_in_the_meantime_is_left_alone(place: Place) -> None:
@@ -181,25 +164,14 @@ def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["updates"] == 6
 
 
-@pytest.mark.parametrize("damage", ["another model", "cut short"])
-def test_resume_from_a_checkpoint_that_does_not_fit(damage: str, stopped: Trained, place: Place) -> None:
+def test_resume_from_a_checkpoint_that_does_not_fit(stopped: Trained, place: Place) -> None:
     run = place.runs / "new"
     shutil.copytree(stopped.path, run)
-    weights = run / "checkpoints" / "step-000003" / "model.safetensors"
-    if damage == "another model":
-        config = (run / "config.yaml").read_text().replace("hidden_size: 32", "hidden_size: 48")
-        put_config(run, config)
-    else:
-        weights.write_bytes(weights.read_bytes()[:-10])
+    put_config(run, (run / "config.yaml").read_text().replace("hidden_size: 32", "hidden_size: 48"))
     before = files(run)
     done = place.train("--resume")
-    assert done.status == 1
-    said = {
-        "another model": "holds another model: hidden_size is 32 there",
-        "cut short": "is damaged: model.safetensors",
-    }
-    assert said[damage] in done.error
-    assert "step-000003" in done.error
+    assert done.status == 1 and "step-000003" in done.error
+    assert "holds another model: hidden_size is 32 there" in done.error
     assert files(run) == before
 
 
@@ -294,14 +266,6 @@ def test_it_writes_a_model_that_transformers_loads_and_says_how_to_go_on(place: 
     assert "warm start" not in trained.out
 
 
-def test_a_second_time_it_comes_from_the_cache_and_is_the_same(place: Place) -> None:
-    for name in ("a", "b"):
-        done = treadle("sft", place.recipe, "--out", place.path / name, "seed=6", "warm_start.steps=5")
-    assert "(read from the cache)" in done.out
-    first, second = ((place.path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
-    assert first == second
-
-
 def test_not_having_learned_is_an_error_and_nothing_is_written(place: Place) -> None:
     done = treadle("sft", place.recipe, "warm_start.max_loss=0.001", "warm_start.steps=3", "--out", place.path / "m")
     assert done.status == 1 and "the warm start did not learn its demonstrations" in done.error
@@ -325,7 +289,6 @@ PAIRS = list(product(names("advantages"), names("policy_losses")))
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(("number", "advantage", "loss"), [(n, *pair) for n, pair in enumerate(PAIRS)])
 def test_it_trains_two_updates(number: int, advantage: str, loss: str, place: Place) -> None:
-    """None of these is refused; options that are have tests of their own."""
     packing = list(Packing)[number % len(Packing)]
     done = place.train(
         *(f"algorithm.advantage={advantage}", f"algorithm.policy_loss={loss}", f"training.packing={packing}"),

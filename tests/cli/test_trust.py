@@ -10,14 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import treadle
 from tests.cli.conftest import Place
@@ -58,7 +50,6 @@ def edit(file: Path, **fields: Any) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as it should be."""
     path = tmp_path_factory.mktemp("model") / "plain"
     source = load_source(ModelConfig(tokenizer="demo", build=SIZES), seed=0)
     asyncio.run(source.export(path))
@@ -129,7 +120,6 @@ def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
 
 
 def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
-    """Not even a question that an environment asks."""
     code = "import sys; from treadle.cli.main import main; main(['recipes']); print(repr(sys.stdin.read()))"
     done = run([sys.executable, "-c", code], "y\n")
     assert done.stdout.splitlines()[-1] == "''"
@@ -148,40 +138,6 @@ def test_a_model_that_transformers_has_needs_no_code(plain: Path, tmp_path: Path
     edit(bait.path / "config.json", model_type="qwen3")
     load_model(ModelConfig(path=str(bait.path)), seed=0)
     assert not bait.marker.exists()
-
-
-class OwnConfig(Qwen3Config):
-    model_type = "own"
-
-
-class OwnModel(Qwen3ForCausalLM):
-    config_class = OwnConfig
-
-
-@pytest.mark.slow
-def test_what_the_errors_advise_works(plain: Path, tmp_path: Path) -> None:
-    """In this order: once the classes are registered, the model's directory is no bait any more."""
-    bait = Bait(plain, tmp_path, "tokenizer_config.json")
-    fields = json.loads((bait.path / bait.file).read_text())
-    del fields["auto_map"]
-    (bait.path / bait.file).write_text(json.dumps({**fields, "tokenizer_class": "PreTrainedTokenizerFast"}))
-    assert isinstance(AutoTokenizer.from_pretrained(bait.path), PreTrainedTokenizerFast)
-
-    shutil.copy(plain / "config.json", bait.path)
-    edit(bait.path / "config.json", model_type="own", auto_map={"AutoConfig": "own.Config"})
-    code = f"""
-from transformers import AutoConfig, AutoModelForCausalLM
-from tests.cli.test_trust import OwnConfig, OwnModel
-AutoConfig.register("own", OwnConfig)
-AutoModelForCausalLM.register(OwnConfig, OwnModel)
-from treadle.training.config import ModelConfig
-from treadle.training.make import load_model
-print(type(load_model(ModelConfig(path={str(bait.path)!r}), seed=0)).__name__)
-"""
-    done = run([sys.executable, "-c", code])
-    assert done.stdout == "OwnModel\n", done.stderr
-    assert not bait.marker.exists()
-    assert {AutoConfig, AutoModelForCausalLM}  # the names that the error gives
 
 
 def test_everything_that_is_loaded_says_so() -> None:

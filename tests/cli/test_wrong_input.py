@@ -136,7 +136,6 @@ CASES = [
 
 
 def fill(folder: Path) -> None:
-    """A recipe, a recorded run, models without weights, and files that are not what they should be."""
     make_place(folder, folder)
     record(folder / "RUN")
     for name in ("model", "served"):
@@ -174,7 +173,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _words(line: str) -> list[str]:
-    """Split at blanks, but not within braces."""
     words: list[str] = []
     for word in line.split(" "):
         whole = not words or words[-1].count("{") == words[-1].count("}")

@@ -71,14 +71,12 @@ class Done:
 
     @property
     def error(self) -> str:
-        """The one line a failed command prints on standard error."""
         lines = [line for line in self.err.splitlines() if not line.startswith("evaluation ")]
         assert len(lines) == 1, self.err
         return lines[0]
 
 
 def treadle(*words: object) -> Done:
-    """Run a command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -143,8 +141,6 @@ def interrupted_demonstration(index: int, seed: int) -> Sequence[Message]:
 
 
 class Measures(Arithmetic):
-    """Counts the characters of replies."""
-
     metrics = (Metric("characters", "step", "mean", "characters", "of a reply"),)
 
     async def step(self, text: str) -> EnvStep:
@@ -211,7 +207,6 @@ Calls = list[Call]
 
 
 def ids(text: str) -> list[int]:
-    """By the shipped tokenizer."""
     return [int(i) for i in _TOKENIZER.encode(text, add_special_tokens=False).ids]
 
 
@@ -248,7 +243,6 @@ def tokenizing_again() -> Calls:
 
 
 def editing() -> Calls:
-    """Extends, then replaces what it read."""
     opening = ids(chatml(QUESTION))
     calls = [(opening, [*ids(" Rome"), END])]
     calls.append(([*whole(calls[0]), *ids("\n" + chatml([READ]))], [*ids(" Oslo"), END]))

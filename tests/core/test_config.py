@@ -337,7 +337,6 @@ def test_a_key_that_is_gone_says_what_to_do_instead_wherever_its_section_stands(
 
 
 def config_modules() -> list[str]:
-    """Modules of the library that define a subclass of Config."""
     root = Path(treadle.__file__).parent
     found = []
     for path in sorted(root.rglob("*.py")):

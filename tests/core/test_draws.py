@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from treadle.core.draws import Stream, call_seed, permutation, philox4x32, token_uniforms
 
 WORD = 0xFFFFFFFF
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)  # its digits
 SEEDS = st.integers(0, 2**63 - 1)
 
 
@@ -18,15 +19,11 @@ SEEDS = st.integers(0, 2**63 - 1)
     [  # the known answers published with Random123
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((WORD, WORD, WORD, WORD), (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        (PI[:4], PI[4:], (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ],
 )
 def test_philox_known_answers(
-    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, int, int, int]
+    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     assert tuple(int(word) for word in philox4x32(counter, key)) == expected
 

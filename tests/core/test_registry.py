@@ -59,18 +59,14 @@ def test_a_registered_name_is_looked_up_in_its_group() -> None:
 
 
 @pytest.mark.usefixtures("entries")
-def test_an_unknown_name_comes_with_the_nearest_and_all_others() -> None:
-    with pytest.raises(ConfigError) as caught:
-        registry.resolve("environments", "lokup")
-    message = str(caught.value)
-    assert message.startswith("environments: 'lokup' is not registered; did you mean 'lookup'?")
-    assert "registered: arithmetic, lookup" in message
-
-
-@pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize(
     ("group", "name", "message"),
     [
+        (
+            "environments",
+            "lokup",
+            "environments: 'lokup' is not registered; did you mean 'lookup'\\? .*arithmetic, lookup",
+        ),
         ("environments", "zzz", r"'zzz' is not registered; registered: arithmetic, lookup; or write 'module:attr"),
         ("environments", "", "'' is not registered"),
         ("environments", "my.module.Env", "did you mean 'my.module:Env'?"),
@@ -214,7 +210,6 @@ USED_IF_INSTALLED = {("rollout/agents", "anthropic")}  # by users of that client
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield what a module imports when it runs."""
     branches = (node for node in ast.walk(tree) if isinstance(node, ast.If))
     for_types = {node for branch in branches if "TYPE_CHECKING" in ast.dump(branch.test) for node in branch.body}
     for node in set(ast.walk(tree)) - for_types:
@@ -225,7 +220,6 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def declared(project: dict[str, Any], extras: str | None) -> set[str]:
-    """The packages that Treadle and some extras ask for themselves."""
     names = set()
     parts = [project["optional-dependencies"][extra.strip()] for extra in extras.split(",")] if extras else []
     for requirement in chain(project["dependencies"], *parts):
@@ -237,7 +231,6 @@ def declared(project: dict[str, Any], extras: str | None) -> set[str]:
 
 
 def modules() -> Iterator[tuple[str, str | None, set[str]]]:
-    """Each module's path and room, and what it imports of other packages."""
     for file in (ROOT / "src" / "treadle").rglob("*.py"):
         path = file.relative_to(ROOT / "src" / "treadle").as_posix()
         if path.startswith(ELSEWHERE):
@@ -272,7 +265,6 @@ IMPORT = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import
 
 @pytest.fixture(scope="module")
 def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PyTorch as it is installed here, without what it needs."""
     folder = tmp_path_factory.mktemp("torch")
     installed = importlib.metadata.distribution("torch")
     for name in {file.parts[0] for file in installed.files or [] if ".." not in file.parts}:

@@ -177,11 +177,7 @@ def test_content_may_be_text_parts_and_an_assistants_may_be_missing() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "hi",
-        {"role": "user", "content": "hi"},
-        ["hi"],
-        [{"role": "user"}],
-        [{"role": "user", "content": None}],
+        *("hi", {"role": "user", "content": "hi"}, ["hi"], [{"role": "user"}], [{"role": "user", "content": None}]),
         [{"role": "user", "content": "hi", "contents": "ho"}],
         [{"role": "tool", "content": "hi", "tool_call_id": 3}],
         [{"role": "assistant", "content": "", "tool_calls": ["add"]}],

@@ -54,22 +54,23 @@ class SharedCluster:
         yield
 
 
-def actors(title: str) -> list[psutil.Process]:
-    """Processes of the shared cluster that are actors of a class: `actors("RankActor")`."""
-    found = []
+def inherited(variable: str, value: str) -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Processes that have an environment variable, with their command lines."""
     for process in psutil.process_iter():
         try:
-            title_of = (process.cmdline() or [""])[0]
-            if title_of.startswith(f"ray::{title}") and process.environ().get(MARK) == os.environ[MARK]:
-                found.append(process)
+            if process.environ().get(variable) == value:
+                yield process, process.cmdline()
         except psutil.Error:  # it has ended, or is another user's
             continue
-    return found
+
+
+def actors(title: str) -> list[psutil.Process]:
+    """Processes of the shared cluster that are actors of a class: `actors("RankActor")`."""
+    return [p for p, words in inherited(MARK, os.environ[MARK]) if (words or [""])[0].startswith(f"ray::{title}")]
 
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[SharedCluster]:
-    """It may be open or closed."""
     shared = SharedCluster()
     yield shared
     shared.close()
@@ -114,15 +115,7 @@ def wait_for_updates(driver: "subprocess.Popen[bytes]", run: Path, count: int) -
 
 
 def of_test(mark: str) -> list[str]:
-    """Command lines of the processes that inherited a mark."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TREADLE_TEST") == mark:
-                found.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return found
+    return [" ".join(words) for _, words in inherited("TREADLE_TEST", mark)]
 
 
 def orphans(*kinds: str) -> set[str]:
@@ -133,5 +126,4 @@ def orphans(*kinds: str) -> set[str]:
 
 
 def _writer(name: str) -> int:
-    """The process that staged weights under a name."""
     return int(name.split("-")[-2])

@@ -34,7 +34,6 @@ SETTINGS = (
 
 
 def kill_some(run: Path, killed: list[str]) -> None:
-    """Kill a process at a random moment after each update, until there were enough."""
     drawn, reached = random.Random(0), 0
     while len(killed) < KILLS:
         time.sleep(drawn.uniform(0.1, 1.0))

@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,33 +18,19 @@ RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
 
 
 @pytest.mark.parametrize(
-    ("place", "expected"),
+    ("seen", "problem"),
     [
-        (Place("10.0.0.2", HERE, True, 1), []),
-        (
-            Place("10.0.0.2", {**HERE, "torch": "2.9.0"}, True, 1),
-            ["learner rank 1 on 10.0.0.2: torch is 2.9.0, here it is 2.13.0; install the same version there"],
-        ),
-        (
-            Place("10.0.0.2", {**HERE, "torch": ""}, True, None),
-            ["learner rank 1 on 10.0.0.2: torch is missing, here it is 2.13.0; install the same version there"],
-        ),
-        (
-            Place("10.0.0.2", HERE, False, 1),
-            ["learner rank 1 on 10.0.0.2: does not see /runs; put runs where all nodes see them (--runs)"],
-        ),
-        (
-            Place("10.0.0.2", HERE, True, 1, "rollout.gateway.port=80 needs special rights"),
-            ["learner rank 1 on 10.0.0.2: rollout.gateway.port=80 needs special rights"],
-        ),
-        (
-            Place("10.0.0.2", HERE, True, 0),
-            ["learner rank 1 on 10.0.0.2: torch 2.13.0 sees 0 of 1 GPUs; install its CUDA build"],
-        ),
+        ((HERE, True, 1), ""),
+        (({**HERE, "torch": "2.9.0"}, True, 1), "torch is 2.9.0, here it is 2.13.0; install the same version there"),
+        (({**HERE, "torch": ""}, True, None), "torch is missing, here it is 2.13.0; install the same version there"),
+        ((HERE, False, 1), "does not see /runs; put runs where all nodes see them (--runs)"),
+        ((HERE, True, 1, "rollout.gateway.port=80 needs rights"), "rollout.gateway.port=80 needs rights"),
+        ((HERE, True, 0), "torch 2.13.0 sees 0 of 1 GPUs; install its CUDA build"),
     ],
 )
-def test_each_problem_is_one_line(place: Place, expected: list[str]) -> None:
-    assert problems(RANK, place, HERE, Path("/runs")) == expected
+def test_each_problem_is_one_line(seen: tuple[Any, ...], problem: str) -> None:
+    lines = problems(RANK, Place("10.0.0.2", *seen), HERE, Path("/runs"))
+    assert lines == ([f"learner rank 1 on 10.0.0.2: {problem}"] if problem else [])
 
 
 def test_a_file_of_weights_stays_on_its_node() -> None:

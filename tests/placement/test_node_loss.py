@@ -44,7 +44,6 @@ def nodes(shared_cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def has(node: Any, title: str) -> bool:
-    """Whether an actor of a class is on the node."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return any(" ".join(child.cmdline()).startswith(f"ray::{title}") for child in raylet.children())
 

@@ -75,7 +75,6 @@ def processes() -> list[psutil.Process]:
 
 
 async def gone() -> None:
-    """Return when no worker is left."""
     await until(lambda: not processes())
 
 
@@ -141,8 +140,6 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
 
 
 class Elsewhere(Placed):
-    """An engine's actor, which says what `saying` says."""
-
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
     ) -> Completion:
@@ -152,8 +149,6 @@ class Elsewhere(Placed):
 
 
 class Routed(FakeEngine):
-    """Is reached by workers without the run's process."""
-
     def __init__(self, actor: Any) -> None:
         super().__init__(saying().reply)
         self._actor = actor

@@ -69,8 +69,6 @@ KILLED = (*SETTINGS, "orchestration.updates=8", "data.train.options.seconds=0.1"
 
 
 def kill_later(run: Path, title: str, update: int) -> threading.Thread:
-    """Kill an actor's process once so many updates are made."""
-
     def work() -> None:
         wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= update)
         actors(title)[0].kill()

@@ -67,7 +67,6 @@ def prompt(number: int) -> Ids:
 
 
 def call(engine: VLLMEngine, number: int, tokens: int = LONG) -> "asyncio.Task[Completion]":
-    """Make a call as a worker does."""
     name = f"s{number}"
     if name not in engine._sessions:
         engine.open_session(name)

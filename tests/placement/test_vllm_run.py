@@ -58,7 +58,6 @@ def a_cluster_of_its_own() -> Callable[[str], list[str]]:
 
 @pytest.fixture
 def a_given_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], list[str]]]:
-    """A cluster on this machine, whose processes have the mark."""
     from ray.cluster_utils import Cluster
 
     clusters = []

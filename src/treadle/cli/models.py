@@ -70,14 +70,8 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a model or adapter, or as model.path")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
 
-    parser = add_command(
-        commands,
-        "export",
-        run_export,
-        "write a run's model as a plain Hugging Face directory",
-        _EXPORT_EXAMPLES,
-        "run_directory",
-    )
+    summary = "write a run's model as a plain Hugging Face directory"
+    parser = add_command(commands, "export", run_export, summary, _EXPORT_EXAMPLES, "run_directory")
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
     parser.add_argument(
         "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"

@@ -71,12 +71,6 @@ def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
     return build(GatewayConfig, fields, command)
 
 
-def positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, command: str) -> int:
     """Run a command ("treadle train", for errors); return 0 done, 1 failed, 2 wrong input or 130 interrupted."""
     if not os.isatty(0):  # piped input answers no question; a debugger may read a terminal

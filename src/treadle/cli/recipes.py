@@ -18,7 +18,7 @@ import rich.table
 from pydantic import Field
 
 from treadle.cli.console import Console, Table, make_table
-from treadle.cli.options import Commands, add_command, add_shared, positive
+from treadle.cli.options import Commands, add_command, add_shared
 from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml, overlap
 from treadle.core.errors import ConfigError, DataError, RunError
 from treadle.core.types import Task
@@ -83,7 +83,7 @@ def add_commands(commands: Commands) -> None:
         what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
         parser.add_argument("source", metavar="SOURCE", help=what)
         add_shared(parser, "overrides")
-    head.add_argument("-n", type=positive, default=1, metavar="ROWS", help="how many (default: 1)")
+    head.add_argument("-n", type=int, default=1, metavar="ROWS", help="how many (default: 1)")
     prepare = add_command(
         below, "prepare", run_data_prepare, "convert published data to what a recipe takes", _DATA_EXAMPLES
     )
@@ -183,6 +183,8 @@ class _Source(Config):
 
 
 def run_data_head(options: argparse.Namespace) -> int:
+    if options.n < 1:
+        raise ConfigError(f"-n {options.n}: must be at least 1")
     sections, context = _sections(options)
     console = Console()
     for split, section in sections.items():

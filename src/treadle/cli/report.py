@@ -50,15 +50,8 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "report",
-        run_report,
-        "account for every step, failure and token of a run",
-        _REPORT_EXAMPLES,
-        "run_directory",
-        "--json",
-    )
+    summary = "account for every step, failure and token of a run"
+    parser = add_command(commands, "report", run_report, summary, _REPORT_EXAMPLES, "run_directory", "--json")
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
 
     parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)

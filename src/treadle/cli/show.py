@@ -48,15 +48,8 @@ _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "show",
-        run_show,
-        "print one recorded trajectory token by token",
-        _SHOW_EXAMPLES,
-        "run_directory",
-        "--json",
-    )
+    summary = "print one recorded trajectory token by token"
+    parser = add_command(commands, "show", run_show, summary, _SHOW_EXAMPLES, "run_directory", "--json")
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
 
     parser = add_command(

@@ -49,16 +49,8 @@ The result is a Hugging Face directory: for transformers, for `model.path`, for 
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "train",
-        run_train,
-        "train a recipe, or resume a run",
-        _TRAIN_EXAMPLES,
-        "recipe",
-        "overrides",
-        "--runs",
-    )
+    summary = "train a recipe, or resume a run"
+    parser = add_command(commands, "train", run_train, summary, _TRAIN_EXAMPLES, "recipe", "overrides", "--runs")
     parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
     parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
     parser.add_argument(

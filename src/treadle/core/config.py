@@ -330,12 +330,12 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     if instead := cls.removed_keys.get(".".join([*parents, leaf])) or (section and section.removed_keys.get(leaf)):
         return f"there is no key {'.'.join([*parents, leaf])!r} any more; {instead}"
     siblings = list(_fields_at(cls, keys[:-1]))
-    if meant := [path for path in _paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
+    if meant := [path for path in paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
         meant = [path for path in meant if path.rpartition(".")[0] == ".".join(parents)] or meant
         return f"unknown key {'.'.join([*parents, leaf])!r}; did you mean {' or '.join(map(repr, meant))}?"
     near = difflib.get_close_matches(leaf, siblings, n=1) or [name for name in siblings if leaf in name.split("_")]
     hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
-    elsewhere = [path for path in _paths(cls) if path.rpartition(".")[2] == leaf]
+    elsewhere = [path for path in paths(cls) if path.rpartition(".")[2] == leaf]
     hints += [f"{leaf!r} exists as {' and '.join(map(repr, elsewhere))}"] if elsewhere else []
     return f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(siblings)}"
 
@@ -363,12 +363,13 @@ def _config_at(cls: type[Config] | None, keys: Iterable[int | str]) -> type[Conf
     return cls
 
 
-def _paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
+def paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every key, those of sections included."""
     for name, field in cls.model_fields.items():
         yield prefix + name
         nested = _config_class(field.annotation)
         if nested:
-            yield from _paths(nested, f"{prefix}{name}.")
+            yield from paths(nested, f"{prefix}{name}.")
 
 
 def describe(config: Config, defaults: Config | None = None, prefix: str = "") -> list[FieldLine]:

@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 from treadle.core.errors import DamageError, RemovedError
 
+MANIFEST = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+
 
 def cache_directory() -> Path:
     """Return the cache's directory: `$TREADLE_CACHE`, or `treadle` in an absolute `$XDG_CACHE_HOME` or `~/.cache`."""
@@ -90,9 +93,6 @@ def _beside(path: Path) -> Path:
 
 
 Content = bytes | Callable[[Path], None]  # of a file: its bytes, or what writes them to the path and raises OSError
-
-MANIFEST = "SHA256SUMS"
-_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def read_proven(path: Path, sha256: str, remedy: str) -> bytes:

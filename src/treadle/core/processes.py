@@ -78,10 +78,6 @@ def exit_in_words(code: int) -> str:
     return f"code {code}" + (f" ({signal.strsignal(-code)})" if code < 0 else "")
 
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_LARGE = 4 << 20
-
-
 def release_freed_memory() -> None:
     """Return freed memory that glibc keeps to the system: sampling cannot reuse fragments that training leaves."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -95,4 +91,4 @@ def return_large_blocks_when_freed() -> None:
     update that gathers and frees one layer after the other.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD of malloc.h

@@ -22,6 +22,17 @@ from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
+_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
+    "starlette": "fastapi",
+    "huggingface_hub": "transformers",
+    "faiss": "faiss-cpu",
+    "skyrl_gym": "skyrl-gym",
+    "omegaconf": "skyrl-gym",
+    "reasoning_gym": "reasoning-gym",
+}
+# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
+_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
+_REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
 class NoOptions(Config):
@@ -63,7 +74,12 @@ def build_options(options_type: type[C], options: Mapping[str, Any], setting: st
 def _target(group: str, name: str, where: str) -> str:
     registered = _registered(group)
     if name not in registered:
-        raise ConfigError(f"{where} is not registered{_hint(name, sorted(registered))}")
+        near = [other for other in sorted(registered) if other.startswith(f"{name}_")]  # ppo: ppo_clip
+        near = near or difflib.get_close_matches(name, sorted(registered), n=1)
+        module, _, attribute = name.rpartition(".")
+        meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
+        known = f"registered: {', '.join(sorted(registered))}; or" if registered else "nothing is;"
+        raise ConfigError(f"{where} is not registered; {meant}{known} write 'module:attribute'")
     targets = registered[name]
     if len(targets) > 1:
         raise ConfigError(f"{where} is registered as {' and '.join(sorted(targets))}; write the one you mean")
@@ -88,21 +104,13 @@ def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.Entry
     return importlib.metadata.entry_points(group=group)
 
 
-def _hint(name: str, registered: list[str]) -> str:
-    near = [other for other in registered if other.startswith(f"{name}_")]  # ppo: ppo_clip
-    near = near or difflib.get_close_matches(name, registered, n=1)
-    module, _, attribute = name.rpartition(".")
-    meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
-    if registered:
-        return f"; {meant}registered: {', '.join(registered)}; or write 'module:attribute'"
-    return f"; {meant}nothing is; write 'module:attribute'"
-
-
 def _load(target: str, where: str) -> Any:
     module_name, _, attribute = (part.strip() for part in target.partition(":"))
     if not module_name or not all(attribute.split(".")) or module_name.startswith("."):
         raise ConfigError(f"{where} must be 'module:attribute', for example 'my_module:MyEnvironment'")
-    _make_current_directory_importable()
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # not prepended: a user's `random.py` must not take the place of the standard library's
+    importlib.invalidate_caches()  # the module may be younger than Python's listing of its folder
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
@@ -116,27 +124,6 @@ def _load(target: str, where: str) -> Any:
     except AttributeError as error:
         place = getattr(module, "__file__", None) or "a namespace package"
         raise ConfigError(f"{where}: {module_name!r} ({place}) has no {attribute!r}: {error}") from error
-
-
-def _make_current_directory_importable() -> None:
-    """Append it, not prepend it: a user's `random.py` must not take the place of the standard library's."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    importlib.invalidate_caches()  # the module may be younger than Python's listing of its folder
-
-
-_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
-    "starlette": "fastapi",
-    "huggingface_hub": "transformers",
-    "faiss": "faiss-cpu",
-    "skyrl_gym": "skyrl-gym",
-    "omegaconf": "skyrl-gym",
-    "reasoning_gym": "reasoning-gym",
-}
-# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
-_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
-_REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
 def extra_of(module: str) -> str | None:

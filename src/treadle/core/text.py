@@ -16,6 +16,9 @@ from typing import Any
 _STEERS = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERS_IN_A_LINE = re.compile(f"[{_STEERS}]")
 _STEERS_IN_A_TEXT = re.compile(f"[{_STEERS}]".replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
+DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and not always where it can be caught
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_CHECKED = re.compile(rb'(\{.+), "checksum": "([0-9a-f]{8})"\}', re.DOTALL)
 
 
 def escape_line(text: str) -> str:
@@ -34,10 +37,6 @@ def escape_text(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
-
-
-DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and not always where it can be caught
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
@@ -81,9 +80,6 @@ def _finite(digits: str) -> float:
     if not isfinite(number):
         raise ValueError(f"{digits:.40} is too large a number")
     return number
-
-
-_CHECKED = re.compile(rb'(\{.+), "checksum": "([0-9a-f]{8})"\}', re.DOTALL)
 
 
 def checked_json(row: Mapping[str, Any]) -> str:

@@ -30,13 +30,13 @@ from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 
 if TYPE_CHECKING:
+    from treadle.orchestration.store.run_store import RunStore
     from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
 

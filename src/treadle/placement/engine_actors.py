@@ -41,6 +41,10 @@ from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
 from treadle.training.make import load_model
 
+_LOOK = 1.0  # seconds between looks at whether the server runs
+_STOPPING = 30.0  # seconds for a server to end by itself
+_BUCKET = 64 * 2**20  # bytes of tensors that make one object
+
 
 def make_engine(
     config: EngineConfig,
@@ -115,10 +119,6 @@ async def _open_all(make: MakeEngine, reservation: Reservation, spec: EngineSpec
         await asyncio.gather(*(each.close() for each in engines))
         raise
     return engines
-
-
-_LOOK = 1.0  # seconds between looks at whether the server runs
-_STOPPING = 30.0  # seconds for a server to end by itself
 
 
 class ServerActor(Placed):
@@ -239,9 +239,6 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
 
     spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
     return await open_vllm(spec, serve, spec.log_directory())
-
-
-_BUCKET = 64 * 2**20  # bytes of tensors that make one object
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ Resources = Mapping[str, float]
 
 _WAIT = 30.0  # seconds for resources that others hold
 _SURE = 2.0  # seconds for which Ray must find a group infeasible: nodes may just be joining
+_LIMIT = 120.0  # seconds for all places to answer
+_COMPUTES = ("torch", "transformers")  # packages that rollout workers do without
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +145,6 @@ def _nodes() -> dict[str, Resources]:
     import ray
 
     return {f"{node['NodeManagerAddress']}": node["Resources"] for node in ray.nodes() if node["Alive"]}
-
-
-_LIMIT = 120.0  # seconds for all places to answer
-_COMPUTES = ("torch", "transformers")  # packages that rollout workers do without
 
 
 @dataclass(frozen=True, slots=True)

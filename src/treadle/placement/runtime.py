@@ -22,6 +22,10 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
 from treadle.placement.reserve import Bundle, Place, Reservation, bundles_of, check_places, reserve, shortage
 
+_CONNECTING = 5.0  # seconds
+_OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -81,9 +85,6 @@ def open_ray(config: RunConfig, path: Path, log: Callable[[str], None]) -> Itera
         yield runtime
 
 
-_CONNECTING = 5.0  # seconds
-_OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _SETTINGS: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -107,7 +108,16 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
         with _local(bundles, log):
             yield
         return
-    _check_listens(address)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PlacementError(f"placement.address {address!r} is not an address and port; write it as 10.0.0.1:6379")
+    try:  # Ray itself would try for minutes
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+    except OSError as error:
+        raise PlacementError(
+            f"placement.address {address!r}: nobody answers there: {error}; start the cluster with `ray start --head`, "
+            "correct the address, or leave it out for a cluster of this machine's own"
+        ) from error
     import ray
 
     try:
@@ -122,20 +132,6 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
         yield
     finally:
         ray.shutdown()
-
-
-def _check_listens(address: str) -> None:
-    """Raise PlacementError where nobody listens: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise PlacementError(f"placement.address {address!r} is not an address and port; write it as 10.0.0.1:6379")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
-    except OSError as error:
-        raise PlacementError(
-            f"placement.address {address!r}: nobody answers there: {error}; start the cluster with `ray start --head`, "
-            "correct the address, or leave it out for a cluster of this machine's own"
-        ) from error
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -79,7 +78,7 @@ class FakeEngine:
             token_ids=np.array(ids, np.int32),
             logprobs=np.full(len(ids), 0.0 if certain else self.logprob, np.float32),
             stop_reason=StopReason.STOP if ids == wanted else StopReason.LENGTH,
-            policy_versions=_spans(await self._versions(len(ids))),
+            policy_versions=tuple(VersionSpan(v, n, n + 1) for n, v in enumerate(await self._versions(len(ids)))),
         )
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
@@ -111,15 +110,6 @@ class FakeEngine:
         finally:
             self.running -= 1
         return versions
-
-
-def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    spans, start = [], 0
-    for version, tokens in groupby(versions):
-        end = start + len(list(tokens))
-        spans.append(VersionSpan(version, start, end))
-        start = end
-    return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True)
