@@ -246,7 +246,7 @@ def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
 _FRAMES = 20  # the innermost ones are shown
 _ROOT = Path(treadle.core.__file__).parents[1]
 _USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
-_GLUE = f"{_ROOT}/envs/single_turn.py"  # between the run and a reward function
+_GLUE = f"{_ROOT}/envs/tasks.py"  # between the run and a reward function
 _OURS = (*(f"{folder}/" for folder in (_ROOT, *asyncio.__path__, *concurrent.futures.__path__)), threading.__file__)
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
