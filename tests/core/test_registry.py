@@ -175,7 +175,7 @@ EXTRAS = {
     "cli/serve.py": "view",
     "cli/show.py": "train",
     "data": "train",
-    "data/hub.py": "datasets",
+    "data/table.py": "datasets",
     "engines": "train",
     "engines/vllm": "vllm",
     "envs/sql": "sql",
