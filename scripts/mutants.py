@@ -204,7 +204,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "orchestration/test_curve.py::test_a_longer_run_has_both"),
     ("orchestration/setup/config_diff.py", "path.startswith(a[:-1]) if", "path.startswith(a[:1]) if",
      "orchestration/test_config_diff.py::test_what_may_not"),
-    ("view/segments.py", "if calls[n].prompt_length <= depth", "if calls[n].prompt_length < depth",
+    ("view/texts.py", "if calls[n].prompt_length <= depth", "if calls[n].prompt_length < depth",
      "view/test_segments.py::test_the_example"),
     ("view/texts.py", "if mark.start() not in is_mark:", "if False:", "view/test_texts.py"),
     ("cli/console.py", "self.rich.add_row(*(_styled(escape_line, [cell])", "self.rich.add_row(*(_styled(str, [cell])",

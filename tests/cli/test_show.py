@@ -13,7 +13,7 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
 from tests.orchestration.runs import shard_of, start
 from tests.worlds import END, chatml
-from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces
+from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces
 
 
 def test_json_is_what_the_shard_holds(finished: Trained) -> None:

@@ -16,10 +16,9 @@ from treadle.orchestration.setup.inputs import Inputs, load_inputs
 from treadle.orchestration.setup.same_data import record_data
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.rollout_store import read_shard
+from treadle.orchestration.store.rollout_store import read_shard, read_traces
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import KEYS, row_checksum
-from treadle.orchestration.store.trace_store import read_traces
 from treadle.orchestration.train import train_run
 
 Summary = dict[str, Any]

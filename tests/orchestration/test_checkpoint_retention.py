@@ -16,7 +16,7 @@ from treadle.orchestration.store.checkpoint_retention import (
     find_checkpoint,
     retained,
 )
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 
 

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from tests.worlds import tiny
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.curve import Panel, RunMetrics, group_runs, panels, smoothed
-from treadle.orchestration.reporting.picture import draw_runs, make_figure
+from treadle.orchestration.reporting.curve import (
+    Panel,
+    RunMetrics,
+    draw_runs,
+    group_runs,
+    make_figure,
+    panels,
+    smoothed,
+)
 
 REWARD, TOKENS, STEPS = (
     "training reward",

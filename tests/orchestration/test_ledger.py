@@ -17,8 +17,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.outcomes import DroppedStep, dropped_steps, leave_out
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
 from treadle.orchestration.store.ledger import Ledger, TrainedBatch
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.tables import journal_mode
 
 

@@ -19,10 +19,9 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.local_ledger import local_file, open_ledger, recover_ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_store import local_file, open_ledger, recover_ledger
 
 
 class Killed(Callback):

@@ -11,7 +11,7 @@ from treadle.core.errors import Cause
 from treadle.core.metrics import Metric, measured
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.resume import restorable_groups
 from treadle.orchestration.store.rollout_store import write_shard
 

@@ -16,7 +16,7 @@ from tests.worlds import ROOT, tiny
 from treadle.core.errors import RunError
 from treadle.core.manifest import new_directory
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
 
 LOCKER = """

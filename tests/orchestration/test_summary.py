@@ -9,9 +9,9 @@ import pytest
 from tests.worlds import make_group, make_step, tiny
 from treadle.core.files import WrittenFile
 from treadle.core.types import Status, Trajectory
-from treadle.orchestration.reporting.summary import run_summary
+from treadle.orchestration.reporting.reporter import run_summary
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.view.groups import _EVALUATION
 
 

@@ -17,8 +17,7 @@ from treadle.core.errors import Cause, DamageError, RunError
 from treadle.core.files import WrittenFile
 from treadle.core.types import DropReason, Failure, Status, Trajectory
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.tables import KEYS, row_checksum
 
 

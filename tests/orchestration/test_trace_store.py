@@ -17,9 +17,8 @@ from tests.worlds import Quiet, tiny
 from treadle.core.errors import DamageError
 from treadle.core.trainer import StepTrace
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.store.recorded import load_traces, load_trajectory
+from treadle.orchestration.store.rollout_store import load_traces, load_trajectory, read_traces, write_traces
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.trace_store import read_traces, write_traces
 from treadle.orchestration.train import train_run
 
 floats = st.floats(width=32, allow_nan=False)

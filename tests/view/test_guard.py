@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 
 from tests.view.conftest import asking
 from tests.view.worlds import SCRIPT
-from treadle.view.app import guarded_app, make_app
-from treadle.view.guard import POLICY
+from treadle.view.app import POLICY, guarded_app, make_app
 
 TOKEN = "s3cret-token"
 BASE = "http://127.0.0.1:8321"

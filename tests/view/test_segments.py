@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
 from treadle.view.models import Segment
-from treadle.view.segments import prefix_segments
+from treadle.view.texts import prefix_segments
 
 
 def calls_of(sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[PackedCall]:

@@ -20,7 +20,7 @@ from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import update
 from treadle.view import trajectories

@@ -15,10 +15,9 @@ from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Failure, Group, Message, Status, Step, Task, Trajectory
 from treadle.orchestration.store.ledger import Ledger, TrainedBatch
-from treadle.orchestration.store.loop_state import LoopState
-from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.ledger_reader import LoopState
+from treadle.orchestration.store.rollout_store import write_shard, write_traces
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.trace_store import write_traces
 
 UPDATES = 12
 ESCAPES = "\x1b[31mred\x1b[0m"

@@ -34,7 +34,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw the runs, and print which of them are one line; returns 0."""
-    from treadle.orchestration.reporting.picture import FORMATS, draw_runs
+    from treadle.orchestration.reporting.curve import FORMATS, draw_runs
 
     output = options.output
     if output.suffix not in FORMATS:

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         rows = ledger.newest(_NEWEST)
         console.json(rows) if options.json else _print_list(console, rows)
         return 0
-    from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces, load_trajectory
+    from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces, load_trajectory
 
     row, steps = load_trajectory(run_path, options.trajectory)
     traces = load_traces(run_path, options.trajectory)
@@ -78,7 +78,7 @@ def as_json(
 
     traces: of its steps; of several updates that trained a step the last is shown.
     """
-    from treadle.orchestration.store.recorded import decoder, step_relations
+    from treadle.orchestration.store.rollout_store import decoder, step_relations
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
     head = {key: value for key, value in row.items() if key not in internal}

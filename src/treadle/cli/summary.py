@@ -9,7 +9,7 @@ from typing import Any
 from treadle.cli.console import Console, Part, Table, make_table
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.recorded import decoder, load_run_tokenizer, load_trajectory, step_relations
+from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, load_trajectory, step_relations
 from treadle.orchestration.store.run_directory import RunDirectory
 
 

@@ -24,12 +24,10 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.loop.loop import Loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
-from treadle.orchestration.reporting.clock import Clock
-from treadle.orchestration.reporting.curve import RunMetrics
+from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
 from treadle.orchestration.reporting.live_status import LiveStatus
-from treadle.orchestration.reporting.picture import draw_runs
 from treadle.orchestration.reporting.progress import Progress, ProgressCallback
-from treadle.orchestration.reporting.summary import run_summary
+from treadle.orchestration.reporting.reporter import Clock, run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
 from treadle.orchestration.setup.config_diff import Change, changes, check_changes
@@ -42,12 +40,11 @@ from treadle.orchestration.setup.warm_start import check_demonstrations, run_war
 from treadle.orchestration.stop_request import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.local_ledger import open_ledger, recover_ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.run_store import RunStore
+from treadle.orchestration.store.run_store import RunStore, open_ledger, recover_ledger
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.optimizer import learning_rate
 

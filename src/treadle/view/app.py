@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import mimetypes
-from collections.abc import Callable, Iterable
+import secrets
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote
 
-from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import FastAPI, Query
+from fastapi.responses import JSONResponse
 from pydantic_core import PydanticSerializationError, to_json
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import treadle
 from treadle.core.errors import RunError, TreadleError
-from treadle.view.compare import compare
-from treadle.view.evaluations import compare_tasks
-from treadle.view.export import export_page, static_files
+from treadle.core.text import escape_line
+from treadle.view.compare import compare, compare_tasks
 from treadle.view.groups import list_groups
-from treadle.view.guard import Guard
 from treadle.view.models import Json
 from treadle.view.recorded_run import Key, RecordedRun, Run, Runs
 from treadle.view.run_pages import view_breaks, view_counts, view_intervals, view_metrics, view_run
@@ -161,3 +169,113 @@ def _download(run: RecordedRun, kind: str, name: str, answers: dict[str, str]) -
     file = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in f"{run.key}-{name}")
     headers = {"content-disposition": f'attachment; filename="{file}.html"'}
     return Response(page.encode("utf-8", "replace"), media_type="text/html", headers=headers)
+
+
+_IMPORT_MAP = "sha256-7aYZZYc1GcpJYWEttmz7y2mNrmjY7kKFWeKQjexbQ3c="
+"""Of the import map in static/index.html."""
+POLICY = (
+    f"default-src 'none'; script-src 'self' '{_IMPORT_MAP}'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_NO_TOKEN = "open the link that `treadle view` printed: it carries the token\n"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class Guard:
+    """Middleware that admits requests with the token's cookie, a known host name and a reading method.
+
+    hosts: names or addresses by which browsers may reach the server, without ports: a tunnel may have any port.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Iterable[str] = ()) -> None:
+        self._app, self._token = app, token
+        self._hosts = {*LOOPBACK, *(f"[{host}]" if ":" in host else host.lower() for host in hosts)}
+        self._cookie = f"treadle_view_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # ports share their cookies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        refusal = self._answer(Request(scope))
+        await (refusal or self._app)(scope, receive, send_guarded)
+
+    def _answer(self, request: Request) -> Response | None:
+        """Return the refusal of a request; None if it may reach the application."""
+        host = request.headers.get("host", "").lower()
+        name, colon, port = host.rpartition(":")  # `[::1]` and `8321` of `[::1]:8321`
+        if (name if colon and port.isdigit() else host) not in self._hosts:
+            return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("nothing can be changed here\n", 405)
+        tokens = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
+        if request.url.path == "/" and tokens:
+            if not self._is_token(tokens[-1]):
+                return PlainTextResponse(_NO_TOKEN, 403)
+            answer = RedirectResponse("./", 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        if not self._is_token(request.cookies.get(self._cookie, "")):
+            return PlainTextResponse(_NO_TOKEN, 403)
+        return None
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode("utf-8", "replace"), self._token.encode())
+
+
+_ENTRY = 'import "pages/app.js";'
+
+
+def static_files() -> dict[str, bytes]:
+    """Return the pages' files: name below `static/` -> content."""
+    root = files("treadle.view") / "static"
+    pages = {entry.name: entry.read_bytes() for entry in root.iterdir() if entry.is_file()}
+    return pages | {f"vendor/{entry.name}": entry.read_bytes() for entry in (root / "vendor").iterdir()}
+
+
+def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
+    """Return the file's content. route: the page it opens at. answers: path -> JSON."""
+    static = static_files()
+    modules = {
+        f"pages/{name}": f"data:text/javascript;base64,{b64encode(content).decode()}"
+        for name, content in static.items()
+        if name.endswith(".js")
+    }
+    import_map = json.dumps({"imports": modules})
+    style = (static["vendor/uPlot.min.css"] + static["style.css"]).decode()
+    policy = (
+        f"default-src 'none'; script-src {_hash(import_map)} {_hash(_ENTRY)} data:; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    held = ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items())
+    embedded = f'{{"route": {json.dumps(route)}, "answers": {{{held}}}}}'
+    embedded = embedded.replace("<", "\\u003c")  # it must not end the element that holds it
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(escape_line(title))}</title>\n<style>{style}</style>\n"
+        f'<script type="importmap">{import_map}</script>\n</head>\n<body>\n'
+        f'<script type="application/json" id="embedded">{embedded}</script>\n'
+        f'<div id="app"></div>\n<script type="module">{_ENTRY}</script>\n</body>\n</html>\n'
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -15,7 +15,7 @@ from treadle.core.files import sha256_of
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.live_status import RunStatus, duration
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
-from treadle.orchestration.store.recorded import load_run_tokenizer
+from treadle.orchestration.store.rollout_store import load_run_tokenizer
 from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
 from treadle.view.models import Json, RunSummary
 from treadle.view.texts import TokenTexts

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from treadle.core.text import escape_text
-from treadle.core.types import Ids
-from treadle.view.models import Span
+from treadle.core.trainer import StepTrace
+from treadle.core.types import Ids, Step
+from treadle.packing.flat import PackedCall
+from treadle.packing.tree import depth_first
+from treadle.view.models import Column, Segment, Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
 _MESSAGE = 2000  # characters
@@ -153,3 +158,92 @@ def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts:
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)
     return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]
+
+
+def prefix_segments(calls: Sequence[PackedCall]) -> tuple[list[Segment], list[int]]:
+    """Return the segments in depth-first order, and for each call the segment in which it ends.
+
+    For example, of `a b | c`, `a b c d | e` and `a x | y`: `a`, `b`, `c` (sampled by the first), `d`, `e`, `x`, `y`.
+    """
+    order, indices = depth_first(calls, [0] * len(calls))
+    shared = indices.tolist()
+    segments: list[Segment] = []
+    last = [0] * len(calls)
+    pending = [(0, len(order), 0, -1)]  # calls order[first:stop] agree in `depth` tokens, up to the end of `parent`
+    while pending:
+        first, stop, depth, parent = pending.pop()
+        while first < stop and len(calls[order[first]].token_ids) == depth:
+            last[order[first]] = parent
+            first += 1
+        forks = [at for at in range(first + 1, stop) if shared[at] == depth]
+        if forks:
+            parts = list(pairwise([first, *forks, stop]))
+            pending += [(start, end, depth, parent) for start, end in reversed(parts)]
+        elif first < stop:
+            group = order[first:stop]
+            ends = [e for n in group for e in (calls[n].prompt_length, len(calls[n].token_ids)) if e > depth]
+            end = min(ends + shared[first + 1 : stop])
+            sampled = sorted(n for n in group if calls[n].prompt_length <= depth)
+            ids = calls[group[0]].token_ids[depth:end].tolist()
+            segments.append(Segment(parent=parent, depth=depth, ids=ids, steps=sorted(group), sampled=sampled))
+            pending.append((first, stop, end, len(segments) - 1))
+    return segments, last
+
+
+COLUMNS = tuple(
+    Column(name=name, label=label, scale=scale, help=text)
+    for name, label, scale, text in (
+        (
+            "logprob",
+            "log-prob, engine",
+            "low",
+            "log-probability in the distribution that it was sampled from",
+        ),
+        ("learner_logprob", "log-prob, learner", "low", "log-probability by the learner, before the update"),
+        ("ratio", "ratio", "around_one", "probability by the learner over the one that the loss compares with"),
+        ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
+        ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
+        ("mask", "mask", "flag", "whether the token may be trained"),
+        ("version", "version", "steps", "of the policy that sampled the token"),
+        ("entropy", "entropy", "high", "of the distribution that the token is drawn from, by the learner, in nats"),
+        ("reward", "token reward", "diverging", "given for this very token"),
+    )
+)
+"""All columns. Traces are recorded for a share of the groups only."""
+
+
+def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
+    """Return name -> a value for each sampled token, for the recorded columns. advantage: the trajectory's mean."""
+    mask = step.mask.tolist()
+    columns: dict[str, list[Any]] = {
+        "logprob": _rounded(step.logprobs),
+        "mask": mask,
+        "version": step.policy_versions.tolist(),
+    }
+    if trace is not None:
+        columns["learner_logprob"] = _rounded(trace.logprobs)
+        columns["entropy"] = _rounded(trace.entropy)
+        columns["advantage"] = [a if m else None for a, m in zip(_rounded(trace.advantage), mask, strict=True)]
+        if trace.ratio is not None:
+            columns["ratio"] = _rounded(trace.ratio)
+        if trace.clipped is not None:
+            columns["clipped"] = trace.clipped.tolist()
+    elif advantage is not None:
+        columns["advantage"] = [advantage if m else None for m in mask]
+    if step.given.tokens is not None:
+        columns["reward"] = step.given.tokens.tolist()
+    return columns
+
+
+def columns_of(recorded: Iterable[str], split: str) -> list[Column]:
+    """Return the columns to show, given the names of those that some step has.
+
+    In training, a column that could have been recorded is shown as missing; few environments reward single tokens.
+    """
+    names = set(recorded)
+    shown = names | ({column.name for column in COLUMNS} - {"reward"} if split == "train" else set())
+    return [c.model_copy(update={"is_recorded": c.name in names}) for c in COLUMNS if c.name in shown]
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]

@@ -16,19 +16,15 @@ from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step, StepState
 from treadle.orchestration.reporting.report import PackingCount
-from treadle.orchestration.store.recorded import step_relations
-from treadle.orchestration.store.rollout_store import read_shard, read_steps
-from treadle.orchestration.store.trace_store import read_traces
+from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.packing.breaks import Relation
 from treadle.packing.flat import PackedCall
 from treadle.view import models
-from treadle.view.columns import columns_of, step_columns
 from treadle.view.fates import fate
 from treadle.view.groups import Split, group_rows, groups_of_task
 from treadle.view.models import Json
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
-from treadle.view.segments import prefix_segments
-from treadle.view.texts import TokenTexts, extended_spans, message_spans
+from treadle.view.texts import TokenTexts, columns_of, extended_spans, message_spans, prefix_segments, step_columns
 
 _SNIPPET = 60  # characters on either side of what was found
 _MAX_FOUND = 200

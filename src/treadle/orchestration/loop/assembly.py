@@ -12,14 +12,13 @@ from treadle.orchestration.loop.checkpointing import Checkpointer
 from treadle.orchestration.loop.evaluation import Evaluator
 from treadle.orchestration.loop.loop import Loop
 from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.reporting.clock import Clock
-from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.reporting.reporter import Clock, Reporter
 from treadle.orchestration.sampling.concurrency import ConcurrencyController
 from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.rollout_scheduler import RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
 

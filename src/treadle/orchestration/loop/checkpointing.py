@@ -12,7 +12,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import TrainedBatch
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.training.checkpoint import remove_others
 

@@ -12,7 +12,7 @@ from treadle.orchestration.loop.schedule import pending_evaluations
 from treadle.orchestration.reporting.metrics import evaluation_result
 from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.stop_request import StopRequest
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.checkpoint_retention import best_update
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 
 
 def is_last(config: RunConfig, state: LoopState) -> bool:

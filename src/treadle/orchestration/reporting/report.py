@@ -19,8 +19,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
 from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.recorded import decoder, load_run_tokenizer
-from treadle.orchestration.store.rollout_store import open_shard, token_arrays
+from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.flat import PackedCall

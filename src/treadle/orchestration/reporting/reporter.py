@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from treadle.algorithms import estimators
+from treadle.algorithms.estimators import Advantage
+from treadle.core.outcomes import as_played
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
-from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.metrics import run_metrics, trajectory_metrics
-from treadle.orchestration.reporting.reward_notes import reward_notes
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.rollout.isolation.threads import abandoned_threads
 
 _MOST_COMPLAINTS = 20  # of a run
@@ -98,3 +103,88 @@ class Reporter:
             )
             row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
             self.callbacks.update({**row, **(played + result.metrics + of_run)})
+
+
+@dataclass(slots=True)
+class Clock:
+    """Measures wall and CPU seconds of a run. wall_before, cpu_before: those of the run's earlier processes."""
+
+    wall_before: float = 0.0
+    cpu_before: float = 0.0
+    _wall: float = field(default_factory=time.perf_counter)
+    _cpu: float = field(default_factory=time.process_time)
+
+    def read(self) -> tuple[float, float]:
+        """Return (wall, cpu) seconds so far."""
+        return (
+            self.wall_before + time.perf_counter() - self._wall,
+            self.cpu_before + time.process_time() - self._cpu,
+        )
+
+
+def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
+    """Yield a line for rewards whose detail the advantage ignores, and in the first batch for names that no reward has.
+
+    first: the groups are the run's first batch, by which the names of components in the configuration are checked.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    name = config.algorithm.advantage
+    early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
+    if early and not advantage.by_step:
+        yield (
+            f"the environment rewards single steps, of which algorithm.advantage {name} "
+            "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
+        )
+    by_token = any(step.given.tokens is not None for t in trajectories for step in as_played(t).steps)
+    if by_token and not advantage.by_token:
+        yield (
+            f"there are rewards of single tokens, of which algorithm.advantage {name} "
+            f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
+        )
+    names = {component for t in trajectories for component in as_played(t).components}
+    judged = config.evaluation.success_of
+    named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
+    for option, components in named.items():
+        unknown = [component for component in components if component not in names]
+        if first and unknown and any(t.reward is not None for t in trajectories):
+            had = ", ".join(sorted(names)) or "none"
+            yield f"{option}: nothing in the first batch was given as {', '.join(unknown)}; components: {had}"
+
+
+def run_summary(
+    config: RunConfig,
+    run: Path,
+    state: LoopState,
+    *,
+    weights_sha256: str,
+    stopped_early: bool,
+    warm_start: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what summary.json holds; held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
+    sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
+    greedy = [e for e in state.evaluations if e["temperature"] == 0]
+
+    def before(results: list[dict[str, Any]]) -> float | None:
+        return next((e["success"] for e in results if e["update"] == 0), None)
+
+    def after(results: list[dict[str, Any]]) -> float | None:
+        return results[-1]["success"] if results and results[-1]["update"] > 0 and not stopped_early else None
+
+    return {
+        "run": str(run),
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "updates": state.update,
+        "stopped_early": stopped_early,
+        "held_out_success_before": before(sampled),
+        "held_out_success_after": after(sampled),
+        "held_out_greedy_before": before(greedy),
+        "held_out_greedy_after": after(greedy),
+        "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
+        "evaluations": list(state.evaluations),
+        "warm_start": warm_start,
+        "threads": torch.get_num_threads(),
+        "wall_seconds": round(state.wall_seconds, 1),
+        "cpu_seconds": round(state.cpu_seconds, 1),
+        "weights_sha256": weights_sha256,
+    }

@@ -41,7 +41,7 @@ from treadle.orchestration.sampling.stop_conditions import (
     check_failure_rate,
 )
 from treadle.orchestration.sampling.task_queue import TaskQueue
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.drivers.gateway import BAD_REQUESTS
 

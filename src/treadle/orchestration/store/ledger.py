@@ -21,8 +21,14 @@ from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
 from treadle.orchestration.schema import SCHEMA_VERSION
-from treadle.orchestration.store.ledger_reader import UNTAKEN, LedgerReader, manifest_name, shows_damage, trace_file
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import (
+    UNTAKEN,
+    LedgerReader,
+    LoopState,
+    manifest_name,
+    shows_damage,
+    trace_file,
+)
 from treadle.orchestration.store.tables import SCHEMA, insert, journal_mode, update
 
 _COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record before the first replaces the second

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile
 from treadle.core.manifest import MANIFEST
 from treadle.orchestration.schema import SCHEMA_VERSION
-from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.tables import KEYS, Damaged, check_row, check_table
 
 Row = dict[str, Any]
@@ -403,3 +403,28 @@ def _is_no_text(error: BaseException) -> bool:
 
 def _what(error: BaseException) -> str:
     return "a row is not as it was written: its text is not UTF-8" if _is_no_text(error) else str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """All that resuming needs, with the weights and the optimizer.
+
+    cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
+    graded attempts. began: when the run did, in ISO format: the date that templates write.
+    """
+
+    update: int = 0
+    version: int = 0
+    cursor: int = 0
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    evaluations: tuple[dict[str, Any], ...] = ()
+    outstanding: tuple[int, ...] = ()
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
+    began: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> LoopState:
+        state = json.loads(text)
+        return cls(**{**state, **{name: tuple(state[name]) for name in ("evaluations", "outstanding")}})

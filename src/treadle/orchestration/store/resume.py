@@ -16,8 +16,7 @@ from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, T
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.training.checkpoint import remove_others
