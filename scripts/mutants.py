@@ -195,7 +195,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "orchestration/test_restore.py"),
     ("orchestration/store/resume.py", 'oldest <= row["oldest_version"]', 'oldest < row["oldest_version"]',
      "orchestration/test_restore.py"),
-    ("orchestration/store/checkpoint_retention.py", "figure > best[0]", "figure >= best[0]",
+    ("orchestration/store/checkpoint_retention.py", '-row["update"])', 'row["update"])',
      "orchestration/test_checkpoint_retention.py::"
      "test_the_best_is_the_earliest_of_equals_at_the_evaluations_temperature"),
     ("orchestration/reporting/metrics.py", "step.policy_versions[step.mask] for t", "step.policy_versions for t",

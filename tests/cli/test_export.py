@@ -86,7 +86,7 @@ class Exporting(Quiet):
         super().__init__()
         self.run, self.out = run, out
 
-    def updated(self, row: Any, updates: int) -> None:
+    def update(self, row: Any) -> None:
         export_checkpoint(self.run, self.out / str(row["update"]))
 
 

@@ -75,7 +75,7 @@ def by_environment(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 class Interrupted(Quiet):
     """Ctrl-C in the first batch, which is finished all the same."""
 
-    def phase(self, name: str, total: int) -> None:
+    def began(self, name: str) -> None:
         if name == "rollout" and "interrupted" not in self.lines:
             self.log("interrupted")
             os.kill(os.getpid(), signal.SIGINT)

@@ -128,7 +128,7 @@ class Follows(treadle.Callback):
 class Impatient(Quiet):
     """Ctrl-C in the first batch."""
 
-    def phase(self, name: str, total: int) -> None:
+    def began(self, name: str) -> None:
         if name == "rollout" and self.lines[-1:] != ["interrupted"]:
             self.log("interrupted")
             os.kill(os.getpid(), signal.SIGINT)

@@ -22,8 +22,8 @@ ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=5")
 class Stopping(Quiet):
     """Ctrl-C after the second update, while groups wait that were sampled beside it."""
 
-    def updated(self, row: Any, updates: int) -> None:
-        super().updated(row, updates)
+    def update(self, row: Any) -> None:
+        super().update(row)
         if row["update"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,11 +1,9 @@
 """Every recorded step is in exactly one state, through recording, checkpoints and roll-backs."""
 
-import json
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -53,37 +51,6 @@ def states(ledger: LedgerReader) -> dict[str, tuple[str, str | None]]:
     found = {row["trajectory_id"]: (row["state"], row["reason"]) for row in rows}
     assert len(found) == len(rows)
     return found
-
-
-def test_recording_notes_everything(ledger: Ledger) -> None:
-    steps = (make_step([1, 2, 3], [4], 0.5), make_step([1, 2, 3, 4, 5], [], 0.25))
-    ledger.record(
-        [make_group(3, good("g000003", reward=0.75, steps=steps), failed("g000003", 1))], "train", 7, shard("s")
-    )
-    [row] = ledger.query("SELECT * FROM groups")
-    task = json.loads(row.pop("task"))
-    row.pop("checksum")
-    assert row == {
-        "group_id": "g000003",
-        "idx": 3,
-        "split": "train",
-        "epoch": 0,
-        "position": 3,
-        "batch": 7,
-        "trained_version": None,
-    }
-    assert task["task_id"] == "t3"
-    assert task["prompt"] == [{"role": "user", "content": "?"}]
-    first, second = ledger.query("SELECT * FROM trajectories ORDER BY attempt")
-    assert (first["reward"], first["status"], first["failure_cause"], first["advantage"]) == (0.75, "done", None, None)
-    assert (first["steps"], first["completion_tokens"], first["oldest_version"], first["seconds"]) == (2, 1, 0, 0.5)
-    assert (second["reward"], second["status"], second["shard"]) == (None, "failed", "s")
-    assert (second["failure_cause"], second["failure_message"]) == ("timeout", "too slow")
-    rows = ledger.query("SELECT * FROM steps WHERE trajectory_id = 'g000003.0' ORDER BY step")
-    assert [(r["step"], r["prompt_tokens"], r["completion_tokens"], r["reward"]) for r in rows] == [
-        (0, 3, 1, 0.5),
-        (1, 5, 0, 0.25),
-    ]
 
 
 def test_steps_that_were_dropped_when_recorded_stay_so(ledger: Ledger) -> None:
@@ -233,17 +200,6 @@ def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger
     assert len(ledger.query("SELECT 1 FROM steps WHERE state = 'trained' AND trajectory_id = 'g000000.0'")) == 1
 
 
-def test_a_group_that_is_discarded_is_dropped_at_once(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, shard("shard"))
-    ledger.note_dropped(leave_out(group(1), DropReason.FILTERED))
-    assert states(ledger) == {
-        "g000000.0": ("recorded", None),
-        "g000000.1": ("dropped", "failed"),
-        "g000001.0": ("dropped", "filtered"),
-        "g000001.1": ("dropped", "failed"),
-    }
-
-
 def test_recording_is_all_or_nothing(ledger: Ledger) -> None:
     ledger.record([group(1)], "train", 0, shard("s"))
     with pytest.raises(sqlite3.IntegrityError):
@@ -278,11 +234,3 @@ def test_what_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
     (tmp_path / "no").write_text("this is no database, and long enough for SQLite to notice that it is none")
     with pytest.raises(RunError, match="no is damaged: file is not a database"):
         Ledger(tmp_path / "no")
-
-
-def test_any_unicode_survives(ledger: Ledger) -> None:
-    message = "naïve ☃ \x00 \u2028"
-    bad = Trajectory("g0.0", "t", 0, (), None, Status.FAILED, Failure(Cause.AGENT, message))
-    ledger.record([make_group(0, bad, name="g0")], "train", 0, shard("s"))
-    found: list[dict[str, Any]] = ledger.query("SELECT failure_message FROM trajectories")
-    assert found == [{"failure_message": message}]

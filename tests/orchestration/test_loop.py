@@ -231,7 +231,7 @@ class Breaking(Quiet):
         super().__init__()
         self.world, self.after = world, after
 
-    def updated(self, row: Any, updates: int) -> None:
+    def update(self, row: Any) -> None:
         if row["update"] == self.after:
             self.world.every = 2
 
@@ -260,7 +260,7 @@ def test_too_many_failures_stop_the_run_which_can_be_resumed(tmp_path: Path, ref
 
 def test_a_bug_ends_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
     class Bug(Quiet):
-        def phase(self, name: str, total: int) -> None:
+        def began(self, name: str) -> None:
             if name == "rollout":
                 raise ZeroDivisionError("a bug")
 
@@ -296,7 +296,7 @@ class Interrupting(Quiet):
         super().__init__()
         self.number, self.left, self.what = number, which, what
 
-    def phase(self, name: str, total: int) -> None:
+    def began(self, name: str) -> None:
         self.left -= name == self.what
         if not self.left:
             self.left = -1
@@ -357,7 +357,7 @@ class Dying(Quiet):
         super().__init__()
         self.left = which
 
-    def evaluated(self, result: Any) -> None:
+    def evaluate(self, result: Any) -> None:
         self.left -= 1
         if not self.left:
             raise SystemExit("killed")
@@ -417,9 +417,9 @@ def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
     class Impatient(Interrupting):
-        def phase(self, name: str, total: int) -> None:
+        def began(self, name: str) -> None:
             twice = self.left == 1 and name == "rollout"
-            super().phase(name, total)
+            super().began(name)
             if twice:
                 os.kill(os.getpid(), self.number)
 

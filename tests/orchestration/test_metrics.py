@@ -16,6 +16,7 @@ from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import as_played, leave_out
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
+from treadle.orchestration.reporting.callbacks import PlainProgress, evaluation_lines, update_line
 from treadle.orchestration.reporting.metrics import (
     DECLARED,
     evaluation_result,
@@ -23,7 +24,6 @@ from treadle.orchestration.reporting.metrics import (
     run_metrics,
     trajectory_metrics,
 )
-from treadle.orchestration.reporting.progress import PlainProgress, evaluation_lines, update_line
 from treadle.packing.flat import flatten
 
 
@@ -261,13 +261,12 @@ FAILED = {**ROW, "failed": 1, "trajectories": 2}
 
 def test_without_a_terminal_every_update_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever else is told in between: 40 updates of one second each, 256 attempts an update."""
-    progress = PlainProgress()
+    progress = PlainProgress(40)
     progress.log("run directory: runs/x")
     for update in range(1, 41):
-        progress.phase("rollout", 256)
-        for done in range(1, 257):
-            progress.advance(done)
-        progress.updated({**ROW, "update": update}, 40)
+        for done in range(257):
+            progress.phase("rollout", done, 256)
+        progress.update({**ROW, "update": update})
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [update_line({**ROW, "update": update}, 40) for update in range(1, 41)]
 
@@ -277,13 +276,12 @@ def test_progress_in_between_is_told_when_nothing_else_was_for_long(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    progress = PlainProgress()
-    progress.phase("rollout", 256)
+    progress = PlainProgress(2)
     for done in range(1, 101):
         now += 1.0
-        progress.advance(done, "slow")
+        progress.phase("rollout", done, 256, "slow")
         if done == 50:
-            progress.updated({**ROW, "update": 1}, 2)
+            progress.update({**ROW, "update": 1})
     update = update_line({**ROW, "update": 1}, 2)
     told = ["rollout 1/256 slow", "rollout 31/256 slow", update, "rollout 80/256 slow"]
     assert capsys.readouterr().out.splitlines() == told

@@ -53,8 +53,8 @@ class Refusing(Quiet):
         super().__init__()
         self.rollouts = rollouts
 
-    def updated(self, row: object, updates: int) -> None:
-        super().updated(row, updates)
+    def update(self, row: object) -> None:
+        super().update(row)
         if len(self.rows) == 2:
             self.rollouts.rename(self.rollouts.with_name("away"))
 

@@ -28,7 +28,7 @@ KNOWN = {
         *("_SourceOrder._epoch", "_SourceOrder._order"),  # pure functions of the cursor
     ),
     "of the next wave alone, which is drawn by its addresses": ("Batch._draws", "Batch.version", "TorchEngine._opened"),
-    "of these two runs": ("Learner.updates", "ProgressCallback._updates", "LoopState.began", "RunDirectory.written"),
+    "of these two runs": ("Learner.updates", "LoopState.began", "RunDirectory.written"),
     "measured or shown, and nothing is decided by it in synchronous runs": (
         *("Reporter._reported", "Clock._cpu", "Clock._wall"),
         *("ConcurrencyController._in_engine", "ConcurrencyController._seconds"),

@@ -11,7 +11,6 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
-from tests.until import wait_until
 from tests.view.browser import PHONE, WIDE, Viewer, chromium, require_chromium, serving
 from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_run
 from tests.worlds import make_group
@@ -89,24 +88,6 @@ def test_every_page_fits_and_complains_of_nothing(
     assert (sum(map(int, background[4:-1].split(","))) < 300) == (theme == "dark")
     assert all("404" in complaint for complaint in viewer.complaints)  # of the run that does not exist
     viewer.close()
-
-
-def test_an_address_that_changes_while_the_first_page_is_drawn_is_followed(browser: Any, base: str) -> None:
-    viewer = Viewer(browser, base, WIDE)
-    viewer.context.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/run/recorded'; })")
-    viewer.page.goto(base)
-    viewer.page.wait_for_selector(".chart .u-over")
-    viewer.close()
-
-
-def test_a_double_click_on_a_chart_leads_nowhere(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded", ".chart .u-over")
-    chart = page.locator(".chart", has_text="Entropy").locator(".u-over").first
-    chart.dblclick()
-    page.wait_for_timeout(600)  # longer than a single click waits for a second one
-    assert page.evaluate("location.hash") == "#/run/recorded"
-    chart.click()
-    wait_until(lambda: page.wait_for_timeout(50) or page.evaluate("location.hash") != "#/run/recorded")
 
 
 def test_a_trajectory_shows_the_shards_tokens(viewer: Viewer, recorded: Path) -> None:

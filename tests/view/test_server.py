@@ -25,7 +25,7 @@ from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import update
 from treadle.view import trajectories
 from treadle.view.app import make_app
-from treadle.view.fates import REASONS, failure_settings
+from treadle.view.groups import REASONS, failure_settings
 
 RUN = "runs/recorded"
 

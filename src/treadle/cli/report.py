@@ -14,8 +14,8 @@ import rich.progress
 from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, add_run
 from treadle.cli.show import shown_tokens
+from treadle.orchestration.reporting.callbacks import update_line
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.reporting.progress import update_line
 from treadle.orchestration.store.ledger_reader import no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 

@@ -17,8 +17,8 @@ from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.dump import write_dump
 from treadle.orchestration.loop.held_out import play_held_out
+from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
-from treadle.orchestration.reporting.progress import Progress
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
@@ -137,14 +137,15 @@ async def _play(
     from treadle.orchestration.setup.engines import open_serving
 
     config, finished = subject.config, 0
+    section = config.evaluation
+    total = len(inputs.held_out) * section.attempts_at(section.temperature)
 
     def on_trajectory() -> None:
         nonlocal finished
         finished += 1
-        progress.advance(finished)
+        progress.phase("evaluation", finished, total)
 
-    section = config.evaluation
-    progress.phase("evaluation", len(inputs.held_out) * section.attempts_at(section.temperature))
+    progress.phase("evaluation", 0, total)
     engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), chat, source)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped

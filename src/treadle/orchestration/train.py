@@ -23,10 +23,9 @@ from treadle.engines.kv_budget import budgeted
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.loop.loop import Loop
-from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
+from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, Progress, RunStart
 from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
 from treadle.orchestration.reporting.live_status import LiveStatus
-from treadle.orchestration.reporting.progress import Progress, ProgressCallback
 from treadle.orchestration.reporting.reporter import Clock, run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads
@@ -131,7 +130,7 @@ def _train(
         status = LiveStatus()
         status.sources.append(trainer.status)
         members = {run.metrics_file.name: JsonLines(run), run.status_file.name: status, **inputs.callbacks}
-        callbacks = Callbacks(members, StopRequest(), ProgressCallback(progress, section.updates))
+        callbacks = Callbacks(members, StopRequest(), progress)
         work = _Run(config, inputs, run, chat, trainer, runtime, callbacks, status, progress, state, clock, resumed)
         with status.writing(run.status_file):
             return callbacks.around(RunStart(path, config, state.update, progress.log), work.run)

@@ -30,8 +30,15 @@ from treadle.view.compare import compare, compare_tasks
 from treadle.view.groups import list_groups
 from treadle.view.models import Json
 from treadle.view.recorded_run import Key, RecordedRun, Run, Runs
-from treadle.view.run_pages import view_breaks, view_counts, view_intervals, view_metrics, view_run
-from treadle.view.timeline import activity, calls_of_update
+from treadle.view.run_pages import (
+    activity,
+    calls_of_update,
+    view_breaks,
+    view_counts,
+    view_intervals,
+    view_metrics,
+    view_run,
+)
 from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
 _RUN_PAGES: dict[str, Callable[..., Any]] = {
@@ -67,7 +74,7 @@ def make_app(paths: Iterable[Path]) -> FastAPI:
 
     def list_runs() -> Json:
         roots = [str(root) for root in runs.roots]
-        return {"runs": runs.summaries(), "roots": roots, "version": treadle.__version__}
+        return {"runs": [run.summary() for run in runs.all()], "roots": roots, "version": treadle.__version__}
 
     def changes() -> Json:
         return {"runs": {run.key: {"version": run.signature(), "now": run.now()} for run in runs.all()}}

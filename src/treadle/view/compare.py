@@ -26,7 +26,7 @@ def compare(runs: Sequence[RecordedRun]) -> Json:
     groups, differences, problems = [], [], []
     for run in runs:
         try:
-            readable.append((run.key, RunMetrics(run.config(), run.metrics()[1].rows)))
+            readable.append((run.key, RunMetrics(run.config(), run.metrics().rows)))
         except TreadleError as error:
             problems.append(str(error))
             groups.append({"label": run.key, "runs": [run.key]})

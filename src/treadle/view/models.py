@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 Json = dict[str, Any]
 
@@ -75,49 +75,6 @@ class Span(BaseModel):
     kind: str
 
 
-class Column(BaseModel):
-    """A value of each sampled token. scale: how it is colored."""
-
-    name: str
-    label: str
-    help: str
-    scale: str = Field(
-        description="what stands out: low: small log-probabilities; high: large values; around_one: ratios far from 1; "
-        "diverging: both signs; steps: whole numbers apart; flag: yes"
-    )
-    is_recorded: bool = True
-
-
-class StepView(BaseModel):
-    """A model call. columns: name -> a value for each of its sampled tokens, by the trajectory's `columns`.
-
-    segment: of the tree, the one that its tokens end in; its ancestors hold the tokens before. began, waited: seconds
-    from the attempt's first call to this one, and from there to its sampling; None if the run does not record them.
-    relation: to the steps before it (`packing.breaks.Relation`). fate: what became of it (`fates.fate`). traced_in: the
-    update whose learner the columns are of, if it is traced.
-    """
-
-    step: int
-    segment: int
-    prompt_tokens: int
-    completion_tokens: int
-    relation: Json
-    fate: Json
-    spans: list[Span]
-    columns: dict[str, list[Any]]
-    stop_reason: str
-    temperature: float
-    reward: float
-    shaping: float
-    components: dict[str, float]
-    seconds: float
-    began: float | None = None
-    waited: float | None = None
-    traced_in: int | None = None
-    versions: list[int]
-    has_experts: bool
-
-
 class Segment(BaseModel):
     """Consecutive tokens of the prefix tree without a fork, all read or all sampled.
 
@@ -143,7 +100,10 @@ class TokenTree(BaseModel):
 
 
 class TrajectoryView(TokenTree):
-    """A trajectory. cost: tokens that training computes under each packing. problem: why tokens are missing."""
+    """A trajectory. cost: tokens that training computes under each packing. problem: why tokens are missing.
+
+    steps: model calls, as `trajectories._add_tokens` makes them. columns: values of sampled tokens (`texts.COLUMNS`).
+    """
 
     run: str
     attempt: Attempt
@@ -152,8 +112,8 @@ class TrajectoryView(TokenTree):
     ground_truth: Any = None
     traceback: str | None = None
     metrics: dict[str, Any] = {}
-    steps: list[StepView] = []
-    columns: list[Column] = []
+    steps: list[Json] = []
+    columns: list[Json] = []
     cost: Json | None = None
     problem: str | None = None
     siblings: list[str] = []
@@ -189,20 +149,3 @@ class Followed(AttemptsTree):
     task_id: str
     question: str
     groups: list[GroupRow]
-
-
-class Activity(BaseModel):
-    """Mean number of training attempts in each phase, over equal parts of some spans of time.
-
-    sampling: calls being sampled. waiting: calls that wait for the engine. outside: attempts between two calls, in the
-    environment or agent. most: maximum of all at once, in the whole run. busy: share of the spans with at least one
-    call being sampled. is_recorded: whether the run records when its calls began.
-    """
-
-    is_recorded: bool = False
-    sampling: list[list[float]] = []
-    waiting: list[list[float]] = []
-    outside: list[list[float]] = []
-    most: int = 0
-    busy: float = 0.0
-    problems: list[str] = []

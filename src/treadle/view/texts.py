@@ -16,7 +16,7 @@ from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step
 from treadle.packing.flat import PackedCall
 from treadle.packing.tree import depth_first
-from treadle.view.models import Column, Segment, Span
+from treadle.view.models import Json, Segment, Span
 
 _PIECE = "\ufffd"  # what an unfinished character decodes to
 _MESSAGE = 2000  # characters
@@ -190,26 +190,22 @@ def prefix_segments(calls: Sequence[PackedCall]) -> tuple[list[Segment], list[in
     return segments, last
 
 
-COLUMNS = tuple(
-    Column(name=name, label=label, scale=scale, help=text)
-    for name, label, scale, text in (
-        (
-            "logprob",
-            "log-prob, engine",
-            "low",
-            "log-probability in the distribution that it was sampled from",
-        ),
-        ("learner_logprob", "log-prob, learner", "low", "log-probability by the learner, before the update"),
-        ("ratio", "ratio", "around_one", "probability by the learner over the one that the loss compares with"),
-        ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
-        ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
-        ("mask", "mask", "flag", "whether the token may be trained"),
-        ("version", "version", "steps", "of the policy that sampled the token"),
-        ("entropy", "entropy", "high", "of the distribution that the token is drawn from, by the learner, in nats"),
-        ("reward", "token reward", "diverging", "given for this very token"),
-    )
+COLUMNS = (
+    ("logprob", "log-prob, engine", "low", "log-probability in the distribution that it was sampled from"),
+    ("learner_logprob", "log-prob, learner", "low", "log-probability by the learner, before the update"),
+    ("ratio", "ratio", "around_one", "probability by the learner over the one that the loss compares with"),
+    ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
+    ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
+    ("mask", "mask", "flag", "whether the token may be trained"),
+    ("version", "version", "steps", "of the policy that sampled the token"),
+    ("entropy", "entropy", "high", "of the distribution that the token is drawn from, by the learner, in nats"),
+    ("reward", "token reward", "diverging", "given for this very token"),
 )
-"""All columns. Traces are recorded for a share of the groups only."""
+"""(name, label, scale, help) of all values of a sampled token. Traces are recorded for a share of the groups only.
+
+scale: what stands out. low: small log-probabilities; high: large values; around_one: ratios far from 1; diverging: both
+signs; steps: whole numbers apart; flag: yes.
+"""
 
 
 def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
@@ -235,14 +231,17 @@ def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -
     return columns
 
 
-def columns_of(recorded: Iterable[str], split: str) -> list[Column]:
+def columns_of(recorded: Iterable[str], split: str) -> list[Json]:
     """Return the columns to show, given the names of those that some step has.
 
     In training, a column that could have been recorded is shown as missing; few environments reward single tokens.
     """
     names = set(recorded)
-    shown = names | ({column.name for column in COLUMNS} - {"reward"} if split == "train" else set())
-    return [c.model_copy(update={"is_recorded": c.name in names}) for c in COLUMNS if c.name in shown]
+    return [
+        {"name": name, "label": label, "help": text, "scale": scale, "is_recorded": name in names}
+        for name, label, scale, text in COLUMNS
+        if name in names or (split == "train" and name != "reward")
+    ]
 
 
 def _rounded(values: NDArray[np.float32]) -> list[float]:

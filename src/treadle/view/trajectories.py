@@ -16,12 +16,12 @@ from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step, StepState
 from treadle.orchestration.reporting.report import PackingCount
+from treadle.orchestration.store.group_search import Split
 from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.packing.breaks import Relation
 from treadle.packing.flat import PackedCall
 from treadle.view import models
-from treadle.view.fates import fate
-from treadle.view.groups import Split, group_rows, groups_of_task
+from treadle.view.groups import fate, group_rows, groups_of_task
 from treadle.view.models import Json
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
 from treadle.view.texts import TokenTexts, columns_of, extended_spans, message_spans, prefix_segments, step_columns
@@ -51,7 +51,7 @@ def view_trajectory(run: Run, trajectory_id: Key) -> models.TrajectoryView:
     )
     try:
         rows = run.ledger.steps(trajectory_id)
-        steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
+        steps = _steps_of(run, row)
         if len(steps) != len(rows):
             raise DamageError(
                 f"the ledger has {len(rows)} steps of {trajectory_id}, its shard {row['shard']} {len(steps)}"
@@ -64,13 +64,25 @@ def view_trajectory(run: Run, trajectory_id: Key) -> models.TrajectoryView:
 
 
 def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", trajectory_id)
+    """Return the ledger's rows of a trajectory and of its group."""
+    row = _row(run, "trajectories", "trajectory_id", trajectory_id)
+    return row, _row(run, "groups", "group_id", row["group_id"])
+
+
+def _row(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
+    rows = run.ledger.rows(table, f"WHERE {key} = ?", name)
     if not rows:
-        raise RunError(f"no trajectory {trajectory_id!r} in {run.path}")
-    groups = run.ledger.rows("groups", "WHERE group_id = ?", rows[0]["group_id"])
-    if not groups:
-        raise DamageError(f"the ledger of {run.path} has trajectory {trajectory_id!r}, but not its group")
-    return rows[0], groups[0]
+        raise RunError(f"no {key.removesuffix('_id')} {name!r} in {run.path}")
+    return rows[0]
+
+
+def _steps_of(run: RecordedRun, row: Mapping[str, Any]) -> list[Step]:
+    """Read the steps of a trajectory, given its row of the ledger. Raises DamageError."""
+    return read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), row["trajectory_id"])
+
+
+def _calls(steps: Sequence[Step], trajectory: int = 0) -> list[PackedCall]:
+    return [PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=trajectory) for step in steps]
 
 
 def _add_tokens(
@@ -85,39 +97,40 @@ def _add_tokens(
     traces, no_traces = _traces(run, view.attempt.trajectory_id, view.group.version if view.split == "train" else None)
     view.problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
-    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
+    calls = _calls(steps)
     ends = _add_tree(view, calls, texts)
-    related = step_relations(steps, texts.decode)
     spans: list[list[models.Span]] = []
+    related = step_relations(steps, texts.decode)
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
         ids = call.token_ids.tolist()
         base = spans[relation.base] if relation.base is not None else []
         spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
         trace = traces.get(number)
         view.steps.append(
-            models.StepView(
-                step=number,
-                segment=ends[number],
-                prompt_tokens=len(step.prompt_ids),
-                completion_tokens=len(step.completion_ids),
-                relation=_relation(relation),
-                fate=fate(rows[number], row, view.group.update, int(step.mask.sum())),
-                spans=spans[-1],
-                columns=step_columns(step, row["advantage"], trace),
-                traced_in=trace.update if trace else None,
-                began=None if step.started is None else step.started - first_call,
-                waited=step.waited,
-                stop_reason=str(step.stop_reason),
-                temperature=step.sampling.temperature,
-                reward=step.reward,
-                shaping=step.shaping,
-                components=dict(step.given.by_name),
-                seconds=step.seconds,
-                versions=sorted({int(version) for version in step.policy_versions}),
-                has_experts=step.routing is not None,
-            )
+            {
+                "step": number,
+                "segment": ends[number],  # the one that its tokens end in; its ancestors hold the tokens before
+                "prompt_tokens": len(step.prompt_ids),
+                "completion_tokens": len(step.completion_ids),
+                "relation": _relation(relation),
+                "fate": fate(rows[number], row, view.group.update, int(step.mask.sum())),
+                "spans": spans[-1],
+                "columns": step_columns(step, row["advantage"], trace),  # name -> a value for each sampled token
+                "traced_in": trace.update if trace else None,  # the update whose learner the columns are of
+                # seconds from the attempt's first call to this one, and from there to its sampling
+                "began": None if step.started is None else step.started - first_call,
+                "waited": step.waited,
+                "stop_reason": str(step.stop_reason),
+                "temperature": step.sampling.temperature,
+                "reward": step.reward,
+                "shaping": step.shaping,
+                "components": dict(step.given.by_name),
+                "seconds": step.seconds,
+                "versions": sorted({int(version) for version in step.policy_versions}),
+                "has_experts": step.routing is not None,
+            }
         )
-    view.columns = columns_of((name for step in view.steps for name in step.columns), view.split)
+    view.columns = columns_of((name for step in view.steps for name in step["columns"]), view.split)
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
     if view.split == "train" and trained:
         view.cost = _cost(run, [trained])
@@ -161,14 +174,12 @@ def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> Json:
 
 def view_group(run: Run, group_id: Key) -> models.GroupView:
     """Return a group, with the tree of all steps whose tokens can be read. Raises RunError."""
-    rows = run.ledger.rows("groups", "WHERE group_id = ?", group_id)
-    if not rows:
-        raise RunError(f"no group {group_id!r} in {run.path}")
-    [group] = group_rows(run, rows)
+    row = _row(run, "groups", "group_id", group_id)
+    [group] = group_rows(run, [row])
     view = models.GroupView(
         run=run.key,
         group=group,
-        ground_truth=json.loads(rows[0]["task"]).get("ground_truth"),
+        ground_truth=json.loads(row["task"]).get("ground_truth"),
         **run.ledger.neighbors("groups", group_id),
     )
     trained = _add_attempts(view, run, group.attempts)
@@ -202,24 +213,22 @@ def _add_attempts(
     whole: dict[str, Ids] = {}
     for number, attempt in enumerate(attempts):
         try:
-            [trajectory] = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", attempt.trajectory_id)
-            shard = run.ledger.shard(trajectory["shard"])
-            steps = read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
+            steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", attempt.trajectory_id))
         except TreadleError as error:
             view.problems += [str(error)] if str(error) not in view.problems else []
             steps = []
-        rows = run.ledger.steps(attempt.trajectory_id)
-        outcomes = {row["step"]: (row["state"], row["reason"]) for row in rows}
+        outcomes = {row["step"]: (row["state"], row["reason"]) for row in run.ledger.steps(attempt.trajectory_id)}
+        own, related = _calls(steps, number), step_relations(steps, texts.decode)
+        calls += own
         trained.append([])
-        for at, (step, relation) in enumerate(zip(steps, step_relations(steps, texts.decode), strict=True)):
+        for at, (call, relation) in enumerate(zip(own, related, strict=True)):
             state, reason = outcomes.get(at, (StepState.RECORDED, None))
-            calls.append(PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number))
             if state in _COMPUTED:
-                trained[-1].append(calls[-1])
-            names = {"trajectory_id": attempt.trajectory_id, "step": at, "prompt_tokens": len(step.prompt_ids)}
+                trained[-1].append(call)
+            names = {"trajectory_id": attempt.trajectory_id, "step": at, "prompt_tokens": call.prompt_length}
             view.steps.append({**names, "relation": _relation(relation), "state": state, "reason": reason})
-        if steps:
-            whole[attempt.trajectory_id] = steps[-1].full_ids
+        if own:
+            whole[attempt.trajectory_id] = own[-1].token_ids
     ends = _add_tree(view, calls, texts)
     for tree_step, end in zip(view.steps, ends, strict=True):
         tree_step["segment"] = end
@@ -268,8 +277,7 @@ def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts
 
 def experts_of(run: Run, trajectory_id: Key, step: Number, token: Number) -> Json:
     """Return the experts chosen for one sampled token, by layer: [M][k]. Raises RunError if none are on record."""
-    row, _ = _rows_of(run, trajectory_id)
-    steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
+    steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", trajectory_id))
     routing = steps[step].routing if step < len(steps) else None
     if routing is None or token >= len(routing):
         raise RunError(f"no experts are on record for token {token} of step {step} of {trajectory_id!r}")

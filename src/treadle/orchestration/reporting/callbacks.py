@@ -11,18 +11,22 @@ always may.
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partialmethod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
+from treadle.core.text import escape_line
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import CallbackConfig, RunConfig
-from treadle.orchestration.reporting.metrics import EvaluationResult
+from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 from treadle.orchestration.stop_request import StopRequest
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.isolation.user_code import raised
@@ -122,6 +126,8 @@ class Callbacks(Callback):
         Raises RunError if a callback cannot start, and what `work` raises.
         """
         started: dict[str, Callback] = {}
+        summary: Mapping[str, Any] | None = None
+        failure: BaseException | None = None
         try:
             for name, callback in self._members.items():
                 started[name] = callback
@@ -130,12 +136,16 @@ class Callbacks(Callback):
                     raise error
                 if error is not None:
                     raise RunError(raised(f"callback {name}: start", error)) from error
-            summary = work()
+            result = work()
+            summary = MappingProxyType(result)
+            return result
         except BaseException as error:
-            _end(started, run, None, error)
+            failure = error
             raise
-        _end(started, run, MappingProxyType(summary), None)
-        return summary
+        finally:
+            for name, callback in started.items():
+                if (problem := _raised_by(callback.end, summary, failure)) is not None:
+                    run.log(raised(f"callback {name}: end", problem))
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
@@ -150,15 +160,8 @@ class Callbacks(Callback):
             getattr(self._progress, event)(*arguments)
 
 
-def _passing_on(event: str) -> Callable[..., None]:
-    def method(self: Callbacks, *arguments: Any) -> None:
-        self.notify(event, *arguments)
-
-    return method
-
-
 for _event in EVENTS[1:-1]:  # `around` calls `start` and `end`
-    setattr(Callbacks, _event, _passing_on(_event))
+    setattr(Callbacks, _event, partialmethod(Callbacks.notify, _event))
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callback] = ()) -> dict[str, Callback]:
@@ -187,14 +190,6 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
     return members
 
 
-def _end(
-    started: Mapping[str, Callback], run: RunStart, summary: Mapping[str, Any] | None, error: BaseException | None
-) -> None:
-    for name, callback in started.items():
-        if (problem := _raised_by(callback.end, summary, error)) is not None:
-            run.log(raised(f"callback {name}: end", problem))
-
-
 def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | None:
     """Return what the callback raises, if anything: user code's exceptions are caught here, and only here."""
     try:
@@ -214,3 +209,82 @@ def _read_only(argument: Any) -> Any:
         case EvaluationResult():
             return deepcopy(argument)
     return argument
+
+
+class Progress(Callback):
+    """Shows a run, or the work of another command, to a person; its methods must return at once."""
+
+    def log(self, line: str) -> None:
+        """Show a line that is worth keeping."""
+
+    def message(self, line: str) -> None:
+        self.log(line)
+
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        """Show the progress of a phase. note: a few words beside it."""
+
+
+def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:
+    """Return `update 37/200  reward 0.61 ...`, most important first, without what exceeds `width`; failures always."""
+    gap = row.get("logprob_gap_max")  # not of every update
+    figures = [
+        f"update {row['update']:>{len(str(updates))}}/{updates}",
+        f"reward {shown(row['reward_mean'])}",
+        f"success {shown(row['success'])}",
+        f"steps {shown(row['steps_mean'], 2)}",
+        f"tokens {shown(row['completion_tokens_mean'], 1)}",
+        f"entropy {shown(row['entropy'])}",
+        f"gap {'-' if gap is None else f'{gap:.0e}'}",
+        f"rollout {row['seconds_rollout']:.2f}s",
+        f"update {row['seconds_update']:.2f}s",
+    ]
+    failed = [f"FAILED {row['failed']}/{row['trajectories']}"] if row["failed"] else []
+    while len(line := "  ".join([*figures, *failed])) > width and len(figures) > 1:
+        figures.pop()
+    return line
+
+
+def evaluation_lines(result: EvaluationResult, table_by: str | None = None, width: float = math.inf) -> list[str]:
+    """Return `held-out success 0.412 (512 tasks, temperature 1, after 50 updates)  hops 1: 0.903  2: 0.251`.
+
+    table_by: what the result's parts are by. width: in columns; what does not fit goes into further lines, whole.
+    """
+    how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
+    failed = f", {result.failed} failed" if result.failed else ""
+    tasks = f"{result.tasks} tasks" + (f" x {result.attempts}" if result.attempts > 1 else "")
+    passes = [f"pass@{k} {shown(value)}" for k, value in result.pass_at.items() if k != "1"]
+    by = [f"{key}: {shown(value)}" for key, value in result.by.items()]
+    if by and table_by:
+        by[0] = f"{table_by} {by[0]}"
+    lines = [f"held-out success {shown(result.success)} ({tasks}{failed}, {how}, after {result.update} updates)"]
+    for part in (*passes, *by):
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"  {part}")
+    return lines
+
+
+class PlainProgress(Progress):
+    """Prints plain lines, for logs and scripts: the updates, and a phase's progress after a while without a line.
+
+    updates: of the whole run. table_by: what evaluations are split by. interval: seconds without a line.
+    """
+
+    def __init__(self, updates: int = 0, table_by: str | None = None, interval: float = 30.0) -> None:
+        self._updates, self._table_by, self._interval = updates, table_by, interval
+        self._last = -math.inf  # when something was printed
+
+    def log(self, line: str) -> None:
+        self._last = time.monotonic()
+        print(escape_line(line), flush=True)  # noqa: T201
+
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        if done and time.monotonic() - self._last >= self._interval:
+            self.log(f"{name} {done}/{total} {note}".rstrip())
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self.log(update_line(row, self._updates))
+
+    def evaluate(self, result: EvaluationResult) -> None:
+        self.log(*evaluation_lines(result, self._table_by))

@@ -65,9 +65,6 @@ class Reporter:
             {"kind": "interval", "update": update, "phase": phase, "started": started, "seconds": seconds}
         )
 
-    def message(self, line: str) -> None:
-        self.callbacks.message(line)
-
     def batch(self, groups: Sequence[Group], first: bool) -> None:
         """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
         self.failures(groups)
@@ -75,7 +72,6 @@ class Reporter:
             self._once(text, text)
 
     def failures(self, groups: Sequence[Group]) -> None:
-        """Report each failure or warning, once."""
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
@@ -88,7 +84,7 @@ class Reporter:
     def _once(self, text: str, line: str) -> None:
         if text and text not in self._reported and len(self._reported) < _MOST_COMPLAINTS:
             self._reported.add(text)
-            self.message(line)
+            self.callbacks.message(line)
 
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
         """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
@@ -164,11 +160,9 @@ def run_summary(
     sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]
 
-    def before(results: list[dict[str, Any]]) -> float | None:
-        return next((e["success"] for e in results if e["update"] == 0), None)
-
-    def after(results: list[dict[str, Any]]) -> float | None:
-        return results[-1]["success"] if results and results[-1]["update"] > 0 and not stopped_early else None
+    def success(results: list[dict[str, Any]], at: int) -> float | None:
+        ended = at == 0 or not stopped_early
+        return results[at]["success"] if results and ended and (results[at]["update"] == 0) == (at == 0) else None
 
     return {
         "run": str(run),
@@ -176,10 +170,10 @@ def run_summary(
         "seed": config.seed,
         "updates": state.update,
         "stopped_early": stopped_early,
-        "held_out_success_before": before(sampled),
-        "held_out_success_after": after(sampled),
-        "held_out_greedy_before": before(greedy),
-        "held_out_greedy_after": after(greedy),
+        "held_out_success_before": success(sampled, 0),
+        "held_out_success_after": success(sampled, -1),
+        "held_out_greedy_before": success(greedy, 0),
+        "held_out_greedy_after": success(greedy, -1),
         "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
         "evaluations": list(state.evaluations),
         "warm_start": warm_start,

@@ -198,7 +198,7 @@ class Groups:
         if reason is DropReason.FAILED:
             if fails_by_task(group, self._config.training.group_size, least) and self._queue.count_failure(group.task):
                 failed = f"its last {self._config.failures.task_limit} groups had fewer than {least} graded attempts"
-                self._reporter.message(f"task {group.task.task_id} is left out: {failed}")
+                self._reporter.callbacks.message(f"task {group.task.task_id} is left out: {failed}")
             self._reporter.failures([group])
             return reason
         self._queue.clear_failures(group.task)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ Row = dict[str, Any]
 
 UNTAKEN = "(idx >= ? OR idx IN (SELECT value FROM json_each(?)))"  # cursor, outstanding
 _STEPS = "steps JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id)"
-_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)  # the latter where SQLite's own message quotes what is damaged
+_NOT_UTF8 = "Could not decode to UTF-8"  # SQLite's message
 
 
 def salvage(run: Path) -> str:
@@ -118,10 +117,12 @@ class LedgerReader:
     def _damage_named(self) -> Iterator[None]:
         try:
             yield
-        except (Damaged, *_ERRORS) as error:
+        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:  # SQLite's message quotes what is damaged
             if isinstance(error, sqlite3.Error) and not shows_damage(error):
                 raise
-            raise DamageError(f"the ledger {self.path} is damaged: {_what(error)}; {self.remedy}") from error
+            no_text = isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8)
+            what = "a row is not as it was written: its text is not UTF-8" if no_text else error
+            raise DamageError(f"the ledger {self.path} is damaged: {what}; {self.remedy}") from error
 
     @property
     def remedy(self) -> str:
@@ -149,8 +150,8 @@ class LedgerReader:
     def files(self, prefix: str) -> dict[str, WrittenFile]:
         """Recorded files whose names in the run directory have this prefix, by the rest of their names."""
         rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
-        files = (WrittenFile(row["name"].removeprefix(prefix), row["sha256"]) for row in rows)
-        return {file.name: file for file in files}
+        names = [row["name"].removeprefix(prefix) for row in rows]
+        return {name: WrittenFile(name, row["sha256"]) for name, row in zip(names, rows, strict=True)}
 
     def shards(self) -> dict[str, WrittenFile]:
         """Files with the tokens of all trajectories on record, by their names in `rollouts/`."""
@@ -161,23 +162,13 @@ class LedgerReader:
         return self.files("traces/")
 
     def shard(self, name: str) -> WrittenFile:
-        sha256 = self.file_sha256(f"rollouts/{name}")
-        if sha256 is None:
+        if (sha256 := self.file_sha256(f"rollouts/{name}")) is None:
             raise DamageError(f"the ledger {self.path} does not know the shard {name}; restore it from a copy")
         return WrittenFile(name, sha256)
 
     def traces_of(self, version: int | None) -> WrittenFile | None:
         """The file with the traces of groups that this version trained; None without any."""
-        name = trace_file(version) if version is not None else ""
-        sha256 = self.file_sha256(f"traces/{name}") if name else None
-        return WrittenFile(name, sha256) if sha256 else None
-
-    def config_sha256(self) -> set[str]:
-        """SHA-256 of config.yaml now and before each change: the process may have died during a change."""
-        return {file.sha256 for file in self.files("config").values()}
-
-    def manifest_sha256(self, checkpoint: str) -> str | None:
-        return self.file_sha256(manifest_name(checkpoint))
+        return None if version is None else self.traces().get(trace_file(version))
 
     def file_sha256(self, name: str) -> str | None:
         """SHA-256 of a file, by its name in the run directory; None if it is not on record."""
@@ -219,12 +210,11 @@ class LedgerReader:
             "SELECT split, count(DISTINCT group_id) AS groups, count(*) AS trajectories, count(failure_cause) AS "
             "failed FROM trajectories JOIN groups USING (group_id) GROUP BY 1 ORDER BY 1 DESC"
         )
-        sums = {row["split"]: defaultdict[str, int](int) for row in rows}
-        for row in self.step_states():
-            for name, column in (("steps", "count"), ("prompt_tokens",) * 2, ("completion_tokens",) * 2):
-                sums[row["split"]][name] += row[column]
-        names = ("steps", "prompt_tokens", "completion_tokens")
-        return [{**row, **{name: sums[row["split"]][name] for name in names}} for row in rows]
+        columns = {"steps": "count", "prompt_tokens": "prompt_tokens", "completion_tokens": "completion_tokens"}
+        states = self.step_states()
+        for row in rows:
+            row |= {k: sum(s[column] for s in states if s["split"] == row["split"]) for k, column in columns.items()}
+        return rows
 
     def step_states(self) -> list[Row]:
         """Steps and tokens of each split, state and reason, the most frequent first."""
@@ -394,15 +384,7 @@ def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
 def shows_damage(error: BaseException) -> bool:
     """Whether an error is about the file's content, not about the disk, other processes or a statement."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or _is_no_text(error)
-
-
-def _is_no_text(error: BaseException) -> bool:
-    return isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode to UTF-8")
-
-
-def _what(error: BaseException) -> str:
-    return "a row is not as it was written: its text is not UTF-8" if _is_no_text(error) else str(error)
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith(_NOT_UTF8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,8 +234,9 @@ def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
     """The tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
-    directory, latest = RunDirectory.open(run), RunDirectory(run).latest_checkpoint()
-    if latest is not None and (directory.checkpoints / latest).is_dir():
+    directory = RunDirectory.open(run)
+    latest = directory.ledger().latest_checkpoint()
+    if latest is not None and (directory.checkpoints / latest[0]).is_dir():
         checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
         source = checkpoint.directory
     else:
