@@ -13,7 +13,7 @@ import pytest
 
 from tests.orchestration.runs import Summary, check_finished, query, updates
 from tests.worlds import Quiet, tiny
-from treadle.core.errors import ConfigError, DataError, RunError, TrainingStopped
+from treadle.core.errors import ConfigError, RunError, TrainingStopped
 from treadle.core.registry import names
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
@@ -203,13 +203,6 @@ def test_what_end_raises_is_told_and_the_run_is_finished(tmp_path: Path) -> None
     assert progress.lines[-1] == "callback Recording (1 of callbacks=): end raised KeyError: 'mine'"
 
 
-def test_an_error_of_treadle_passes_as_it_is(tmp_path: Path) -> None:
-    failing = Recording(fails_at=("update", 2), error=DataError("no good"))
-    with pytest.raises(DataError, match=r"^no good$"):
-        go(tmp_path / "run", failing)
-    assert failing.told()[-2:] == [("update", 2), ("end", None)]
-
-
 class Lines(Callback):
     """Writes a line per update into the run directory."""
 
@@ -242,17 +235,17 @@ def test_callbacks_of_the_configuration_are_there_again_on_resume(tmp_path: Path
     assert (tmp_path / "plain" / "lines.jsonl").read_text() == "1\n"
 
 
+HERE = "tests.orchestration.test_callbacks"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("[tensorbord]", "did you mean 'tensorboard'"),
-        (
-            "[{name: 'tests.orchestration.test_callbacks:Lines', options: {path: x}}]",
-            "unexpected keyword argument 'path'",
-        ),
-        ("['tests.orchestration.test_callbacks:Async']", r"async methods \(update\)"),
+        (f"[{{name: '{HERE}:Lines', options: {{path: x}}}}]", "unexpected keyword argument 'path'"),
+        (f"['{HERE}:Async']", r"async methods \(update\)"),
         ("['builtins:dict']", "not a treadle.Callback"),
-        ("['tests.orchestration.test_callbacks:Lines', 'tests.orchestration.test_callbacks:Lines']", "listed twice"),
+        (f"['{HERE}:Lines', '{HERE}:Lines']", "listed twice"),
     ],
 )
 def test_what_is_no_callback_is_refused_before_there_is_a_run(given: str, message: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
-from tests.view.browser import PHONE, WIDE, Viewer, chromium, require_chromium, serving
+from tests.view.browser import PHONE, WIDE, Viewer, serving
 from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_run
 from tests.worlds import make_group
 from treadle.core.types import Status, Trajectory
@@ -20,13 +20,6 @@ from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 
 slow = pytest.mark.slow  # the others are enough to see that the pages work
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    require_chromium()
-    with chromium() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +59,7 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("viewport", "theme"),
-    [
-        (WIDE, "light"),
-        pytest.param(WIDE, "dark", marks=slow),
-        pytest.param(PHONE, "light", marks=slow),
-        (PHONE, "dark"),
-    ],
-    ids=["wide-light", "wide-dark", "phone-light", "phone-dark"],
-)
+@pytest.mark.parametrize(("viewport", "theme"), [(WIDE, "light"), (PHONE, "dark")], ids=["wide-light", "phone-dark"])
 def test_every_page_fits_and_complains_of_nothing(
     browser: Any, base: str, viewport: dict[str, int], theme: str
 ) -> None:

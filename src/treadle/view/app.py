@@ -65,12 +65,20 @@ def guarded_app(paths: Iterable[Path], token: str, hosts: Iterable[str] = ()) ->
 
 
 def make_app(paths: Iterable[Path]) -> FastAPI:
-    """Return the application without its guard."""
     app = FastAPI(title="Treadle viewer", docs_url=None, redoc_url=None, openapi_url=None)
     runs = app.state.runs = Runs(list(paths))
     for error in (TreadleError, OSError):
         app.add_exception_handler(error, _problem)
-    _add_static(app)
+    static = static_files()
+
+    @app.get("/static/{name:path}")
+    def file(name: str) -> Response:
+        if name not in static:
+            return PlainTextResponse("no such file\n", 404)
+        kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0] or "text/plain"
+        return Response(static[name], media_type=kind)
+
+    app.get("/")(lambda: file("index.html"))
 
     def list_runs() -> Json:
         roots = [str(root) for root in runs.roots]
@@ -113,7 +121,6 @@ def _answering(view: Callable[..., Any]) -> Callable[..., Response]:
 
 
 def _json(answer: Any) -> bytes:
-    """Return an answer as JSON. Infinities and NaN become null; lone surrogates are replaced."""
     try:
         return to_json(answer, inf_nan_mode="null")
     except PydanticSerializationError:  # text that UTF-8 cannot write
@@ -134,19 +141,6 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _add_static(app: FastAPI) -> None:
-    static = static_files()
-
-    @app.get("/static/{name:path}")
-    def file(name: str) -> Response:
-        if name not in static:
-            return PlainTextResponse("no such file\n", 404)
-        kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0] or "text/plain"
-        return Response(static[name], media_type=kind)
-
-    app.get("/")(lambda: file("index.html"))
-
-
 def _export_trajectory(run: Run, trajectory_id: Key) -> Response:
     path, answer = _trajectory_answer(run, trajectory_id)
     return _download(run, "trajectory", trajectory_id, {path: answer})
@@ -160,7 +154,6 @@ def _export_group(run: Run, group_id: Key) -> Response:
 
 
 def _trajectory_answer(run: RecordedRun, trajectory_id: str) -> tuple[str, str]:
-    """Return the path by which a page asks for a trajectory, and the answer."""
     path = f"runs/{_in_path(run.key)}/trajectories/{_in_path(trajectory_id)}"
     return path, _json(view_trajectory(run, trajectory_id)).decode()
 

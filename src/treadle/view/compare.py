@@ -99,7 +99,6 @@ def _chosen(evaluations: list[Json], name: str | None, run: RecordedRun) -> Json
 
 
 def _tasks(run: RecordedRun, name: str) -> dict[str, tuple[Any, GroupRow]]:
-    """Return task_id -> what was asked, and its group."""
     rows = run.ledger.evaluated_groups(name)
     prompts = [json.loads(row["task"]).get("prompt") for row in rows]
     return {row.task_id: (prompt, row) for prompt, row in zip(prompts, group_rows(run, rows), strict=True)}

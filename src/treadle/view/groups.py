@@ -28,7 +28,6 @@ def list_groups(run: Run, query: Annotated[GroupQuery, Query()]) -> Json:
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
-    """Return the lines of groups with their attempts, given their rows of the ledger."""
     names = [row["group_id"] for row in rows]
     states: dict[str, dict[str, int]] = defaultdict(dict)
     for row in run.ledger.attempts_states(names):
@@ -74,7 +73,6 @@ def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> 
 
 
 def _question(task: Mapping[str, Any]) -> str:
-    """Return what a task asks, in a line: its last message of a user, or all its extras."""
     asked = [m.get("content") for m in task.get("prompt") or () if isinstance(m, dict) and m.get("role") == "user"]
     text = str(asked[-1]) if asked else json.dumps(task.get("extras") or {}, ensure_ascii=False)
     text = escape_line(" ".join(text[: 4 * _QUESTION].split()))
@@ -82,7 +80,6 @@ def _question(task: Mapping[str, Any]) -> str:
 
 
 def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:
-    """Return all groups of a task, oldest first. Raises RunError if none is on record."""
     rows = run.ledger.groups_of_task(task_id, split)
     if not rows:
         raise RunError(f"no {split} task {task_id!r} in {run.path}")

@@ -74,7 +74,6 @@ class RecordedRun:
         return value
 
     def config(self) -> RunConfig:
-        """Return the configuration. Raises TreadleError if it cannot be read, or is not as it was written."""
         try:
             content = self.directory.config_file.read_bytes()
         except OSError as error:
@@ -93,7 +92,6 @@ class RecordedRun:
         return self.log(self.directory.metrics_file)[1]
 
     def rows(self, kind: str) -> list[Json]:
-        """Return the rows of metrics.jsonl of one kind, `update` or `evaluation`."""
         return [row for row in self.metrics().rows if row["kind"] == kind]
 
     def texts(self) -> tuple[TokenTexts, str | None]:
@@ -152,7 +150,6 @@ class RecordedRun:
         return summary
 
     def _ledger_problem(self) -> str | None:
-        """Return why the ledger cannot be read, or that there is none."""
         if not self.ledger.path.is_file():
             if any(self.directory.checkpoints.glob("step-*")):
                 return f"the run has no ledger any more; {salvage(self.path)}"
@@ -174,7 +171,6 @@ class Runs:
         self._lock = Lock()
 
     def all(self) -> list[RecordedRun]:
-        """Return the runs that exist now, the newest first."""
         with self._lock:
             paths = [path for root in self.roots for path in _runs_in(root)]
             for path in paths:
@@ -183,7 +179,6 @@ class Runs:
             return [self._runs[path] for path in sorted(dict.fromkeys(paths), key=_changed, reverse=True)]
 
     def get(self, key: str) -> RecordedRun:
-        """Return a run by its key. Raises RunError."""
         if key not in {run.key for run in list(self._runs.values())}:
             self.all()  # it may be new
         with self._lock:

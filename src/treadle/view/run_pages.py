@@ -60,7 +60,6 @@ def view_run(run: Run) -> Json:
 
 
 def _no_update(run: RecordedRun) -> str:
-    """Return why no update can be drawn; "" if one can."""
     if run.rows("update"):
         return ""
     if lines := run.metrics().unreadable:
@@ -100,7 +99,6 @@ def view_metrics(run: Run, generation: str = "", after: Number = 0) -> Json:
 
 
 def view_intervals(run: Run, generation: str = "", after: Number = 0) -> Json:
-    """Return the rows of intervals.jsonl, as `view_metrics` does."""
     return _rows_after(*run.log(run.directory.intervals_file), generation, after)
 
 
@@ -203,7 +201,6 @@ def _parsed(text: str) -> tuple[float, float, int]:
 
 
 def _train_calls(run: RecordedRun) -> tuple[tuple[Floats, ...], list[str]]:
-    """Return the times of training's calls, as `_shard_times` does for a shard; and problems."""
     times, problems = [(np.empty(0),) * 5], []
     for shard in run.ledger.training_shards():
         try:

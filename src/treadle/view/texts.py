@@ -44,7 +44,6 @@ class TokenTexts:
         return self._cache[ident]
 
     def raw(self, ident: int) -> str:
-        """Return what the token decodes to behind other text, where a tokenizer writes its blank."""
         if self._tokenizer is None:
             return ""
         if ident in self.special:
@@ -52,7 +51,6 @@ class TokenTexts:
         return self._decode([*self._anchor, ident])[self._before :]
 
     def all(self, ids: Iterable[int]) -> dict[int, str]:
-        """Return id -> text of each distinct id."""
         return {ident: self.of(ident) for ident in dict.fromkeys(ids)}
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
@@ -142,7 +140,6 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
 
 
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Yield where each part of a message's text begins, and its kind: text, thought or call."""
     for match in _FOLDED.finditer(text, start, end):
         if match.start() > start:
             yield start, "text"

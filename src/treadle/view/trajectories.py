@@ -64,7 +64,6 @@ def view_trajectory(run: Run, trajectory_id: Key) -> models.TrajectoryView:
 
 
 def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ledger's rows of a trajectory and of its group."""
     row = _row(run, "trajectories", "trajectory_id", trajectory_id)
     return row, _row(run, "groups", "group_id", row["group_id"])
 
@@ -77,7 +76,6 @@ def _row(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
 
 
 def _steps_of(run: RecordedRun, row: Mapping[str, Any]) -> list[Step]:
-    """Read the steps of a trajectory, given its row of the ledger. Raises DamageError."""
     return read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), row["trajectory_id"])
 
 
@@ -147,7 +145,6 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
 
 
 def _add_tree(view: models.TokenTree, calls: Sequence[PackedCall], texts: TokenTexts) -> list[int]:
-    """Add the prefix tree of some calls; returns the segment in which each ends."""
     view.segments, ends = prefix_segments(calls)
     for segment in view.segments:
         segment.joined = texts.joined(segment.ids)
@@ -173,7 +170,6 @@ def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> Json:
 
 
 def view_group(run: Run, group_id: Key) -> models.GroupView:
-    """Return a group, with the tree of all steps whose tokens can be read. Raises RunError."""
     row = _row(run, "groups", "group_id", group_id)
     [group] = group_rows(run, [row])
     view = models.GroupView(

@@ -136,7 +136,6 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
 
 
 def _compared(one: RunConfig, other: RunConfig) -> list[str]:
-    """Return the paths in which two configurations differ, beside the seed."""
     return [change.path for change in changes(one, other) if change.path not in ("seed", "about")]
 
 
@@ -165,7 +164,6 @@ def _short(value: str) -> str:
 
 
 def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
-    """Return a curve of the metric for each group that has it."""
     curves = []
     for index, group in enumerate(groups):
         rows = [[row for row in run.rows if row["kind"] == "update"] for run in group.runs]
@@ -222,7 +220,6 @@ def _kinds(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _curve(group: int, label: str, runs: Sequence[_Points], smooth: bool = False) -> Curve | None:
-    """Return the curve at the updates that all runs have; None if there are none."""
     updates = sorted(set.intersection(*map(set, runs)))
     if not updates:
         return None
@@ -276,7 +273,6 @@ def make_figure(groups: Sequence[RunGroup], shown: Sequence[Panel]) -> Figure:
 
 
 def _title(groups: Sequence[RunGroup]) -> str:
-    """Return `demo, seeds 0, 1, 2`; of several groups, the recipes alone."""
     recipes = ", ".join(dict.fromkeys(run.config.recipe for group in groups for run in group.runs))
     if len(groups) > 1:
         return recipes
@@ -305,7 +301,6 @@ def _draw_panel(axes: Axes, panel: Panel, one_group: bool) -> None:
 
 
 def _style(index: int) -> dict[str, Any]:
-    """Return colour, dashes and marker of a line."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],

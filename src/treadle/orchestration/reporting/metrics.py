@@ -205,7 +205,6 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
 
 
 def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:
-    """Return the staleness of each trajectory that has a token."""
     return [version - view.oldest_version for view in views if view.oldest_version is not None]
 
 
@@ -224,7 +223,6 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
 
 
 def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
-    """Return metrics over tasks; those without a graded attempt are left out."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     values: dict[Metric, Sequence[float]] = {
         EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]

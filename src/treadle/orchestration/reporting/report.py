@@ -100,7 +100,6 @@ class PackingCount:
         return [call for call, shared in zip(tree.calls, following, strict=True) if shared < len(call.token_ids)]
 
     def add_group(self, ends: Sequence[PackedCall]) -> None:
-        """Count a group, after its trajectories. ends: the calls that `add_trajectory` returned for them."""
         self.groups += bool(ends)
         self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
 

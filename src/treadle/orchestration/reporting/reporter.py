@@ -40,7 +40,6 @@ class Reporter:
         self._reported: set[str] = set()
 
     def begin(self, phase: str, total: int) -> None:
-        """Report the start of a phase of `total` equal pieces."""
         self._phase, self._done, self._total = phase, 0, total
         self.callbacks.phase(phase, 0, total)
 
@@ -77,7 +76,6 @@ class Reporter:
             self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
 
     def refusals(self, refused: Mapping[str, str]) -> None:
-        """Report why trajectories could not be trained: trajectory_id -> why."""
         for why in refused.values():
             self._once(why, f"not trained: {why}")
 
@@ -111,7 +109,6 @@ class Clock:
     _cpu: float = field(default_factory=time.process_time)
 
     def read(self) -> tuple[float, float]:
-        """Return (wall, cpu) seconds so far."""
         return (
             self.wall_before + time.perf_counter() - self._wall,
             self.cpu_before + time.process_time() - self._cpu,

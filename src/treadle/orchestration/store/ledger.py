@@ -75,7 +75,6 @@ class Ledger(LedgerReader):
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit on leaving, roll back on any error."""
         with self._lock, self._damage_named():
             try:
                 with self._db:
@@ -218,12 +217,10 @@ class Ledger(LedgerReader):
             copy.execute("PRAGMA journal_mode=DELETE")
 
     def has_copied(self, sha256: str) -> bool:
-        """Whether the copy with this digest is the last one made here."""
         return sha256 in (self.file_sha256(_COPY), self.file_sha256(_COPY_BEFORE))
 
 
 def _place(state: LoopState) -> tuple[int, str]:
-    """Values of `UNTAKEN`."""
     return state.cursor, json.dumps(state.outstanding)
 
 
@@ -237,7 +234,6 @@ def _forget_versions(db: sqlite3.Connection, state: LoopState) -> None:
 
 
 def _drop_steps(db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
-    """Drop those of the steps that are not in a terminal state."""
     for step in steps:
         changes = {"state": StepState.DROPPED, "reason": step.reason}
         which = "trajectory_id = ? AND step = ? AND state = ?"

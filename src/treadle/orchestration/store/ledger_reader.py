@@ -50,7 +50,6 @@ def trace_file(version: int) -> str:
 
 
 def manifest_name(checkpoint: str) -> str:
-    """Name on record of a checkpoint's manifest."""
     return f"checkpoints/{checkpoint}/{MANIFEST}"
 
 
@@ -70,7 +69,6 @@ class LedgerReader:
         return tuple(n for f in files if f.is_file() for s in (f.stat(),) for n in (s.st_ino, s.st_mtime_ns, s.st_size))
 
     def query(self, sql: str, *values: Any) -> list[Row]:
-        """Rows of a SELECT, not proven."""
         with self._reading() as db:
             return _dicts(db.execute(sql, values))
 
@@ -137,10 +135,10 @@ class LedgerReader:
 
     def checkpoint(self, directory: str) -> LoopState:
         """Raises RunError if it was not committed, or was rolled back."""
-        states = {row["directory"]: row["state"] for row in self.rows("checkpoints", "ORDER BY number")}
-        if directory not in states:
+        rows = self.rows("checkpoints", "WHERE directory = ? ORDER BY number", directory)
+        if not rows:
             raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
-        return LoopState.from_json(states[directory])
+        return LoopState.from_json(rows[-1]["state"])
 
     def checkpoint_names(self) -> list[str]:
         """Directory names of all committed checkpoints, oldest first, without those rolled back."""
@@ -205,7 +203,6 @@ class LedgerReader:
     # --- counts ------------------------------------------------------------------------------------------------------
 
     def splits(self) -> list[Row]:
-        """Counts of groups, trajectories, failed ones, steps and tokens of each split."""
         rows = self.query(
             "SELECT split, count(DISTINCT group_id) AS groups, count(*) AS trajectories, count(failure_cause) AS "
             "failed FROM trajectories JOIN groups USING (group_id) GROUP BY 1 ORDER BY 1 DESC"
@@ -250,14 +247,12 @@ class LedgerReader:
         )
 
     def blocked(self) -> Row:
-        """Number of trajectories that blocked the event loop, and for how long."""
         return self.query(
             "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
             "FROM trajectories WHERE blocked_seconds > 0"
         )[0]
 
     def warnings(self) -> list[Row]:
-        """The five most frequent warnings."""
         return self.query(
             "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
             "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
@@ -274,7 +269,6 @@ class LedgerReader:
     # --- trajectories and groups -------------------------------------------------------------------------------------
 
     def newest(self, count: int) -> list[Row]:
-        """The last trajectories on record, newest first, with split and task_id."""
         return self.query(
             "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
             "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
@@ -313,7 +307,6 @@ class LedgerReader:
         return f"{evaluation}r{times - 1}-*" if times > 1 else f"{evaluation}-*"
 
     def evaluations(self) -> list[str]:
-        """Names of the evaluations, the oldest first."""
         rows = self.query(
             "SELECT substr(group_id, 1, instr(group_id, '-') - 1) AS name FROM groups WHERE split != 'train' "
             "GROUP BY 1 ORDER BY min(rowid)"
@@ -324,7 +317,6 @@ class LedgerReader:
         return self.rows("groups", "WHERE group_id GLOB ? ORDER BY rowid", f"{evaluation}-*")
 
     def groups_of_task(self, task_id: str, split: str) -> list[Row]:
-        """Groups of a task, the oldest first."""
         which = "WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
         return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
 
@@ -333,7 +325,6 @@ class LedgerReader:
         return self.rows("trajectories", which, json.dumps(groups))
 
     def attempts_states(self, groups: Sequence[str]) -> list[Row]:
-        """Number of steps of each trajectory, state and reason."""
         return self.query(
             "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
             "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",

@@ -84,7 +84,6 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenF
 
 
 def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
-    """Write a table durably as a Parquet file. Complete or absent. Raises RunError if the disk refuses."""
     final, sink = directory / name, pa.BufferOutputStream()
     strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
     pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
@@ -134,7 +133,6 @@ def token_arrays(column: pa.ListArray) -> list[Any]:
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table, with tokens as arrays."""
     for batch in table.combine_chunks().to_batches():
         arrays = zip(*(token_arrays(batch.column(name)) for name in _TOKENS), strict=True)
         for row, tokens in zip(batch.drop_columns(list(_TOKENS)).to_pylist(), arrays, strict=True):
@@ -254,11 +252,9 @@ def parse_tokenizer(content: bytes, source: Path) -> Tokenizer:
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:
-    """A function from ids to text, special tokens included."""
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
-    """How each step of a trajectory relates to the earlier ones."""
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
     return relations(calls, decode, [step.break_cause for step in steps])

@@ -163,7 +163,6 @@ class RunDirectory:
 
     @property
     def has_summary(self) -> bool:
-        """Whether there is a readable summary: the run has finished."""
         try:
             return isinstance(json.loads(self.summary_file.read_bytes()), dict)
         except (OSError, ValueError):
@@ -183,7 +182,6 @@ class RunDirectory:
         return "stopped"
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -198,11 +196,9 @@ class RunDirectory:
             )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
         _append(self.metrics_file, row)
 
     def log_interval(self, row: Mapping[str, Any]) -> None:
-        """Append a line to intervals.jsonl."""
         _append(self.intervals_file, row)
 
     def intervals(self) -> list[dict[str, Any]]:
@@ -242,7 +238,6 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _listed(numbers: Sequence[int], limit: int = 5) -> str:
-    """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
     more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
     return ", ".join(map(str, numbers[:limit])) + more
 
