@@ -60,12 +60,6 @@ def test_runs_that_differ_in_the_seed_only_are_one_group() -> None:
     assert [group.label for group in groups] == [f"training.packing={packing}", "training.packing=step"]
 
 
-def test_a_label_has_the_options_that_differ() -> None:
-    runs = [a_run(f"algorithm.policy_loss_options.eps_high={high}") for high in (0.2, 0.28)]
-    labels = [group.label for group in group_runs([a_run(), *runs])]
-    assert labels == [f"algorithm.policy_loss_options.eps_high={high}" for high in ("null", "0.2", "0.28")]
-
-
 def test_a_label_of_many_keys_has_those_that_tell_the_groups_apart() -> None:
     """The recipes of two groups are the same, so that their name alone would not do."""
     other = ["recipe=other", "training.epochs_per_batch=2", "orchestration.checkpoint_every=7", "evaluation.every=9"]

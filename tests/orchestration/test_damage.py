@@ -145,7 +145,7 @@ def kept(folder: Path, group: Group, version: int) -> list[str]:
     """Ids of what is reused by a checkpoint of this version, up to two versions old."""
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.record([group], "train", 0, write_shard(folder, "shard", [group]))
-    found = restorable_groups(ledger, folder, LoopState(version=version), 2).groups
+    found = restorable_groups(ledger, folder, LoopState(version=version), 2)[0]
     ledger.close()
     return [t.trajectory_id for kept in found.values() for t in kept.trajectories]
 
@@ -169,7 +169,7 @@ def test_what_an_environment_measured_is_kept(tmp_path: Path) -> None:
     group = make_group(0, replace(attempt(0, 5), metrics=measures))
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.record([group], "train", 0, write_shard(tmp_path, "shard", [group]))
-    [found] = restorable_groups(ledger, tmp_path, LoopState(version=5), 2).groups[0].trajectories
+    [found] = restorable_groups(ledger, tmp_path, LoopState(version=5), 2)[0][0].trajectories
     [stored] = ledger.query("SELECT json_extract(metrics, '$.pages.value') AS pages FROM trajectories")
     ledger.close()
     assert stored == {"pages": 3.5}
@@ -181,6 +181,6 @@ def test_of_a_group_that_was_sampled_twice_the_newest_is_kept(tmp_path: Path) ->
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for name, group in (("first", make_group(0, attempt(0, 5))), ("second", again)):
         ledger.record([group], "train", 0, write_shard(tmp_path, name, [group]))
-    found = restorable_groups(ledger, tmp_path, LoopState(version=5), 2).groups
+    found = restorable_groups(ledger, tmp_path, LoopState(version=5), 2)[0]
     ledger.close()
     assert [(index, group.group_id, len(group.trajectories)) for index, group in found.items()] == [(0, "g000000r1", 1)]

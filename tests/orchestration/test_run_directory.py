@@ -110,11 +110,13 @@ def test_metrics_after_the_checkpoint_are_forgotten_and_so_is_an_unfinished_line
     rows.insert(2, {"kind": "evaluation", **evaluation(2)})
     for row in rows:
         run.log(row)
-    with run.metrics_file.open("a") as file:
-        file.write('{"kind": "update", "upd')
-    assert run.metrics() == rows
+        run.log_interval(row)
+    for file in (run.metrics_file, run.intervals_file):
+        with file.open("a") as log:
+            log.write('{"kind": "update", "upd')
+    assert run.metrics() == run.intervals() == rows
     assert run.roll_back_metrics(3, [evaluation(2)]) is None
-    assert run.metrics() == rows[:4]
+    assert run.metrics() == run.intervals() == rows[:4]
     run.log(rows[4])
     assert run.metrics() == rows[:5]
 
@@ -127,23 +129,6 @@ def test_evaluations_are_rolled_back_to_those_of_the_state(tmp_path: Path) -> No
     assert run.roll_back_metrics(1, [evaluation(0), evaluation(0, 0.0)]) is None
     expected = [{"kind": "evaluation", **evaluation(0)}, {"kind": "evaluation", **evaluation(0, 0.0)}, logged(1)]
     assert run.metrics() == expected
-
-
-def test_intervals_are_rolled_back_with_the_updates(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-
-    def interval(phase: str, update: int) -> dict[str, Any]:
-        return {"phase": phase, "update": update, "started": 1e9, "seconds": 0.5}
-
-    assert run.intervals() == []
-    rows = [interval("rollout", 1), interval("update", 1), interval("checkpoint", 1), interval("rollout", 2)]
-    for row in rows:
-        run.log_interval(row)
-    with run.intervals_file.open("a") as file:
-        file.write('{"phase": "rollout", "upd')
-    assert run.intervals() == rows
-    run.roll_back_metrics(1, [])
-    assert run.intervals() == rows[:3]
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b"\xff\xfe", b'{"kind": "update"}'])
@@ -169,12 +154,6 @@ def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: py
     run.require_space(9_000_000, keep=2)
     with pytest.raises(RunError, match=r"29 MB free at .* 3 checkpoints need 30 MB"):
         run.require_space(10_000_000, keep=2)
-
-
-def test_a_full_disk_is_told_when_logging(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "gone")
-    with pytest.raises(RunError, match=r"could not write .*metrics.jsonl.*then --resume"):
-        run.log({"update": 1})
 
 
 def commit(run: RunDirectory) -> None:

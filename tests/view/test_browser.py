@@ -92,32 +92,6 @@ def test_a_trajectory_shows_the_shards_tokens(viewer: Viewer, recorded: Path) ->
     assert page.locator(".tree rect.break").count() > 0
 
 
-def test_a_step_says_its_fate_and_leads_to_the_setting(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".fate.dropped")
-    assert "too old" in viewer.text("#step-0 .fate") and "Trained in update 1" in viewer.text("#step-1 .fate")
-    page.click("#step-0 .fate a >> nth=0")
-    page.wait_for_selector("tr.selected")
-    assert "orchestration.max_staleness" in viewer.text("tr.selected")
-
-
-def test_the_learners_side_is_shown_where_it_is_recorded(viewer: Viewer, recorded: Path) -> None:
-    page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
-    assert page.locator(".missing").all_inner_texts() == ["by the learner in update 2"]
-    page.locator("#step-1").scroll_into_view_if_needed()
-    page.hover("#step-1 .t.s >> nth=1")
-    shown = dict(zip(*(page.locator(f".tip dl {part}").all_inner_texts() for part in ("dt", "dd")), strict=True))
-    [row] = [
-        r
-        for r in pq.read_table(recorded / "traces").to_pylist()
-        if (r["trajectory_id"], r["update"]) == ("g000001.0", 2)
-    ]
-    assert shown["log-prob, learner"].startswith(f"{row['logprobs'][1]:.1f}")
-    assert [shown[name] for name in ("ratio", "clipped", "advantage", "entropy")] == ["1.1", "yes", "0.5", "1.5"]
-    page.click(".chip:has-text('ratio')")
-    colour = page.evaluate("getComputedStyle(document.querySelectorAll('#step-1 .t.s')[1]).backgroundColor")
-    assert colour != "rgba(0, 0, 0, 0)"
-
-
 def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/trajectory/g000001.0", ".t.s")
     assert "<|im_end|>" in viewer.text("#step-0")
@@ -131,26 +105,9 @@ def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
 
 
 @slow
-def test_a_task_is_followed_side_by_side(viewer: Viewer) -> None:
-    page = viewer.open("#/run/recorded/trajectory/e000001-0001.0", ".step")
-    page.click("aside .facts a")
-    page.wait_for_selector(".sibling .s")
-    assert page.locator(".sibling .when").all_inner_texts() == ["update 0", "update 1"]
-    assert page.locator(".tree rect.sampled").count() >= 1
-
-
-@slow
 def test_a_phase_of_the_timeline_leads_to_its_groups(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/timeline", ".run-time rect")
     viewer.until(f"document.querySelectorAll('.run-time rect').length === {2 * UPDATES + 2}")
-    box = page.locator(".run-time svg").bounding_box()
-    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 20)
-    page.mouse.up()
-    page.wait_for_selector("button:has-text('all of it')")
-    page.dblclick(".run-time svg", position={"x": 3, "y": 3})
-    page.wait_for_selector("button:has-text('all of it')", state="detached")
     page.hover(".phase-update >> nth=0")
     assert "update" in viewer.text(".tree-note") and "2 s" in viewer.text(".tree-note")
     page.click(".phase-update >> nth=0")
@@ -228,12 +185,6 @@ def test_filters_colours_and_places_stay(viewer: Viewer) -> None:
     page.wait_for_selector(".sibling")
     page.keyboard.press("u")
     viewer.until("document.querySelectorAll('.lines .line .id').length === 3")
-    page = viewer.open("#/", ".run")
-    page.fill("input[type=search]", "twin")
-    page.click(".run .name")
-    page.wait_for_selector(".chart")
-    page.go_back()
-    viewer.until("document.querySelectorAll('.run').length === 1")
 
 
 @slow

@@ -142,30 +142,23 @@ def _text(text: str) -> str:
 
 
 def _export_trajectory(run: Run, trajectory_id: Key) -> Response:
-    path, answer = _trajectory_answer(run, trajectory_id)
-    return _download(run, "trajectory", trajectory_id, {path: answer})
+    view = view_trajectory(run, trajectory_id)
+    return _download(run, "trajectory", trajectory_id, {f"trajectories/{trajectory_id}": view})
 
 
 def _export_group(run: Run, group_id: Key) -> Response:
     view = view_group(run, group_id)
-    answers = {f"runs/{_in_path(run.key)}/groups/{_in_path(group_id)}": _json(view).decode()}
-    answers |= dict(_trajectory_answer(run, attempt.trajectory_id) for attempt in view.group.attempts)
-    return _download(run, "group", group_id, answers)
+    names = [attempt.trajectory_id for attempt in view.group.attempts]
+    attempts = {f"trajectories/{name}": view_trajectory(run, name) for name in names}
+    return _download(run, "group", group_id, {f"groups/{group_id}": view, **attempts})
 
 
-def _trajectory_answer(run: RecordedRun, trajectory_id: str) -> tuple[str, str]:
-    path = f"runs/{_in_path(run.key)}/trajectories/{_in_path(trajectory_id)}"
-    return path, _json(view_trajectory(run, trajectory_id)).decode()
+def _download(run: RecordedRun, kind: str, name: str, views: Mapping[str, Any]) -> Response:
+    def encoded(*parts: str) -> str:  # as JavaScript's `encodeURIComponent` does
+        return "/".join(quote(part, safe="!'()*") for part in parts)
 
-
-def _in_path(name: str) -> str:
-    """Return a name as JavaScript's `encodeURIComponent` writes it."""
-    return quote(name, safe="!'()*")
-
-
-def _download(run: RecordedRun, kind: str, name: str, answers: dict[str, str]) -> Response:
-    route = f"run/{_in_path(run.key)}/{kind}/{_in_path(name)}"
-    page = export_page(f"{name} · {run.path.name}", route, answers)
+    answers = {encoded("runs", run.key, *path.split("/", 1)): _json(view).decode() for path, view in views.items()}
+    page = export_page(f"{name} · {run.path.name}", encoded("run", run.key, kind, name), answers)
     file = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in f"{run.key}-{name}")
     headers = {"content-disposition": f'attachment; filename="{file}.html"'}
     return Response(page.encode("utf-8", "replace"), media_type="text/html", headers=headers)

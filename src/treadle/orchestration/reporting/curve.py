@@ -9,7 +9,7 @@ import io
 import math
 import textwrap
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -105,15 +105,11 @@ def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
 
 def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
     """Return the runs in groups that differ in the seed only, in the order of their first runs."""
-    groups: list[list[RunMetrics]] = []
+    groups = defaultdict[str, list[RunMetrics]](list)
     for run in runs:
-        same = next((group for group in groups if not _compared(group[0].config, run.config)), None)
-        if same is None:
-            groups.append([run])
-        else:
-            same.append(run)
-    labels = _labels([group[0].config for group in groups])
-    return [RunGroup(label, tuple(group)) for label, group in zip(labels, groups, strict=True)]
+        groups[run.config.model_copy(update={"seed": 0, "about": ""}).model_dump_json()].append(run)
+    labels = _labels([group[0].config for group in groups.values()])
+    return [RunGroup(label, tuple(group)) for label, group in zip(labels, groups.values(), strict=True)]
 
 
 def panels(groups: Sequence[RunGroup]) -> list[Panel]:
@@ -135,14 +131,11 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
     return [panel for panel in candidates if panel.curves or panel.greedy]
 
 
-def _compared(one: RunConfig, other: RunConfig) -> list[str]:
-    return [change.path for change in changes(one, other) if change.path not in ("seed", "about")]
-
-
 def _labels(configs: Sequence[RunConfig]) -> list[str]:
     """Return what tells the configurations apart: `training.packing=tree, orchestration.updates=60, 4 more keys`."""
     values = [{path: as_override(value) for path, value in leaves(config).items()} for config in configs]
-    paths = list(dict.fromkeys(chain.from_iterable(_compared(configs[0], other) for other in configs[1:])))
+    changed = chain.from_iterable(changes(configs[0], other) for other in configs[1:])
+    paths = [path for path in dict.fromkeys(change.path for change in changed) if path not in ("seed", "about")]
 
     def told_apart(by: Sequence[str]) -> int:
         return len({tuple(run.get(path) for path in by) for run in values})
@@ -164,12 +157,11 @@ def _short(value: str) -> str:
 
 
 def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
-    curves = []
-    for index, group in enumerate(groups):
-        rows = [[row for row in run.rows if row["kind"] == "update"] for run in group.runs]
-        points = [{row["update"]: row[metric] for row in run if row.get(metric) is not None} for run in rows]
-        curves.append(_curve(index, group.label, points, smooth=True))
-    return tuple(curve for curve in curves if curve is not None)
+    def points(run: RunMetrics) -> _Points:
+        rows = [row for row in run.rows if row["kind"] == "update"]
+        return {row["update"]: row[metric] for row in rows if row.get(metric) is not None}
+
+    return _curves([(n, group.label, [points(run) for run in group.runs]) for n, group in enumerate(groups)], True)
 
 
 def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel:
@@ -177,16 +169,18 @@ def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel
 
     Greedy evaluations before and after training are curves of their own, where the others are sampled.
     """
-    sampled, greedy = [], []
-    for index, group in enumerate(groups):
-        for kind in kinds:
-            label = kind if len(kinds) > 1 else group.label
-            sampled.append(_curve(index, label, [_evaluated(run, kind, greedy=False) for run in group.runs]))
-        if ALL in kinds:
-            greedy.append(_curve(index, group.label, [_evaluated(run, ALL, greedy=True) for run in group.runs]))
+
+    def curves(kinds: Sequence[str], greedy: bool) -> tuple[Curve, ...]:
+        return _curves(
+            [
+                (n, kind if len(kinds) > 1 else group.label, [_evaluated(run, kind, greedy) for run in group.runs])
+                for n, group in enumerate(groups)
+                for kind in kinds
+            ]
+        )
+
     title = "held-out success" + (f", {of}" if of else "")
-    made, made_greedily = (tuple(c for c in curves if c is not None) for curves in (sampled, greedy))
-    return Panel(title, made, made_greedily, is_share=True)
+    return Panel(title, curves(kinds, False), curves([kind for kind in kinds if kind == ALL], True), is_share=True)
 
 
 def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
@@ -219,14 +213,16 @@ def _kinds(groups: Sequence[RunGroup]) -> list[str]:
     return [kind for kind in sorted(tasks) if kind in largest]
 
 
-def _curve(group: int, label: str, runs: Sequence[_Points], smooth: bool = False) -> Curve | None:
-    updates = sorted(set.intersection(*map(set, runs)))
-    if not updates:
-        return None
-    measured = np.array([[run[update] for update in updates] for run in runs], dtype=np.float64)
-    is_long = smooth and len(updates) >= _SMOOTHED_FROM
-    values = np.array([smoothed(run.tolist()) for run in measured]) if is_long else measured
-    return Curve(group, label, tuple(updates), measured, values)
+def _curves(figures: Iterable[tuple[int, str, Sequence[_Points]]], smooth: bool = False) -> tuple[Curve, ...]:
+    """Return the curve of each (group, label, points of its runs), unless its runs have no update in common."""
+    curves = []
+    for group, label, runs in figures:
+        if updates := sorted(set.intersection(*map(set, runs))):
+            measured = np.array([[run[update] for update in updates] for run in runs], dtype=np.float64)
+            is_long = smooth and len(updates) >= _SMOOTHED_FROM
+            values = np.array([smoothed(run.tolist()) for run in measured]) if is_long else measured
+            curves.append(Curve(group, label, tuple(updates), measured, values))
+    return tuple(curves)
 
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -331,10 +327,9 @@ def _legend(groups: Sequence[RunGroup], shown: Sequence[Panel], width: int) -> l
 
     entries: list[tuple[str, Artist]] = []
     sizes = [len(group.runs) for group in groups]
-    if len(groups) > 1:
-        for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            label = _text(f"{group.label} ({size} run{'s' if size > 1 else ''})", width)
-            entries.append((label, Line2D([], [], **_style(index))))
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=True) if len(groups) > 1 else ()):
+        label = _text(f"{group.label} ({size} run{'s' if size > 1 else ''})", width)
+        entries.append((label, Line2D([], [], **_style(index))))
     if max(sizes) > 1:
         of = f"{sizes[0]} runs" if len(groups) == 1 else "runs"
         label = f"line: mean over {of} that differ in the seed only; band: from the lowest of them to the highest"

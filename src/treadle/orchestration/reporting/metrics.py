@@ -12,48 +12,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from treadle.core.metrics import Figure, Measures, Metric, declared, measured, shares
+from treadle.core.metrics import Figure, Measures, Metric, View, declared, measured, shares
 from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
 from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
 
+
+def _mean(name: str, unit: str, text: str, view: View = "played") -> Metric:
+    return Metric(name, "trajectory", "mean", unit, text, view=view)
+
+
 # over graded trajectories
 
-REWARD_MEAN = Metric("reward_mean", "trajectory", "mean", "", "reward")
-REWARD_POSITIVE = Metric("reward_positive", "trajectory", "mean", "share", "reward above 0")
-REWARD_COMPONENT = Metric(
-    "reward_*_mean", "trajectory", "mean", "", "one component of the reward, before weights, if there are named ones"
-)
-SHAPED_REWARD = Metric(
-    "shaped_reward_mean", "trajectory", "mean", "", "reward in the baseline, where shaping did anything", view="trained"
-)
-SUCCESS = Metric(
-    "success", "trajectory", "mean", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`"
-)
-STEPS_MEAN = Metric("steps_mean", "trajectory", "mean", "steps", "LLM calls")
+REWARD_MEAN = _mean("reward_mean", "", "reward")
+REWARD_POSITIVE = _mean("reward_positive", "share", "reward above 0")
+REWARD_COMPONENT = _mean("reward_*_mean", "", "one component of the reward, before weights, if there are named ones")
+SHAPED_REWARD = _mean("shaped_reward_mean", "", "reward in the baseline, where shaping did anything", view="trained")
+SUCCESS = _mean("success", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`")
+STEPS_MEAN = _mean("steps_mean", "steps", "LLM calls")
 STEPS_MAX = Metric("steps_max", "trajectory", "max", "steps", "most LLM calls")
-COMPLETION_TOKENS_MEAN = Metric("completion_tokens_mean", "trajectory", "mean", "tokens", "sampled, over all its steps")
+COMPLETION_TOKENS_MEAN = _mean("completion_tokens_mean", "tokens", "sampled, over all its steps")
 COMPLETION_TOKENS_MAX = Metric("completion_tokens_max", "trajectory", "max", "tokens", "most sampled")
-PROMPT_TOKENS_MEAN = Metric(
-    "prompt_tokens_mean", "trajectory", "mean", "tokens", "prompts as sent: what three steps share counts three times"
-)
-TRAJECTORY_SECONDS = Metric(
-    "trajectory_seconds_mean", "trajectory", "mean", "seconds", "from its first to its last moment"
-)
-ENGINE_SHARE = Metric(
-    "engine_share", "trajectory", "mean", "share", "of those seconds in engine calls; concurrent calls add up"
-)
-LAST_STOP = Metric("last_stop_*", "trajectory", "mean", "share", "why the last completion ended, if there is any step")
-STALENESS_MEAN = Metric(
-    "staleness_mean", "trajectory", "mean", "versions", "learner's version less the oldest that sampled a token"
-)
+PROMPT_TOKENS_MEAN = _mean("prompt_tokens_mean", "tokens", "prompts as sent: what three steps share counts three times")
+TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
+ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
+LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
+STALENESS_MEAN = _mean("staleness_mean", "versions", "learner's version less the oldest that sampled a token")
 STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference: the worst straggler")
 TOKEN_STALENESS = Metric(
     "token_staleness_mean", "token", "mean", "versions", "learner's version less the one that sampled the token"
 )
 _TRAINED = "`staleness_mean` without dropped steps; at most `orchestration.max_staleness`"
-TRAINED_STALENESS_MEAN = Metric("trained_staleness_mean", "trajectory", "mean", "versions", _TRAINED, view="trained")
+TRAINED_STALENESS_MEAN = _mean("trained_staleness_mean", "versions", _TRAINED, view="trained")
 TRAINED_STALENESS_MAX = Metric(
     "trained_staleness_max", "trajectory", "max", "versions", "largest such difference", view="trained"
 )
@@ -68,13 +59,9 @@ REFUSED = Metric(
 )
 WARNINGS = Metric("warnings", "trajectory", "sum", "trajectories", "with a warning")
 BLOCKED = Metric(
-    "blocked_seconds",
-    "trajectory",
-    "sum",
-    "seconds",
-    "environments and agents held up the event loop, a second or more",
+    "blocked_seconds", "trajectory", "sum", "seconds", "user code held up the event loop, a second or more"
 )
-ENDED = Metric("ended_*", "trajectory", "mean", "share", "how it ended, failed ones too")
+ENDED = _mean("ended_*", "share", "how it ended, failed ones too")
 DROPPED = Metric(
     "dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur", view="dropped"
 )

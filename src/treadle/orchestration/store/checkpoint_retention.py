@@ -75,12 +75,9 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
         name = checkpoint_name(best)
         if name not in on_disk:
             why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
-            among = [checkpoint_update(Path(each)) for each in on_disk]
-            second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
-            advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
             raise RunError(
                 f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
-                f"it has {', '.join(on_disk) or 'none'}{advice}"
+                f"it has {', '.join(on_disk) or 'none'}"
             )
     elif which != "latest":
         name = which

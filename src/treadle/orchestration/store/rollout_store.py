@@ -201,14 +201,11 @@ def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> 
 def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = None) -> list[StepTrace]:
     """Traces of one trajectory, or of all, in the order of writing. Raises DamageError."""
     filters = None if trajectory_id is None else [("trajectory_id", "=", trajectory_id)]
-    return [_trace(row) for row in pq.read_table(open_shard(directory, file), filters=filters).to_pylist()]
-
-
-def _trace(row: dict[str, Any]) -> StepTrace:
-    arrays: dict[str, Any] = {
-        name: None if row[name] is None else np.array(row[name], dtype) for name, dtype in _OF_TOKENS.items()
-    }
-    return StepTrace(**{**row, **arrays})
+    traces = []
+    for row in pq.read_table(open_shard(directory, file), filters=filters).to_pylist():
+        arrays = {name: np.array(row[name], dtype) for name, dtype in _OF_TOKENS.items() if row[name] is not None}
+        traces.append(StepTrace(**{**row, **arrays}))
+    return traces
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
@@ -240,11 +237,6 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
     else:
         source = tokenizer_directory(directory.config().model)
         content = (source / "tokenizer.json").read_bytes()
-    return parse_tokenizer(content, source)
-
-
-def parse_tokenizer(content: bytes, source: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. source: its directory, for errors. Raises DataError."""
     try:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
