@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.measure import Row, Table, make_parser, show
-from treadle.core.engine import Completion, Engine, VersionSpan
-from treadle.core.status import ComponentStatus
+from treadle.core.engine import Completion, ComponentStatus, Engine, VersionSpan
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 from treadle.engines.kv_budget import BudgetedEngine
 from treadle.testing import VirtualLoop

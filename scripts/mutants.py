@@ -76,7 +76,7 @@ MUTANTS = [  # file, text, what takes its place, the tests: a file, or one test 
      "rollout/test_driver_outcomes.py"),
     ("rollout/gateway/app.py", "attached.bytes_in_flight -= size", "pass", "rollout/gateway/test_limits.py"),
     ("rollout/gateway/app.py", "if size > gateway.max_body:", "if False:", "rollout/gateway/test_fuzz.py"),
-    ("core/manifest.py", "if digest != self.sha256[name]:", "if False:", "core/test_manifest.py"),
+    ("core/files.py", "if digest != self.sha256[name]:", "if False:", "core/test_files.py"),
     ("orchestration/get_model.py", "if sha256 != model.sha256:", "if False:", "orchestration/test_get_model.py"),
     ("orchestration/get_model.py", '"--no-deps", ', "", "orchestration/test_get_model.py"),
     ("orchestration/get_model.py", "manifest.prove(manifest.sha256)", "pass", "orchestration/test_get_model.py"),

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
-from treadle.cli.plot import read_run
+from treadle.cli.report import read_run
 from treadle.orchestration.reporting.curve import group_runs, panels
 from treadle.orchestration.store.run_directory import RunDirectory
 

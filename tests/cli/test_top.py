@@ -121,6 +121,6 @@ def test_ctrl_c_ends_it_quietly(finished: Trained, monkeypatch: pytest.MonkeyPat
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("treadle.cli.top.time.sleep", interrupt)
+    monkeypatch.setattr("treadle.cli.show.time.sleep", interrupt)
     done = treadle("top", finished.path)
     assert (done.status, done.out, done.err) == (0, "", "")

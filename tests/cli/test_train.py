@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
 from tests.orchestration.runs import change_ledger, put_config
-from treadle.cli.summary import print_result
+from treadle.cli.train import print_result
 from treadle.orchestration.store.run_directory import RunDirectory
 
 # --- a run that goes well ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import treadle
 from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
 from tests.forks import run
-from treadle.core.manifest import MANIFEST
+from treadle.core.files import MANIFEST
 from treadle.engines.torch.exported import load_engine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.config import ModelConfig

@@ -1,14 +1,23 @@
 """Names are entry points or `module:attribute`; whatever cannot be found says what could be."""
 
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError
+from treadle.core.registry import extra_of, how_to_install
 
 ENTRIES = [
     EntryPoint("lookup", "pathlib:Path", "treadle.environments"),
@@ -116,3 +125,196 @@ def test_what_treadle_registers_exists(group: str) -> None:
     assert {"lookup", "arithmetic"} <= set(shipped)
     for name in shipped:
         assert callable(registry.resolve(group, name))
+
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "locks" / "treadle.txt"
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("torch", "train"),
+        ("tokenizers", "train"),
+        ("pyarrow.parquet", "train"),
+        ("huggingface_hub.errors", "train"),
+        ("fastapi", "gateway"),
+        ("starlette", "gateway"),
+        ("uvicorn", "gateway"),
+        ("openai", "agents"),
+        ("httpx", "vllm"),
+        ("tensorboard", "tensorboard"),
+        ("wandb", "wandb"),
+        ("gguf", "gguf"),
+        ("bm25s", "search"),
+        ("faiss", "dense"),
+        ("accelerate", "train"),
+        ("datasets", "datasets"),
+        ("pydantic", None),  # always there
+        ("pytest", None),  # a contributor's
+        ("no_such_package", None),
+    ],
+)
+def test_the_smallest_extra_is_named(module: str, extra: str | None) -> None:
+    assert extra_of(module) == extra
+    package = module.partition(".")[0]
+    assert how_to_install(module) == (
+        f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {package!r}"
+    )
+
+
+def test_a_source_tree_that_is_not_installed_has_no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert how_to_install("torch") == "install the package that has 'torch'"
+
+
+def test_every_extra_that_is_mentioned_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
+    mentioned = {
+        extra.strip()
+        for page in pages
+        for names in re.findall(r"(?:treadle|\.whl)\[([\w, ]+)\]", page.read_text())
+        for extra in names.split(",")
+    }
+    assert {"train", "agents", "gateway", "vllm"} <= mentioned <= extras.keys()
+
+
+# Where a module lies -> the extras that its users have installed; the longest path counts. Others need Treadle alone.
+EXTRAS = {
+    "algorithms": "train",
+    "cli/retrieve.py": "search",
+    "cli/serve.py": "view",
+    "cli/show.py": "train",
+    "data": "train",
+    "data/hub.py": "datasets",
+    "engines": "train",
+    "engines/vllm": "vllm",
+    "envs/sql": "sql",
+    "integrations/harbor": "train",
+    "integrations/reasoning_gym": "reasoning-gym",
+    "integrations/skyrl_gym": "skyrl-gym",
+    "models": "train",
+    "models/gguf.py": "gguf",
+    "orchestration": "train",
+    "placement": "ray",
+    "recipes": "agents",
+    "retrieval": "search",
+    "retrieval/flat.py": "dense",
+    "rollout/agents": "agents",
+    "rollout/gateway": "gateway",
+    "training": "train",
+    "view": "view",
+}
+# In Pythons of their own, with the library's packages; an example for users of that client; a script of ours
+ELSEWHERE = (
+    "engines/vllm/worker",
+    "integrations/harbor/child",
+    "integrations/openenv/child",
+    "integrations/verifiers/child",
+    "recipes/agents/with_anthropic.py",
+    "recipes/build_tokenizer.py",
+)
+DISTRIBUTIONS = {"yaml": "pyyaml", "faiss": "faiss-cpu"}
+# What is part of another package's interface -> that package
+PART_OF = {"starlette": "fastapi", "pydantic-core": "pydantic", "h11": "uvicorn", "omegaconf": "skyrl-gym"}
+USED_IF_INSTALLED = {("rollout/agents", "anthropic")}  # by users of that client
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module imports when it runs."""
+    branches = (node for node in ast.walk(tree) if isinstance(node, ast.If))
+    for_types = {node for branch in branches if "TYPE_CHECKING" in ast.dump(branch.test) for node in branch.body}
+    for node in set(ast.walk(tree)) - for_types:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def declared(project: dict[str, Any], extras: str | None) -> set[str]:
+    """The packages that Treadle and some extras ask for themselves."""
+    names = set()
+    parts = [project["optional-dependencies"][extra.strip()] for extra in extras.split(",")] if extras else []
+    for requirement in chain(project["dependencies"], *parts):
+        if of_treadle := re.fullmatch(r"treadle\[(.*)\]", requirement):
+            names |= declared(project, of_treadle[1])
+        else:
+            names.add(re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-"))
+    return names
+
+
+def modules() -> Iterator[tuple[str, str | None, set[str]]]:
+    """Each module's path and room, and what it imports of other packages."""
+    for file in (ROOT / "src" / "treadle").rglob("*.py"):
+        path = file.relative_to(ROOT / "src" / "treadle").as_posix()
+        if path.startswith(ELSEWHERE):
+            continue
+        room = max((room for room in EXTRAS if f"{path}/".startswith(f"{room}/")), key=len, default=None)
+        names = {module.partition(".")[0] for module in imported(ast.parse(file.read_text()))}
+        yield (
+            path,
+            room,
+            {name for name in names - sys.stdlib_module_names - {"treadle"} if (room, name) not in USED_IF_INSTALLED},
+        )
+
+
+def test_nothing_is_imported_that_the_extra_of_its_room_does_not_declare() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    undeclared = []
+    for path, room, imports in modules():
+        allowed = declared(project, EXTRAS[room] if room else None)
+        for name in imports:
+            package = DISTRIBUTIONS.get(name, name).replace("_", "-")
+            if PART_OF.get(package, package) not in allowed:
+                undeclared.append(
+                    f"{path} imports {name}, which {EXTRAS[room] if room else 'Treadle'} does not declare"
+                )
+    assert not undeclared, "\n".join(sorted(undeclared))
+
+
+TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
+FOR_TRACKERS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+IMPORT = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+
+
+@pytest.fixture(scope="module")
+def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PyTorch as it is installed here, without what it needs."""
+    folder = tmp_path_factory.mktemp("torch")
+    installed = importlib.metadata.distribution("torch")
+    for name in {file.parts[0] for file in installed.files or [] if ".." not in file.parts}:
+        (folder / name).symlink_to(Path(str(installed.locate_file(name))))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("extras")
+@pytest.mark.parametrize("extra", sorted({*EXTRAS.values(), *FOR_TRACKERS}))
+def test_an_extra_alone_brings_what_its_rooms_import(extra: str, torch_alone: Path, tmp_path: Path) -> None:
+    """In an empty environment: each module of its rooms, and whatever these import later.
+
+    All environments have one place, so that what is compiled for one is there for the next.
+    """
+    place = torch_alone.parent / "venv"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {FOR_TRACKERS[extra]} if extra in FOR_TRACKERS else set[str]()
+    for path, room, imports in modules():
+        if room and EXTRAS[room] == extra:
+            names |= {"treadle." + path.removesuffix(".py").removesuffix("/__init__").replace("/", "."), *imports}
+    uv, wanted = str(Path(sys.executable).with_name("uv")), [f"{ROOT}[{extra}]"]
+    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(place)], check=True)
+    if "torch" in declared(project, extra):
+        [packages] = place.glob("lib/*/site-packages")
+        (packages / "torch.pth").write_text(str(torch_alone))
+        wanted += TORCH_NEEDS
+    (tmp_path / "no_torch.txt").write_text("torch; sys_platform == 'never'")
+    python = place / "bin" / "python"
+    install = [uv, "pip", "install", "--quiet", "--python", str(python), "--constraint", str(LOCK)]
+    subprocess.run([*install, "--override", str(tmp_path / "no_torch.txt"), *wanted], check=True, capture_output=True)
+    compiled = {**os.environ, "PYTHONPYCACHEPREFIX": str(torch_alone.parent / "compiled")}
+    done = subprocess.run([python, "-c", IMPORT, *sorted(names)], capture_output=True, text=True, env=compiled)
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.core.errors import Cause, DataError
-from treadle.core.types import Failure, SamplingParams, Status, Step, StopReason, Task, Trajectory, as_messages
+from treadle.core.types import (
+    Failure,
+    SamplingParams,
+    Status,
+    Step,
+    StopReason,
+    Task,
+    Trajectory,
+    as_messages,
+    common_prefix,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 ARRAYS = ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "mask")
@@ -224,3 +234,12 @@ def test_routing_is_kept_as_int16_read_only_and_through_pickling() -> None:
 def test_routing_that_no_model_could_have_chosen_is_refused(routing: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_step(routing=np.array(routing))
+
+
+ids = st.lists(st.integers(0, 1), max_size=8)
+
+
+@given(ids, ids)
+def test_it_counts_leading_ids_that_agree(a: list[int], b: list[int]) -> None:
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected

@@ -27,7 +27,7 @@ import pandas  # noqa: F401  # a run imports it late: each fork would anew
 from tests.forks import ForkedProcess, start_server
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, tiny
-from treadle.core import child_process
+from treadle.core import processes
 from treadle.engines.staging import WeightsFile
 from treadle.engines.torch.model import CachedModel
 from treadle.orchestration.store.ledger import Ledger
@@ -140,6 +140,6 @@ def main(folder: Path, kills: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    child_process.Popen = ForkedProcess  # type: ignore[attr-defined]
+    processes.Popen = ForkedProcess  # type: ignore[attr-defined]
     start_server()
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -128,7 +128,7 @@ class Filling(Quiet):
 
         super().update(row)
         if row["update"] == self.last:
-            self.monkeypatch.setattr("treadle.core.manifest.write_durably", full)
+            self.monkeypatch.setattr("treadle.core.files.write_durably", full)
 
 
 def test_a_run_in_which_everything_fails_trains_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

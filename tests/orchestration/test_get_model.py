@@ -21,7 +21,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from tests.gguf_files import LAYERS, write_gguf  # noqa: E402
 from treadle.core.errors import ConfigError, DamageError, DownloadError  # noqa: E402
-from treadle.core.manifest import MANIFEST, Manifest  # noqa: E402
+from treadle.core.files import MANIFEST, Manifest  # noqa: E402
 from treadle.models.config import ModelConfig  # noqa: E402
 from treadle.models.loading import load_tokenizer, make_model  # noqa: E402
 from treadle.models.model_cache import PACKAGED, ModelSource, PackagedModel, list_converted  # noqa: E402

@@ -18,7 +18,7 @@ import pytest
 from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
 from tests.worlds import ROOT, Quiet, make_group, make_step, tiny
 from treadle.core.errors import RunError
-from treadle.core.manifest import new_directory
+from treadle.core.files import new_directory
 from treadle.core.types import Group, Status, Trajectory
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LoopState

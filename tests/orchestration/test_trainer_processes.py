@@ -12,9 +12,9 @@ import pytest
 
 from tests.orchestration.runs import check_finished
 from tests.worlds import Quiet, tiny
+from treadle.core.engine import ComponentStatus
 from treadle.core.errors import CheckpointError, TreadleError
-from treadle.core.manifest import Manifest
-from treadle.core.status import ComponentStatus
+from treadle.core.files import Manifest
 from treadle.core.trainer import Conversation, Trainer, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.orchestration.runtime import Runtime

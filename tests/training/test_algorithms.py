@@ -18,7 +18,7 @@ from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import k1
 from treadle.algorithms.losses import PolicyLoss
 from treadle.core.errors import ConfigError, TrainingStopped
-from treadle.core.manifest import Manifest
+from treadle.core.files import Manifest
 from treadle.core.registry import names
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint

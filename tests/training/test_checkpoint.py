@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.models import FAMILIES, VOCABULARY, random_groups, same_bits, tiny, weights_of
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, DamageError, RemovedError
-from treadle.core.manifest import MANIFEST, Manifest
+from treadle.core.files import MANIFEST, Manifest
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.tensor_file import write_tensors
@@ -181,11 +181,11 @@ def test_no_checkpoint_at_all_is_an_error(tmp_path: Path) -> None:
 def test_copying_weights_copies_and_names_their_source() -> None:
     model, other = tiny(), tiny(seed=1)
     weights = {name: tensor.clone() for name, tensor in unique_weights(other).items()}
-    copy_weights(model, InMemory(weights), "cache")
+    copy_weights(unique_weights(model), InMemory(weights), "cache")
     assert same_bits(weights_of(model), weights_of(other))
     del weights["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"cache holds another model: model.norm.weight is absent there"):
-        copy_weights(model, InMemory(weights), "cache")
+        copy_weights(unique_weights(model), InMemory(weights), "cache")
 
 
 # Disks that refuse

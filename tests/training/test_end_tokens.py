@@ -14,7 +14,7 @@ from tests.models import tiny
 from tests.rollout.families import FAMILIES, WRITING_TOOLS, Family, World, small_vocabulary
 from tests.worlds import user
 from treadle.core.errors import ConfigError
-from treadle.core.manifest import Manifest
+from treadle.core.files import Manifest
 from treadle.core.types import BreakCause, Message
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig

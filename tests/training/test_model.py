@@ -11,7 +11,7 @@ import torch
 from tests.models import VOCABULARY, same_bits, tiny, weights_of
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
-from treadle.core.manifest import MANIFEST
+from treadle.core.files import MANIFEST
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.model_files import tokenizer_directory

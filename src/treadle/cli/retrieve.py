@@ -10,10 +10,8 @@ from pathlib import Path
 
 from rich.progress import TaskID
 
-from treadle.cli.console import Console
-from treadle.cli.exit_status import Parser, exit_status
-from treadle.cli.live_progress import make_bars
-from treadle.cli.options import add_address, address_of
+from treadle.cli.console import Console, make_bars
+from treadle.cli.options import Parser, add_address, address_of, exit_status
 from treadle.core.errors import ConfigError
 from treadle.rollout.gateway.address import listen, url_of
 

@@ -1,4 +1,4 @@
-"""`treadle serve`."""
+"""`treadle serve`, `treadle view`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import gc
 import math
 import secrets
 import signal
-from contextlib import AbstractAsyncContextManager
+import sys
+import webbrowser
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,14 @@ from treadle.cli.console import Console
 from treadle.cli.options import Commands, add_address, add_command, add_overrides, address_of
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
-from treadle.models.model_files import require_model, require_template
+from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
-from treadle.rollout.gateway.address import listen
+from treadle.rollout.gateway.address import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from treadle.orchestration.setup.chat_interface import ChatInterface
     from treadle.training.trainer import EmbeddedSource
 
-_EXAMPLES = """examples:
+_SERVE_EXAMPLES = """examples:
   treadle serve runs/demo/checkpoints/step-000045
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm engine.kind=vllm engine.options.servers=2
@@ -46,17 +48,26 @@ Then, with the base URL and the key that it prints:
 It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
 every call in memory: it is meant for trying models and agents out, not for serving the public. Press Ctrl-C to stop.
 """
+_VIEW_EXAMPLES = """examples:
+  treadle view                                 all runs in ./runs
+  treadle view runs/demo --open                one run, opened in the browser
+  treadle view runs/demo-seed* /data/runs      several runs, and all in a folder
+
+It prints a link with a secret. Anyone with the link can read these runs, so by default it listens on this machine only.
+For a run on another machine, open a tunnel and use the same link:
+  ssh -L 8321:127.0.0.1:8321 MACHINE treadle view runs
+
+Runs may be in progress. They are only read, and never wait. Press Ctrl-C to stop.
+"""
 
 
-class ServeConfig(Config):
-    """Configuration of the server, with the same keys as in a recipe."""
-
-    engine: EngineConfig = Field(description="what samples")
-
-
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "serve", run, "serve a model to OpenAI's and Anthropic's clients", _EXAMPLES)
-    parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="a model directory, or a name of model.path")
+def add_commands(commands: Commands) -> None:
+    parser = add_command(
+        commands, "serve", run_serve, "serve a model to OpenAI's and Anthropic's clients", _SERVE_EXAMPLES
+    )
+    parser.add_argument(
+        "model", metavar="MODEL_DIR", type=Path, help="directory of a model or adapter, or as model.path"
+    )
     add_address(parser, 8000)
     parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
@@ -66,11 +77,24 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
     add_overrides(parser, "settings of the engine, such as engine.kind=vllm (`treadle recipes show demo` lists them)")
 
+    parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
+    parser.add_argument(
+        "runs", type=Path, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
+    )
+    add_address(parser, 8321)
+    parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")
 
-def run(options: argparse.Namespace) -> int:
+
+class ServeConfig(Config):
+    """Configuration of the server, with the same keys as in a recipe."""
+
+    engine: EngineConfig = Field(description="what samples")
+
+
+def run_serve(options: argparse.Namespace) -> int:
     """Serve until interrupted; then returns 0."""
     engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
-    model = ModelConfig(path=str(options.model), chat_template=options.chat_template)
+    model = ModelConfig(**located(options.model), chat_template=options.chat_template)
     _check(options, engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
@@ -88,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     """Raise ConfigError for what can be checked before torch is loaded."""
-    if not (require_model(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
+    if not (require_model_or_adapter(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
         raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
     if options.record is not None and options.record.exists() and not options.record.is_dir():
@@ -152,3 +176,28 @@ def _write(directory: Path, session: Session) -> Path:
     name = f"serve-{number:06d}"
     trajectory = Trajectory(f"{name}.0", "serve", 0, tuple(session.steps), 0.0, Status.DONE)
     return directory / write_shard(directory, name, [Group(name, number, 0, 0, Task("serve"), (trajectory,))]).name
+
+
+def run_view(options: argparse.Namespace) -> int:
+    """Serve the pages until Ctrl-C; returns 0."""
+    paths = options.runs or [Path("runs")]
+    for path in paths:
+        if not path.is_dir():
+            raise RunError(f"no directory {str(path)!r}; name run directories, or folders that hold some")
+    address, token = address_of(options, "treadle view"), secrets.token_urlsafe(24)
+    import uvicorn
+
+    from treadle.view.app import guarded_app  # FastAPI
+
+    with listen(address, "--{} {}") as listening:
+        link, console = f"{url_of(listening)}/?token={token}", Console()
+        app = guarded_app(paths, token, [options.host, listening.getsockname()[0]])  # the link has the latter
+        config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
+        with suppress(KeyboardInterrupt):
+            console.line(f"{', '.join(map(str, paths))}; press Ctrl-C to stop")
+            console.line(("open  ", "bold"), link)
+            sys.stdout.flush()
+            if options.open:
+                webbrowser.open(link)
+            uvicorn.Server(config).run(sockets=[listening])
+    return 0

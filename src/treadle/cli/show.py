@@ -1,14 +1,18 @@
-"""`treadle show`."""
+"""`treadle show`, `treadle top`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.cli.console import Console, Table, indented, make_table
+from treadle.cli.console import Console, Part, Table, indented, make_table
 from treadle.cli.options import Commands, add_command, add_json, add_run
 from treadle.core.types import PLAYERS
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -16,26 +20,48 @@ from treadle.orchestration.store.run_directory import RunDirectory
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from treadle.core.engine import ProcessId
     from treadle.core.trainer import StepTrace
     from treadle.core.types import Step
+    from treadle.orchestration.reporting.live_status import RunStatus
+    from treadle.orchestration.store.run_directory import RunDirectory
     from treadle.packing.breaks import Relation
 
-_EXAMPLES = """examples:
+_SHOW_EXAMPLES = """examples:
   treadle show runs/demo                   the newest trajectories
   treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
   treadle show runs/demo e000045-0007.0    held-out task 7 after 45 updates
 """
+_TOP_EXAMPLES = """examples:
+  treadle top runs/demo             a live table, until the run ends or Ctrl-C
+  treadle top runs/demo --once      the table once
+
+  running, waiting   calls, attempts or groups in progress, and those queued
+  sessions           attempts that an engine keeps its cache for
+  cache              share of its KV cache that holds tokens
+  version            of the policy that it serves
+  CPU, memory        of its process, if that is on this machine: 100% is one core
+"""
 _NEWEST = 20
+_PERIOD = 1.0  # seconds between two looks
+_SAMPLE = 0.3  # seconds over which the first look measures CPU time
+_COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version", "CPU", "memory")
 
 
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "show", run, "print one recorded trajectory token by token", _EXAMPLES)
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "show", run_show, "print one recorded trajectory token by token", _SHOW_EXAMPLES)
     add_run(parser)
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
     add_json(parser)
 
+    parser = add_command(
+        commands, "top", run_top, "show what a run does now: learner, engines, rollouts", _TOP_EXAMPLES
+    )
+    add_run(parser)
+    parser.add_argument("--once", action="store_true", help="print the table once, as without a terminal")
 
-def run(options: argparse.Namespace) -> int:
+
+def run_show(options: argparse.Namespace) -> int:
     """List trajectories, or print one."""
     console, run_path = Console(), options.run_directory
     ledger = RunDirectory.open(run_path).ledger()
@@ -140,8 +166,6 @@ def _token_text(tokenizer: Tokenizer, ident: int) -> str:
 
 
 def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
-    from treadle.cli.summary import ending
-
     task = row["task"]
     console.line((row["trajectory_id"], "bold"), f"   {row['split']}, {ending(row)}")
     kind = next((kind for kind in PLAYERS if task.get(kind)), "environment")
@@ -158,6 +182,26 @@ def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
         console.text(indented(row["failure_traceback"]), style="red")
     for step in row["steps"]:
         _print_step(console, step)
+
+
+def ending(row: dict[str, Any]) -> str:
+    """Return `reward 1, done`, or `no reward, failed: environment: step raised ...`."""
+    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
+    failure = f": {row['failure_cause']}: {row['failure_message']}" if row["failure_cause"] else ""
+    return f"{reward}, {row['status']}{failure}"
+
+
+def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
+    """Print what the model read (dim) and wrote (bold), and how the trajectory ended."""
+    from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, load_trajectory, step_relations
+
+    row, steps = load_trajectory(run, trajectory_id)
+    decode = decoder(load_run_tokenizer(run))
+    parts: list[Part] = []
+    for step, relation in zip(steps, step_relations(steps, decode), strict=True):
+        parts += [(decode(step.prompt_ids[relation.shared :]), "dim"), (decode(step.completion_ids), "bold cyan")]
+    console.text(*parts)
+    console.line(f"-> {ending(row)}, {len(steps)} step{'s' if len(steps) != 1 else ''}", style="bold")
 
 
 def _print_step(console: Console, step: dict[str, Any]) -> None:
@@ -219,3 +263,79 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
             figures += [logprob, ratio, "-" if token["clipped"] is None else str(int(token["clipped"])), entropy]
         table.add_row(*row, "1" if token["mask"] else "0", *figures)
     return table
+
+
+def run_top(options: argparse.Namespace) -> int:
+    """Show the table until the run ends or Ctrl-C; returns 0. Raises RunError if the directory is not a run."""
+    from treadle.orchestration.store.run_directory import RunDirectory
+
+    directory, console, usage = RunDirectory.open(options.run_directory), Console(), _Usage()
+    try:
+        _view(directory, usage)
+        time.sleep(_SAMPLE)
+        if not options.once and console.is_terminal:
+            with console.live() as show:
+                while directory.state() == "in progress":
+                    show(_view(directory, usage))
+                    time.sleep(_PERIOD)
+        for part in _view(directory, usage):
+            console.line(part) if isinstance(part, str) else console.table(part)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
+    """Return lines, and a table while the run is in progress."""
+    from treadle.orchestration.reporting.live_status import RunStatus
+
+    state, status = directory.state(), RunStatus.read(directory.status_file)
+    if status is None:
+        return [f"{directory.path}: {state}; it has no status.json{' yet' if state == 'in progress' else ''}"]
+    lines: list[str | Table] = [
+        f"{directory.path}: {state}, update {status.update} of {status.updates}",
+        status.doing(state),
+    ]
+    if state != "in progress":
+        return lines
+    if status.published is None:
+        lines.append("no weights are published yet")
+    else:
+        lines.append(f"versions: learner {status.trained}, published {status.published}")
+    lines.append(_status_table(status, usage))
+    lines += [f"{part.kind} {part.name}: {part.error}" for part in status.components if part.error]
+    if status.message:
+        lines.append(f"{time.time() - status.message_at:.0f} s ago: {status.message}")
+    return lines
+
+
+def _status_table(status: RunStatus, usage: _Usage) -> Table:
+    table = make_table(*_COLUMNS, text=_COLUMNS[:2])
+    for part in status.components:
+        counts = ["" if n is None else f"{n:,}" for n in (part.running, part.waiting, part.sessions, part.version)]
+        counts.insert(3, "" if part.cache is None else f"{part.cache:.0%}")
+        table.add_row(part.kind, part.name, *counts, *usage.cells(part.process))
+    table.add_row("process", "of the run", *[""] * 5, *usage.cells(status.process))
+    return table
+
+
+class _Usage:
+    """CPU time and memory of processes on this machine between two looks, from Linux's `/proc`; elsewhere nothing."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[float, float]] = {}  # pid -> (when, CPU seconds)
+
+    def cells(self, process: ProcessId | None) -> tuple[str, str]:
+        """Return `("53%", "812 MB")`; nothing for a process on another machine, or that has ended."""
+        if process is None or process.host != socket.gethostname():
+            return "", ""
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "", ""
+        words = stat.rpartition(")")[2].split()
+        now, seconds = time.monotonic(), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+        then, before = self._before.get(process.pid, (now, seconds))
+        self._before[process.pid] = now, seconds
+        share = (seconds - before) / (now - then) if now > then else 0.0
+        return f"{share:.0%}", f"{int(words[21]) * os.sysconf('SC_PAGE_SIZE') / 1e6:,.0f} MB"

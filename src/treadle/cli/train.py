@@ -1,28 +1,37 @@
-"""`treadle train`."""
+"""`treadle train`, `treadle sft`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from treadle.cli.console import Console
-from treadle.cli.dry_run import print_dry_run
-from treadle.cli.live_progress import make_progress
+from treadle.cli.console import Console, Part, Table, make_progress, make_table
 from treadle.cli.options import Commands, add_command, add_recipe, add_runs
+from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError, RunError
 from treadle.data.config import sources_of
+from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.setup.config_diff import changes, check_changes
 from treadle.orchestration.setup.inputs import IN_MEMORY, load_inputs
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
+from treadle.training.demonstrations import load_demonstrations
 
-_EXAMPLES = """examples:
+if TYPE_CHECKING:
+    from treadle.orchestration.setup.dry_run import DryRun
+    from treadle.orchestration.setup.memory import MemoryPart
+
+_TRAIN_EXAMPLES = """examples:
   treadle train demo
   treadle train demo seed=3 orchestration.updates=100 --name short
   treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
@@ -33,9 +42,16 @@ _EXAMPLES = """examples:
 Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Continue with --resume.
 """
 
+_SFT_EXAMPLES = """examples:
+  treadle sft demo --out models/warm
+  treadle sft demo --out models/short warm_start.steps=200 seed=3
 
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "train", run, "train a recipe, or resume a run", _EXAMPLES)
+The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    parser = add_command(commands, "train", run_train, "train a recipe, or resume a run", _TRAIN_EXAMPLES)
     add_recipe(parser)
     parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
     add_runs(parser)
@@ -46,8 +62,13 @@ def add_parser(commands: Commands) -> None:
     what = "only check data, model, template, servers and memory, and show the first prompt"
     parser.add_argument("--dry-run", action="store_true", help=what)
 
+    summary = "supervised learning on demonstrations: a recipe's warm start alone"
+    parser = add_command(commands, "sft", run_sft, summary, _SFT_EXAMPLES)
+    add_recipe(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
 
-def run(options: argparse.Namespace) -> int:
+
+def run_train(options: argparse.Namespace) -> int:
     """Train; returns 0 if the run is finished, 130 if it was asked to stop. With --dry-run: 0 if nothing is missing."""
     resume = options.resume or options.resume_from is not None
     if options.dry_run:
@@ -80,8 +101,6 @@ def run(options: argparse.Namespace) -> int:
         if summary["stopped_early"]:
             Console(stderr=True).line(f"stopped after {summary['updates']} updates; go on with: {command}")
             return 130
-        from treadle.cli.summary import print_result
-
         print_result(summary, path, config)
         return 0
 
@@ -134,3 +153,151 @@ def _is_stub(run: RunDirectory) -> bool:
         return False
     run.close()
     return True
+
+
+def print_dry_run(config: RunConfig, runs: Path) -> int:
+    """Check and print what the run needs; returns 0 if everything is there, 1 if something is missing."""
+    console = Console()
+    with _offline():
+        from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
+
+        result = dry_run(config, runs, Console(stderr=True).line)
+    _print_prompt(console, result)
+    _print_memory(console, result.memory)
+    for check in result.checks:
+        style = "bold red" if check.is_missing else "green"
+        console.line(f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), check.text)
+    return 0 if result.is_complete else 1
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the hub's libraries, which read these variables when they are imported, from downloading."""
+    before = {variable: os.environ.get(variable) for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
+    os.environ.update(dict.fromkeys(before, "1"))
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable)
+            os.environ.update({} if value is None else {variable: value})
+
+
+def _print_prompt(console: Console, result: DryRun) -> None:
+    """Print the first prompt; structural tokens, which only the template writes, in color."""
+    if result.prompt is None or result.chat is None:
+        return
+    structure = result.chat.renderer.structure
+    parts: list[Part] = [
+        (structure.decode(ids), "bold cyan" if structural else "")
+        for structural, ids in groupby(result.prompt.ids.tolist(), structure.is_structural)
+    ]
+    console.line(("first prompt", "bold"), f", task {result.prompt.task_id}, {len(result.prompt.ids)} tokens")
+    console.text(*parts)
+    console.line()
+
+
+def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
+    if not parts:
+        return
+    table = make_table("memory", "MB", "how", text=("memory", "how"))
+    for part in parts:
+        table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
+    console.table(table)
+    console.text(
+        "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate\n"
+        "size; q, k widths of all query and all key heads, V vocabulary",
+        style="dim",
+    )
+    console.line()
+
+
+def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
+    """Print a finished run's held-out results, two transcripts, and where everything is."""
+    console = Console()
+    results = summary["evaluations"]
+    if results:
+        console.line()
+        console.table(before_after_table(results, config))
+        _print_transcripts(console, path, results, config)
+    quoted = shlex.quote(str(path))
+    console.line()
+    for name, value in (
+        ("run", str(path)),
+        ("curve", str(path / "curve.png")),
+        ("summary", str(path / "summary.json")),
+        ("time", f"{summary['wall_seconds']:.0f} s, {summary['cpu_seconds']:.0f} CPU s"),
+        ("weights", f"sha256 {summary['weights_sha256']}"),
+        ("more", f"treadle report {quoted}   (and: show, eval)"),
+    ):
+        console.line((f"{name:<9}", "bold"), value)
+
+
+def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Table:
+    """Return a table of held-out success before and after training, sampled and greedy, by `data.table_by`."""
+    first = config.data.table_by or "tasks"
+    columns: dict[str, dict[str, Any]] = {}
+    for temperature in dict.fromkeys(r["temperature"] for r in results):
+        same = [r for r in results if r["temperature"] == temperature]
+        how = "greedy" if temperature == 0 else f"T={temperature:g}"
+        columns |= {f"before, {how}": same[0], f"after, {how}": same[-1]}
+    table = make_table(first, *columns, title=f"held-out success, {results[0]['tasks']} tasks", text=(first,))
+    for key in results[0]["by"]:
+        table.add_row(key, *(shown(c["by"].get(key)) for c in columns.values()))
+    table.add_row("all", *(shown(c["success"]) for c in columns.values()), style="bold")
+    if any(c["failed"] for c in columns.values()):
+        table.add_row("failed", *(str(c["failed"]) for c in columns.values()), style="red")
+    return table
+
+
+def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:
+    """Print attempts at one held-out task before and after training, from failure to success if there is one.
+
+    They are sampled ones, or greedy ones where evaluations are greedy.
+    """
+    sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
+    mark = "g" if results[0]["temperature"] == 0 else ""
+    first, last = (f"e{result['update']:06d}{mark}" for result in (sampled[0], sampled[-1]))
+    section = config.evaluation
+    pair = RunDirectory(path).ledger().before_and_after(first, last, section.success_at, section.success_of)
+    for when, trajectory in zip(("before", "after"), pair or (), strict=False):
+        console.line()
+        console.line((f"{when} training", "bold"), f"   treadle show {shlex.quote(str(path))} {trajectory}")
+        print_transcript(console, path, trajectory)
+
+
+def run_sft(options: argparse.Namespace) -> int:
+    """Train and write the model; returns 0."""
+    config = load_recipe(options.recipe, options.overrides)
+    _check_sft(config, options.recipe, options.out)
+
+    with make_progress(config) as progress:
+        from treadle.orchestration.setup.warm_start import make_warm_model
+
+        report = make_warm_model(config, options.out, progress)
+    how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
+    console = Console()
+    console.line(f"loss {report.loss:.3f} nats a token ({how})")
+    console.line(f"model directory: {options.out}")
+    evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
+    console.line(f"evaluate it: treadle {evaluate}")
+    train = shlex.join(["train", options.recipe, *next_overrides(config, options.out)])
+    console.line(f"train from it: treadle {train}")
+    return 0
+
+
+def next_overrides(config: RunConfig, directory: Path) -> list[str]:
+    """Return the overrides that make a run of this configuration start from the written model."""
+    build = ["model.build=null"] if config.model.build is not None else []
+    where = "path" if config.training.lora is None else "adapter"
+    return [*build, f"model.{where}={directory}", "warm_start=null"]
+
+
+def _check_sft(config: RunConfig, recipe: str, out: Path) -> None:
+    """Raise ConfigError for problems that would otherwise show only during or after the training."""
+    if config.warm_start is None:
+        raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
+    if out.exists():
+        raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
+    check_model_files(config.model)
+    load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)

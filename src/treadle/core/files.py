@@ -1,11 +1,26 @@
-"""Durable files, complete or absent even after a power loss, and the cache directory."""
+"""Durable files, complete or absent even after a power loss; manifests, which show damage before it is used; the cache.
+
+A directory that is written as a whole ends with the file SHA256SUMS, which `sha256sum --check` reads too:
+
+    2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae  config.json
+
+A reader of a file in such a directory checks that file, and no other. A manifest needs no checksum of its own: if any
+of it is changed, some file is no longer the one it lists. A ledger, where there is one, has the manifest's digest, too.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from treadle.core.errors import DamageError, RemovedError
 
 
 def cache_directory() -> Path:
@@ -79,3 +94,159 @@ def check_writable(path: Path) -> None:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
+
+
+Content = bytes | Callable[[Path], None]  # of a file: its bytes, or what writes them to the path and raises OSError
+
+MANIFEST = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+def read_proven(path: Path, sha256: str, remedy: str) -> bytes:
+    """Return the content of a file that has this SHA-256.
+
+    Raises DamageError, which ends with the remedy, for any other content and for a file that is missing or unreadable.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamageError(f"{path} {_why_unreadable(error)}; {remedy}") from error
+    if sha256_of(content) != sha256:
+        raise DamageError(f"{path} is damaged: its SHA-256 is not the recorded one; {remedy}")
+    return content
+
+
+def _why_unreadable(error: OSError) -> str:
+    return "is gone" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+
+
+class NewDirectory:
+    """Collects the files of a directory that is being written; `new_directory` completes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sha256: dict[str, str] = {}
+
+    def write(self, name: str, content: Content) -> None:
+        """Write a file durably and list it in the manifest. Raises OSError."""
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, bytes):
+            write_durably(path, content)
+            self._sha256[name] = sha256_of(content)
+        else:
+            content(path)
+            self._sha256[name] = sync_file(path)
+
+    def note(self, name: str, sha256: str) -> None:
+        """List a file of the directory that something else has written durably."""
+        self._sha256[name] = sha256
+
+    @property
+    def manifest(self) -> bytes:
+        return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(self._sha256.items())).encode()
+
+    @property
+    def manifest_sha256(self) -> str:
+        """Return the manifest's own digest, for a ledger."""
+        return sha256_of(self.manifest)
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[NewDirectory]:
+    """Yield a directory beside `final` that on success is renamed to it, with a manifest, and on failure is removed.
+
+    A directory that is at `final` before that is replaced. Raises OSError.
+    """
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        new = NewDirectory(temporary)
+        yield new
+        write_durably(temporary / MANIFEST, new.manifest)
+        sync_directory(temporary)
+        if final.is_dir():
+            remove_at_once(final)
+        temporary.replace(final)
+        sync_directory(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_at_once(directory: Path) -> None:
+    """Delete a directory; to a reader all of it vanishes at the same moment. Raises OSError."""
+    hidden = directory.with_name(f".{directory.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a process that died here
+    shutil.rmtree(directory.rename(hidden))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a directory that was written by `new_directory`, each with its SHA-256.
+
+    remedy: ends the message about anything damaged.
+    """
+
+    directory: Path
+    sha256: Mapping[str, str]
+    remedy: str
+
+    @classmethod
+    def load(cls, directory: Path, sha256: str | None = None, remedy: str = "") -> Manifest:
+        """Return a directory's manifest; `sha256`: the digest that the manifest itself must have.
+
+        Raises DamageError for a manifest that is missing or not as it was written, RemovedError without the directory.
+        """
+        remedy = remedy or f"restore it (in an export that was changed on purpose, remove {MANIFEST})"
+        try:
+            content = (directory / MANIFEST).read_bytes()
+        except OSError as error:
+            raise _damage(directory, MANIFEST, _why_unreadable(error), remedy) from error
+        lines = content.decode(errors="replace").removesuffix("\n").split("\n")
+        matches = [_LINE.fullmatch(line) for line in lines]
+        listed = {match[2]: match[1] for match in matches if match}
+        if (sha256 is not None and sha256_of(content) != sha256) or len(listed) != len(matches):
+            raise _damage(directory, MANIFEST, "is not as it was written", remedy)
+        return cls(directory, listed, remedy)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's checked content. Raises DamageError, or RemovedError if the directory was removed."""
+        try:
+            content = (self.directory / name).read_bytes()
+        except OSError as error:
+            raise _damage(self.directory, name, _why_unreadable(error), self.remedy) from error
+        self._compare(name, sha256_of(content))
+        return content
+
+    def prove(self, names: Iterable[str]) -> None:
+        """Check files that other code is going to read. Raises as `read` does."""
+        for name in names:
+            try:
+                with (self.directory / name).open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise _damage(self.directory, name, _why_unreadable(error), self.remedy) from error
+            self._compare(name, digest)
+
+    def _compare(self, name: str, digest: str) -> None:
+        if name not in self.sha256:
+            raise _damage(self.directory, name, f"is not listed in {MANIFEST}", self.remedy)
+        if digest != self.sha256[name]:
+            raise _damage(self.directory, name, f"does not have the SHA-256 in {MANIFEST}", self.remedy)
+
+
+def prove_files(directory: Path, names: Iterable[str], remedy: str = "") -> None:
+    """Check those of these files that exist or are listed, in a directory of any origin.
+
+    Without a manifest there is nothing to check. Raises DamageError, which ends with the remedy.
+    """
+    if (directory / MANIFEST).is_file():
+        manifest = Manifest.load(directory, remedy=remedy)
+        manifest.prove(name for name in names if name in manifest.sha256 or (directory / name).exists())
+
+
+def _damage(directory: Path, name: str, what: str, remedy: str) -> DamageError | RemovedError:
+    if not directory.is_dir():
+        return RemovedError(f"{directory} is gone: it was removed, perhaps by its run, which goes on; start again")
+    return DamageError(f"{directory} is damaged: {name} {what}; {remedy}")

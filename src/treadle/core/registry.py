@@ -2,7 +2,7 @@
 
 Treadle's own environments are registered like those of any package, in a `pyproject.toml` under
 `[project.entry-points."treadle.environments"]`. Code that is not packaged is named as
-`my_module:MyEnvironment` instead.
+`my_module:MyEnvironment` instead. A missing package is reported with the extra of Treadle that brings it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -18,7 +20,6 @@ from typing import Any, TypeVar
 
 from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError
-from treadle.core.extras import how_to_install
 
 C = TypeVar("C", bound=Config)
 
@@ -128,3 +129,47 @@ def _make_current_directory_importable() -> None:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
     importlib.invalidate_caches()  # the module may be younger than Python's listing of its folder
+
+
+_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
+    "starlette": "fastapi",
+    "huggingface_hub": "transformers",
+    "faiss": "faiss-cpu",
+    "skyrl_gym": "skyrl-gym",
+    "omegaconf": "skyrl-gym",
+    "reasoning_gym": "reasoning-gym",
+}
+# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
+_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
+_REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
+
+
+def extra_of(module: str) -> str | None:
+    """Return the smallest extra of Treadle that brings a module: "agents" for `openai`; None if there is none."""
+    members = defaultdict(set)
+    for requirement in _requirements():
+        if match := _REQUIREMENT.fullmatch(requirement):
+            members[match[2]].add(match[1])
+    package = module.partition(".")[0]
+    if (preferred := _PREFERRED.get(package)) in members:
+        return preferred
+    extras = [extra for extra, packages in members.items() if _BRINGS.get(package, package) in packages]
+    return min(
+        (extra for extra in extras if extra != "dev"), key=lambda extra: (len(members[extra]), extra), default=None
+    )
+
+
+def how_to_install(module: str) -> str:
+    """Return what to do about a missing module: "pip install 'treadle[agents]'" for `openai`.
+
+    pip then adds to the Treadle that is installed, from wherever it came.
+    """
+    extra = extra_of(module)
+    return f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {module.partition('.')[0]!r}"
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("treadle") or []
+    except importlib.metadata.PackageNotFoundError:  # running from a source tree
+        return []

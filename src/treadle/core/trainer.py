@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from treadle.core.manifest import Manifest
+from treadle.core.engine import ComponentStatus
+from treadle.core.files import Manifest
 from treadle.core.metrics import Measures
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Group, Ids, Mask, Routing
 
 R_co = TypeVar("R_co", covariant=True)

@@ -452,3 +452,11 @@ def _as_tool_call(value: Any, where: str) -> ToolCall:
         raise DataError(f"{where}: a tool call needs function.name and function.arguments, got {value!r}")
     called = FunctionCall(name=function["name"], arguments=arguments_text(function.get("arguments")))
     return ToolCall(id=str(value.get("id", "")), type="function", function=called)
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Return how many leading ids of a and b agree; or leading rows, if they are [L, width]."""
+    size = min(len(a), len(b))
+    different = a[:size] != b[:size]
+    places = np.flatnonzero(different if different.ndim == 1 else different.any(1))
+    return int(places[0]) if len(places) else size

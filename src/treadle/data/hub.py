@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import ConfigError
-from treadle.core.extras import how_to_install
+from treadle.core.registry import how_to_install
 from treadle.data.files import ALL
 from treadle.data.table import ArrowTable, dataset_part
 

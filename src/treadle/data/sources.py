@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.extras import how_to_install
+from treadle.core.registry import how_to_install
 from treadle.core.types import Task
 from treadle.data.config import Columns, SourceConfig
 from treadle.data.files import ALL, find_files, is_data_set

@@ -15,9 +15,9 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from treadle.core.child_process import exit_in_words, start_child
+from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
-from treadle.core.status import ProcessId
+from treadle.core.processes import exit_in_words, start_child
 
 _MODULE = "treadle.engines.child_worker"
 _PATIENCE = 20.0  # seconds for a process that closed its channel to end

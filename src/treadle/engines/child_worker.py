@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from treadle.core.child_process import end_with_parent
 from treadle.core.errors import TreadleError
+from treadle.core.processes import end_with_parent
 from treadle.engines.child import Channel
 
 

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from treadle.core.engine import Completion, Engine
+from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import ConfigError, EngineError
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 

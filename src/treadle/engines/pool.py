@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from treadle.core.engine import Completion, Engine
+from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import EngineEnded, EngineError
-from treadle.core.status import ComponentStatus
 from treadle.core.trainer import WeightsDestination, WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.staging import Staged

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from treadle.core.engine import Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.child import ChildProcess
 from treadle.engines.config import tolerance_of

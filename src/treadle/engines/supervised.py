@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
-from treadle.core.status import ProcessId
 
 _PERIOD = 5.0  # seconds between pings
 SILENCE = 60.0  # seconds without an answer to a ping after which a worker is replaced

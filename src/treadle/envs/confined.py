@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from treadle.core.errors import Cause, TrajectoryFailure, TreadleError
-from treadle.core.untrusted_json import read_json
+from treadle.core.text import read_json
 
 _LARGEST_ANSWER = 2**26  # bytes
 

@@ -19,11 +19,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from treadle.core.errors import ConfigError
-from treadle.core.manifest import prove_files
+from treadle.core.files import prove_files
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_tokenizer
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import require_model, tokenizer_directory
+from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.rendering.chat import ChatRenderer
 
 GENERATION_CONFIG = "generation_config.json"
@@ -51,9 +51,9 @@ def load_chat(config: ModelConfig, began: datetime | None = None) -> tuple[PreTr
         return tokenizer, renderer(_named(config.stop_tokens, tokenizer))
     stop = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     places = [directory]
-    if config.path is not None:
+    if config.build is None:
         with suppress(ConfigError):  # a model that is not there is told where it is loaded
-            places.insert(0, require_model(config.path, "model.path"))
+            places.insert(0, base_directory(config))
     for place in dict.fromkeys(places):
         stop += _declared(place, len(tokenizer))
     made = renderer(tuple(dict.fromkeys(stop)))

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from treadle.core.config import Config
+
+
+class LoraConfig(Config):
+    """Configures the adapters that are trained instead of the model (LoRA)."""
+
+    rank: int = Field(ge=1, le=512, description="inner size of each adapter")
+    alpha: int | None = Field(
+        None, ge=1, description="adapters are scaled by alpha / rank; default: twice the rank, for a scale of 2"
+    )
+    targets: Literal["all-linear", "attention", "mlp"] | tuple[str, ...] = Field(
+        "all-linear", description="linear layers that get one: all but the head, or names such as [q_proj, v_proj]"
+    )
+    rank_stabilized: bool = Field(False, description="scale by alpha / sqrt(rank) instead (rsLoRA)")
+
+    @property
+    def scale(self) -> int:
+        """Return alpha."""
+        return 2 * self.rank if self.alpha is None else self.alpha
 
 
 class ModelConfig(Config):
@@ -16,6 +34,11 @@ class ModelConfig(Config):
         None,
         description="directory of a Hugging Face causal LM (code in it is never run), or a hub's ORG/NAME[@REVISION], "
         "or smollm2 or a GGUF file after `treadle models get`",
+    )
+    adapter: str | None = Field(
+        None,
+        description="directory of a LoRA adapter to start from, such as `treadle export` writes; model.path is then by "
+        "default the base that it names",
     )
     build: dict[str, Any] | None = Field(
         None, description="instead of path: a transformers config (model_type and its fields) initialised from the seed"
@@ -45,7 +68,9 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.build is None):
+        if self.adapter is not None and self.build is not None:
+            raise ValueError("model.adapter belongs to a model with files; give model.path, and null for model.build")
+        if (self.path is None and self.adapter is None) == (self.build is None):
             raise ValueError("give exactly one of model.path and model.build, and null for the other")
         if self.build is not None and "model_type" not in self.build:
             raise ValueError(f"model.build needs model_type (for example qwen3); it has {sorted(self.build)}")

@@ -28,11 +28,10 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import prove_files
-from treadle.models.config import ModelConfig
+from treadle.core.files import prove_files, sha256_of
+from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import require_model
+from treadle.models.model_files import base_directory, require_model
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -42,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a directory.
 
-    Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.manifest`).
+    Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.files`).
     """
     # config.json names the tokenizer's class
     prove_files(directory, (*TOKENIZER_FILES, "config.json"), remedy_for(directory))
@@ -73,16 +72,23 @@ def file_sha256(path: Path) -> str:
     return sha256_of(path.read_bytes())
 
 
-def make_model(config: ModelConfig, vocabulary: int, seed: int, weights: bool = True) -> PreTrainedModel:
+def make_model(
+    config: ModelConfig,
+    vocabulary: int,
+    seed: int,
+    weights: bool = True,
+    lora: LoraConfig | None = None,
+    half: bool = False,
+) -> PreTrainedModel:
     """Return the configured model in float32, without dropout; a built one is initialised from the seed.
 
     weights: without them all tensors are on the meta device: shapes that need no memory. Files are then compared with
-    the model by name and shape, and not hashed.
+    the model by name and shape, and not hashed. lora, half: adapters, beside a base in bfloat16 (`models.lora`).
     Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
     the tokenizer's `vocabulary` ids, dropout or routing noise; DamageError as `load_tokenizer`.
     """
-    if config.path is not None:
-        model = _load(config.path, "model.path", weights)
+    if config.build is None:
+        model = _load(base_directory(config), "model.path", weights)
     else:
         with nullcontext() if weights else torch.device("meta"):
             model = _build(config, vocabulary, seed)
@@ -90,6 +96,10 @@ def make_model(config: ModelConfig, vocabulary: int, seed: int, weights: bool = 
     if text.vocab_size < vocabulary:
         raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
     refuse_randomness(model)
+    if lora is not None or config.adapter is not None:
+        from treadle.models.lora import adapt  # peft, which only adapters need
+
+        adapt(model, config.adapter, lora, seed, half, weights)
     return model
 
 
@@ -98,7 +108,7 @@ def load_reference(path: str, policy: PreTrainedModel, weights: bool = True) -> 
 
     Raises ConfigError as `make_model`, and if it cannot score all that the policy may sample.
     """
-    model = _load(path, "algorithm.kl.model", weights)
+    model = _load(require_model(path, "algorithm.kl.model"), "algorithm.kl.model", weights)
     refuse_randomness(model)
     mine, theirs = policy.config.get_text_config(), model.config.get_text_config()
     for name in ("vocab_size", "max_position_embeddings"):
@@ -108,11 +118,10 @@ def load_reference(path: str, policy: PreTrainedModel, weights: bool = True) -> 
     return model
 
 
-def _load(directory: str, field: str, weights: bool) -> PreTrainedModel:
-    path = require_model(directory, field)
+def _load(directory: Path, field: str, weights: bool) -> PreTrainedModel:
     if weights:
-        prove_files(path, MODEL_FILES, remedy_for(path))
-    return load_pretrained(path, field, weights=weights)
+        prove_files(directory, MODEL_FILES, remedy_for(directory))
+    return load_pretrained(directory, field, weights=weights)
 
 
 def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from treadle.core.errors import ConfigError, DamageError
-from treadle.core.extras import how_to_install
 from treadle.core.files import cache_directory
+from treadle.core.registry import how_to_install
 
 _SOURCE = "source.json"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
@@ -13,15 +15,49 @@ from treadle.models.model_cache import PACKAGED, converted_directory, is_convert
 SHIPPED_TOKENIZERS = {"demo": "tokenizer", "sql-small": "sql_tokenizer", "search-small": "search_tokenizer"}
 """Names that `model.tokenizer` may have -> directories of `treadle.recipes`."""
 
+ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def check_model_files(config: ModelConfig) -> None:
     """Raise ConfigError if a directory or file that the section names is not there."""
-    if config.path is not None:
-        require_model(config.path, "model.path")
+    if config.build is None:
+        base_directory(config)
     tokenizer_directory(config)
     require_template(config.chat_template, "model.chat_template")
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory is that of an adapter."""
+    return (directory / ADAPTER_CONFIG).is_file()
+
+
+def require_model_or_adapter(name: str, setting: str) -> Path:
+    """Return the directory of a model, as `require_model`, or of an adapter, as it was given."""
+    return Path(name) if is_adapter(Path(name)) else require_model(name, setting)
+
+
+def located(directory: Path, base: str | None = None) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that name the model or adapter in a directory.
+
+    base: that of an adapter; default: the one that it names.
+    """
+    if is_adapter(directory):
+        return {"adapter": str(directory), "path": base, "build": None}
+    return {"adapter": None, "path": str(directory), "build": None}
+
+
+def base_directory(config: ModelConfig) -> Path:
+    """Return the directory of the configured model, without its adapter. Raises as `require_model`."""
+    if config.adapter is not None and not is_adapter(Path(config.adapter)):
+        raise ConfigError(f"model.adapter: no {ADAPTER_CONFIG} in {config.adapter!r}; give the directory of an adapter")
+    if config.path is not None:
+        return require_model(config.path, "model.path")
+    settings = json.loads((Path(config.adapter or "") / ADAPTER_CONFIG).read_bytes())
+    if not (name := settings.get("base_model_name_or_path")):
+        raise ConfigError(f"model.adapter: {config.adapter!r} names no base; set model.path to the model it belongs to")
+    return require_model(name, "model.adapter: its base")
 
 
 def require_model(name: str, setting: str) -> Path:
@@ -38,6 +74,8 @@ def require_model(name: str, setting: str) -> Path:
             f"{setting}: {name!r} is a run; take one of its checkpoints, such as "
             f"{name.rstrip('/')}/checkpoints/step-000100, or what `treadle export` makes of it"
         )
+    if is_adapter(path):
+        raise ConfigError(f"{setting}: {name!r} is the directory of an adapter; give it as model.adapter")
     if path.is_dir():
         raise ConfigError(f"{setting}: no config.json in {name!r}; give the directory of a Hugging Face causal LM")
     if is_convertible(name):
@@ -72,7 +110,10 @@ def require_template(template: str | None, setting: str) -> None:
 
 def tokenizer_directory(config: ModelConfig) -> Path:
     """Return the directory of the configured tokenizer. Raises as `require_model`."""
-    name = config.tokenizer or config.path or ""
+    if config.tokenizer is None and config.adapter and (Path(config.adapter) / "tokenizer.json").is_file():
+        return Path(config.adapter)
+    base = str(base_directory(config)) if config.adapter and config.path is None else config.path
+    name = config.tokenizer or base or ""
     setting = "model.path" if config.tokenizer is None else "model.tokenizer"
     if name in SHIPPED_TOKENIZERS:
         return Path(str(files("treadle.recipes") / SHIPPED_TOKENIZERS[name]))

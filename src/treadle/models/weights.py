@@ -1,14 +1,15 @@
 """The weights of a Hugging Face model by name, tied ones once: three named sets, and their digest.
 
-`trained`, `published` and `saved` (`treadle.core.trainer`) coincide here, where all weights are trained. An adapter's
-trained weights are a part of those that are published, and of those that are saved. Where ranks share a model, those
-that are trained and saved are each rank's shards; published ones are whole, and gathered one after the other.
+`trained`, `published` and `saved` (`treadle.core.trainer`) are all weights, or those of the adapters if a model has any
+(and what else is trained, such as a value head). Where ranks share a model, those that are trained and saved are each
+rank's shards; published ones are whole, and gathered one after the other.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,20 @@ def unique_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def adapter_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return name -> tensor (not copied) of a model's LoRA adapters, named as in peft's files; empty without any."""
+    weights = module.state_dict(keep_vars=True).items()
+    parts = (".lora_A.default.", ".lora_B.default.")
+    return {
+        f"base_model.model.{name.replace('.default.', '.')}": tensor.detach()
+        for name, tensor in weights
+        if any(part in name for part in parts)
+    }
+
+
 def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of what the optimizer moves, in the module's own order; a tied one once."""
-    return module.named_parameters()
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -36,17 +48,36 @@ def published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Tensors are not copied; one that is sharded is gathered when it is its turn, which all ranks must let come.
     """
-    return gathered(unique_weights(module))
+    return gathered(saved(module))
 
 
 def described(module: nn.Module) -> dict[str, Tensor]:
     """Return what has type and shape of each of `published`, by the same names in the same order."""
-    return dict(sorted(unique_weights(module).items()))
+    return dict(sorted(saved(module).items()))
 
 
 def saved(module: nn.Module) -> dict[str, Tensor]:
     """Return name -> tensor, not copied, of what a checkpoint or an export holds; a tied one under its first name."""
-    return unique_weights(module)
+    return adapter_weights(module) or unique_weights(module)
+
+
+@contextmanager
+def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, the model computes with other adapters, by the names of `adapter_weights`."""
+    mine = adapter_weights(model)
+    kept = {name: tensor.clone() for name, tensor in mine.items()}
+    copy_by_name(mine, weights)
+    try:
+        yield
+    finally:
+        copy_by_name(mine, kept)
+
+
+@torch.no_grad()
+def copy_by_name(mine: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Copy tensors in place, each from the one of its name."""
+    for name, tensor in mine.items():
+        tensor.copy_(weights[name])
 
 
 def gathered(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

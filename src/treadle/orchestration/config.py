@@ -252,11 +252,30 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _ranks_gather_in_bfloat16(self) -> RunConfig:
-        if self.training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1:
+        alone = self.placement.learner.ranks == 1 and self.training.lora is None
+        if self.training.precision == "bfloat16_pure" and alone:
             raise ValueError(
-                "training.precision 'bfloat16_pure' is of weights that several ranks gather, and "
-                "placement.learner.ranks is 1; set that to 2 or more, or training.precision to bfloat16"
+                "training.precision 'bfloat16_pure' is of weights that several ranks gather, or "
+                "of the base of adapters, and placement.learner.ranks is 1 and training.lora is not set; set "
+                "training.precision to bfloat16"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> RunConfig:
+        if self.training.lora is None:
+            return self
+        if self.model.build is not None:
+            raise ValueError(
+                "training.lora needs a model that has learned something: give model.path, and null for model.build "
+                "(`treadle sft RECIPE --out DIR` makes one of a recipe's warm start)"
+            )
+        if self.placement.learner.loading == "sharded":
+            raise ValueError(
+                "training.lora and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
+            )
+        if self.engine.kind == "vllm":
+            raise ValueError("training.lora is not published to vLLM yet; set engine.kind to torch")
         return self
 
     @model_validator(mode="after")

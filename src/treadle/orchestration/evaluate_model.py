@@ -13,7 +13,7 @@ from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group
 from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
-from treadle.models.model_files import check_model_files, require_model
+from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.dump import write_dump
 from treadle.orchestration.loop.held_out import play_held_out
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 class Subject:
     """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
 
-    update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model.
+    update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model. base: of an
+    adapter; default: the one that it names.
     """
 
     config: RunConfig
     model: Path
     update: int
+    base: str | None = None
 
     @property
     def model_config(self) -> ModelConfig:
@@ -49,7 +51,7 @@ class Subject:
         configured = self.config.model
         has_tokenizer = (self.model / "tokenizer.json").is_file()
         tokenizer = None if has_tokenizer else configured.tokenizer or configured.path
-        return configured.model_copy(update={"path": str(self.model), "build": None, "tokenizer": tokenizer})
+        return configured.model_copy(update={**located(self.model, self.base), "tokenizer": tokenizer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,8 @@ def find_subject(
         raise RunError(f"{run_or_recipe!r} is not a run directory: it has no config.yaml")
     if model is None:
         directory = find_checkpoint(run, checkpoint or "latest").directory
-        return Subject(config, directory, checkpoint_update(directory))
-    return Subject(config, require_model(str(model), "--model"), 0)
+        return Subject(config, directory, checkpoint_update(directory), config.model.path)
+    return Subject(config, require_model_or_adapter(str(model), "--model"), 0)
 
 
 def held_out_inputs(subject: Subject) -> Inputs:

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from treadle.core.errors import DamageError, DownloadError, RunError
-from treadle.core.manifest import Manifest, remove_at_once
+from treadle.core.files import Manifest, remove_at_once
 from treadle.models.model_cache import (
     PACKAGED,
     ModelSource,

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from treadle.core.engine import Engine
+from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.registry import resolve
-from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.core.types import Task
 from treadle.orchestration.config import RunConfig

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import RankError, RunError
-from treadle.core.files import write_atomically
-from treadle.core.manifest import Manifest, read_proven
+from treadle.core.files import Manifest, read_proven, write_atomically
 from treadle.core.trainer import Trainer
 from treadle.core.types import Group
 from treadle.engines.kv_budget import budgeted

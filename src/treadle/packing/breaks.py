@@ -39,8 +39,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from treadle.core.prefix import common_prefix
-from treadle.core.types import BreakCause, Ids
+from treadle.core.types import BreakCause, Ids, common_prefix
 from treadle.packing.flat import PackedCall
 
 Decode = Callable[[Ids], str]

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids, Routing, Step
+from treadle.core.types import Ids, Routing, Step, common_prefix
 
 
 def distinct(steps: Sequence[Step]) -> tuple[Routing | None, list[Ids]]:

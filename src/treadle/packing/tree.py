@@ -17,8 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids, Routing
+from treadle.core.types import Ids, Routing, common_prefix
 from treadle.packing.flat import Indices, PackedCall
 
 

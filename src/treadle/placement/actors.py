@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
-from treadle.core.status import ProcessId
 
 _CONCURRENCY = 1_000_000  # calls at a time
 _TAIL = 15  # lines of a log or traceback that an error shows

@@ -19,7 +19,7 @@ from treadle.engines.config import EngineConfig, tolerance_of
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
 from treadle.engines.torch.engine import TorchEngine
-from treadle.models.config import ModelConfig
+from treadle.models.config import LoraConfig, ModelConfig
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import EngineSpec, torch_options
@@ -32,14 +32,21 @@ from treadle.training.make import load_model
 
 
 def make_engine(
-    config: EngineConfig, model: ModelConfig, seed: int, routing: bool, threads: int, deterministic: bool, device: str
+    config: EngineConfig,
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    seed: int,
+    routing: bool,
+    threads: int,
+    deterministic: bool,
+    device: str,
 ) -> TorchEngine:
     """Return an engine in this process. threads, deterministic, device: how and where it computes."""
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     chat = load_chat_interface(model)
-    loaded = load_model(model, seed)
+    loaded = load_model(model, seed, lora)
     loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
     return TorchEngine(loaded, torch_options(config, chat, routing), decode=chat.decode)
 
@@ -64,6 +71,7 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
         make_engine,
         spec.config,
         config.model,
+        config.training.lora,
         config.seed,
         spec.routing,
         torch.get_num_threads(),

@@ -23,9 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 import ray
 from ray.exceptions import RayError
 
-from treadle.core.engine import Completion, Engine
+from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import Cause, EngineError, TreadleError, WorkerLost
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
 from treadle.engines.supervised import Supervised
 from treadle.engines.vllm.server import ServerLost

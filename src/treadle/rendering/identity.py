@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle.core.text import read_json
 from treadle.core.types import BreakCause
-from treadle.core.untrusted_json import read_json
 
 Value = tuple[str, str, str]
 """(role, content, tool calls as canonical JSON): equal for messages that are the same."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from treadle.core.text import read_json
 from treadle.core.types import FunctionCall, ToolCall
-from treadle.core.untrusted_json import read_json
 from treadle.rendering.values import Ambiguous, value_of
 
 Tool = Mapping[str, Any]

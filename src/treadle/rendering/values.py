@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from treadle.core.untrusted_json import read_json
+from treadle.core.text import read_json
 
 Schema = Any
 """A JSON schema, by whoever wrote the tool: usually a mapping, `true` or `false`."""

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.core.untrusted_json import read_json
+from treadle.core.text import read_json
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
 _PASSING = (429, 500, 502, 503, 504)  # statuses that may pass by themselves

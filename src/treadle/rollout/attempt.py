@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle.core.draws import Stream
-from treadle.core.engine import Engine
+from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.errors import Cause, TrajectoryFailure
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer

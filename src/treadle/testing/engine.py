@@ -8,9 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from treadle.core.engine import Completion, VersionSpan
+from treadle.core.engine import Completion, ComponentStatus, VersionSpan
 from treadle.core.errors import EngineError
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams, StopReason
 
 

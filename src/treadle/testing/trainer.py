@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from treadle.core.manifest import Manifest
+from treadle.core.engine import ComponentStatus
+from treadle.core.files import Manifest
 from treadle.core.metrics import Measures
-from treadle.core.status import ComponentStatus
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 

@@ -3,7 +3,7 @@
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
               optimizer.safetensors  checkpoint.json             what resuming needs besides
               value_head.safetensors  reference.safetensors      if there are any
-              SHA256SUMS                                         the manifest (core.manifest)
+              SHA256SUMS                                         the manifest (core.files)
 
 Several ranks write optimizer, value head and reference as directories of shards (`checkpoint_shards`), each rank its
 own; any number of ranks reads either. The model is one file in any case.
@@ -26,16 +26,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once
+from treadle.core.files import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
 from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.tensor_file import write_tensors
-from treadle.models.weights import gathered, saved, trained
+from treadle.models.weights import adapter_weights, gathered, saved, trained
 from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards
 from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
@@ -59,15 +58,19 @@ def model_files(
     What else its directory had (a processor, a licence) comes along, but for files of another tokenizer. weights: the
     saved ones, whole and in the order of names, where the model's own are shards.
     """
+    if adapter_weights(model):
+        from treadle.models.lora import ADAPTER_WEIGHTS, adapter_files  # peft, which only adapters need
+
+        yield ADAPTER_WEIGHTS, _weights(model, weights)
+        yield from adapter_files(model)
+        yield from _tokenizer_files(tokenizer)
+        return
     yield "model.safetensors", _weights(model, weights)
     config = json.loads(model.config.to_json_string())
     # inference engines choose the class by `architectures`, which only models that were loaded have
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     yield "config.json", json.dumps(config, indent=2, sort_keys=True).encode()
-    for path in sorted({tokenizer / "tokenizer.json", *tokenizer.glob("*"), *tokenizer.glob("*/*.jinja")}):
-        name = path.relative_to(tokenizer).as_posix()
-        if _OF_TOKENIZER.fullmatch(name) and (path.is_file() or name == "tokenizer.json"):
-            yield name, path.read_bytes()
+    yield from _tokenizer_files(tokenizer)
     origin = Path(model.name_or_path) if model.name_or_path else tokenizer
     if ends := end_tokens(vars(model.generation_config or GenerationConfig())):
         original = read_generation_config(origin)
@@ -77,6 +80,13 @@ def model_files(
         written = path.name in _WRITTEN or _OF_TOKENIZER.fullmatch(path.name)
         if path.is_file() and not written and not _WEIGHTS.search(path.name):
             yield path.name, path.read_bytes()
+
+
+def _tokenizer_files(tokenizer: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted({tokenizer / "tokenizer.json", *tokenizer.glob("*"), *tokenizer.glob("*/*.jinja")}):
+        name = path.relative_to(tokenizer).as_posix()
+        if _OF_TOKENIZER.fullmatch(name) and (path.is_file() or name == "tokenizer.json"):
+            yield name, path.read_bytes()
 
 
 def _weights(model: PreTrainedModel, whole: Iterable[tuple[str, Tensor]] | None) -> Content:
@@ -186,7 +196,7 @@ def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
 
 def _parts(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a checkpoint beside the model's, by the names of its parts."""
-    return {"optimizer": _optimizer_tensors(learner)} | {name: saved(m) for name, m in _beside(learner).items()}
+    return {"optimizer": _optimizer_tensors(learner)} | _beside(learner)
 
 
 def _facts(learner: Learner) -> bytes:
@@ -202,18 +212,26 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
     """
     where = checkpoint.directory
     _check_tokenizer(checkpoint, tokenizer)
-    _check_config(learner.model, json.loads(checkpoint.read("config.json")), where)
-    weights = read_part(checkpoint, "model", learner.ranks)
+    if adapter_weights(learner.model):
+        from treadle.models.lora import check_adapter  # peft, which only adapters need
+
+        check_adapter(learner.model, checkpoint)
+        weights = read_part(checkpoint, "adapter_model", learner.ranks)
+    else:
+        if "config.json" not in checkpoint.sha256:
+            raise CheckpointError(f"checkpoint {where} holds an adapter, and training.lora is not set")
+        _check_config(learner.model, json.loads(checkpoint.read("config.json")), where)
+        weights = read_part(checkpoint, "model", learner.ranks)
     if _FACTS not in checkpoint.sha256:
-        copy_weights(learner.model, weights, str(where))
+        copy_weights(saved(learner.model), weights, str(where))
         learner.begin_here()
         return
     facts = _Facts(**json.loads(checkpoint.read(_FACTS)))
     moments = read_part(checkpoint, "optimizer", learner.ranks)
     beside = {name: read_part(checkpoint, name, learner.ranks) for name in _beside(learner)}
-    copy_weights(learner.model, weights, str(where))
-    for name, module in _beside(learner).items():
-        copy_weights(module, beside[name], str(where))
+    copy_weights(saved(learner.model), weights, str(where))
+    for name, tensors in _beside(learner).items():
+        copy_weights(tensors, beside[name], str(where))
     _restore_moments(learner, moments)
     learner.updates_done = facts.updates_done
     if learner.kl is not None and facts.kl_coef is not None:
@@ -249,9 +267,8 @@ def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path)
             )
 
 
-def copy_weights(model: nn.Module, weights: TensorSource, source: str) -> None:
-    """Copy `weights` into the model. Raises CheckpointError, naming the first difference, if they do not fit it."""
-    mine = saved(model)
+def copy_weights(mine: Mapping[str, Tensor], weights: TensorSource, source: str) -> None:
+    """Copy `weights` into these. Raises CheckpointError, naming the first difference, if they do not fit."""
     for name in sorted(mine.keys() | weights.shapes.keys()):
         ours, theirs = mine.get(name), weights.shapes.get(name)
         if ours is None or theirs is None or ours.shape != theirs:
@@ -264,15 +281,21 @@ def copy_weights(model: nn.Module, weights: TensorSource, source: str) -> None:
 
 def checkpoint_bytes(learner: Learner) -> int:
     """Return about how many bytes a checkpoint has: weights and two moments, value head and reference if any."""
-    modules = [learner.trained] * 3 + list(_beside(learner).values())
-    return sum(t.numel() * t.element_size() for module in modules for t in saved(module).values())
+    moved = [parameter for _, parameter in trained(learner.trained)]
+    tensors = [
+        *saved(learner.trained).values(),
+        *moved,
+        *moved,
+        *(t for p in _beside(learner).values() for t in p.values()),
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _beside(learner: Learner) -> dict[str, nn.Module]:
-    """Return what else a learner computes with, by the name of its file."""
-    reference = None if learner.reference is None else learner.reference.model
-    modules = {"value_head": learner.value_head, "reference": reference}
-    return {name: module for name, module in modules.items() if module is not None}
+def _beside(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of what else a learner computes with, by the name of its file."""
+    head = {} if learner.value_head is None else saved(learner.value_head)
+    parts = {"value_head": head, "reference": learner.reference_weights()}
+    return {name: tensors for name, tensors in parts.items() if tensors}
 
 
 def _shape(shape: torch.Size | None) -> str:

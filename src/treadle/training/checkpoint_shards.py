@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from treadle.core.errors import CheckpointError, ConfigError
-from treadle.core.files import sync_directory, sync_file
-from treadle.core.manifest import Manifest, prove_files
+from treadle.core.files import Manifest, prove_files, sync_directory, sync_file
 from treadle.models.model_cache import remedy_for
 from treadle.models.weights import saved
 from treadle.training.ranks import Ranks

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.config import Config
-from treadle.models.config import ModelConfig
+from treadle.models.config import LoraConfig, ModelConfig
 from treadle.packing.layout import Packing, Sharing
 
 
@@ -63,6 +63,7 @@ class TrainingConfig(Config):
         1, ge=1, description="times that a batch is gone through before weights are published"
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
+    lora: LoraConfig | None = Field(None, description="train adapters, and leave the model as it is (docs/lora.md)")
     packing: Packing = Field(
         Packing.TREE, strict=False, description="how steps share tokens in the forward pass; a matter of cost only"
     )
@@ -75,7 +76,8 @@ class TrainingConfig(Config):
     precision: Literal["float32", "bfloat16", "bfloat16_pure"] = Field(
         "float32",
         description="of forward passes; weights and optimizer stay float32. bfloat16: where autocast finds it safe; "
-        "bfloat16_pure: of norms and residuals, too, which halves what several ranks gather",
+        "bfloat16_pure: of norms and residuals, too, which halves what several ranks gather; with lora also of the "
+        "model's own weights",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     routing_replay: bool = Field(

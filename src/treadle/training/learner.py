@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -32,11 +33,11 @@ from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError, TrainingStopped
-from treadle.core.memory import release_freed_memory
 from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.processes import release_freed_memory
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
-from treadle.models.weights import saved
+from treadle.models.weights import adapter_weights, copy_by_name, replaced, saved
 from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.slots import Slot, balance, slots
@@ -78,7 +79,8 @@ class Learner:
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget affect cost and rounding only.
-    reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now. ranks: processes that share
+    reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now, of one with adapters that of
+    the adapters alone (`reference_adapter`). ranks: processes that share
     the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
     model that is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
@@ -109,7 +111,9 @@ class Learner:
         self._own_reference = reference is None
         half, budget = training.precision == "bfloat16", training.max_tokens_per_microbatch
         self.reference: Forward | None = None
-        if kl is not None:
+        self.reference_adapter: dict[str, Tensor] = {}
+        adapted = bool(adapter_weights(model))
+        if kl is not None and (reference is not None or not adapted):
             frozen = (reference or copy.deepcopy(model)).requires_grad_(False)
             check_reference(algorithm, frozen, model)
             self.reference = Forward(frozen, budget, half=half)
@@ -121,10 +125,13 @@ class Learner:
             routing=training.routing_replay,
             value_head=self.value_head,
         )
-        for forward in (self.forward, self.reference):
+        for forward in dict.fromkeys((self.forward, self.reference)):
             if forward is not None:
                 is_policy = forward is self.forward or self._own_reference
                 self.ranks.shard(forward, half=training.precision == "bfloat16_pure", read=read if is_policy else None)
+        if kl is not None and self.reference is None:  # the policy's own base, with the adapter as it is now
+            self.reference = self.forward.choosing()
+            self.reference_adapter = {name: tensor.clone() for name, tensor in adapter_weights(model).items()}
         self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
@@ -192,7 +199,7 @@ class Learner:
             start = self.scores(batch)
         logp_old = None if start is None else start.logp.cpu().numpy()
         values = None if start is None or start.value is None else start.value.cpu().numpy()
-        logp_ref = None if self.reference is None else self._scores(self.reference, batch).logp.cpu().numpy()
+        logp_ref = self._reference_logprobs(batch)
 
         advantage = self._advantages(batch, logp_old, logp_ref, values)
         objective = self.objective(batch, advantage, logp_old, logp_ref, values)
@@ -216,6 +223,12 @@ class Learner:
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
+
+    def _reference_logprobs(self, batch: FlatBatch) -> NDArray[np.floating] | None:
+        if self.reference is None:
+            return None
+        with replaced(self.model, self.reference_adapter) if self.reference_adapter else nullcontext():
+            return self._scores(self.reference, batch).logp.cpu().numpy()
 
     def _advantages(
         self,
@@ -357,10 +370,11 @@ class Learner:
             self._refresh_reference()
 
     def _refresh_reference(self) -> None:
-        if self.reference is not None:
-            weights = saved(self.model)
-            for name, tensor in saved(self.reference.model).items():
-                tensor.copy_(weights[name])
+        copy_by_name(self.reference_weights(), saved(self.model))
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Return name -> tensor, not copied, of what the reference computes with beside the base; {} without one."""
+        return self.reference_adapter or ({} if self.reference is None else saved(self.reference.model))
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
         # a greedy token is never trained; any temperature serves for its unused log-probability

@@ -13,7 +13,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.chat import load_chat
-from treadle.models.config import ModelConfig
+from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import load_reference, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_sharded
@@ -50,7 +50,8 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     """
     first, kl = ranks is None or ranks.rank == 0, spec.algorithm.kl
     read = _read_sharded(spec.model, ranks) if ranks is not None and spec.placement.loading == "sharded" else None
-    model = load_model(spec.model, spec.seed, weights=first and read is None)
+    half = spec.training.precision == "bfloat16_pure"
+    model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
     reference = None if kl is None or kl.model is None else load_reference(kl.model, model, weights=first)
     if spec.placement.ranks == 1:
         for module in (model, reference):
@@ -90,13 +91,16 @@ def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:
     return EmbeddedSource(load_model(config, seed), tokenizer_directory(config), Compute(None))
 
 
-def load_model(config: ModelConfig, seed: int, weights: bool = True) -> PreTrainedModel:
-    """Return the configured model, large enough for its tokenizer. weights: see `make_model`.
+def load_model(
+    config: ModelConfig, seed: int, lora: LoraConfig | None = None, half: bool = False, weights: bool = True
+) -> PreTrainedModel:
+    """Return the configured model, large enough for its tokenizer.
 
+    lora: with adapters to be trained; half: whose base is in bfloat16 (`models.lora`). weights: see `make_model`.
     Raises ConfigError or DamageError.
     """
     tokenizer, renderer = load_chat(config)
-    model = make_model(config, len(tokenizer), seed, weights)
+    model = make_model(config, len(tokenizer), seed, weights, lora, half)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(renderer.stop_ids)  # what is exported ends as here
     return model

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from treadle.core.manifest import Manifest
-from treadle.core.status import ComponentStatus, ProcessId
+from treadle.core.engine import ComponentStatus, ProcessId
+from treadle.core.files import Manifest
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute

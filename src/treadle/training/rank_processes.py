@@ -23,8 +23,8 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from treadle.core.child_process import exit_in_words, start_child
 from treadle.core.errors import RankError, TreadleError
+from treadle.core.processes import exit_in_words, start_child
 from treadle.training.ranks import Ranks
 
 _MODULE = "treadle.training.rank_worker"

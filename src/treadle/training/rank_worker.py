@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from transformers.utils import logging as hf_logging
 
-from treadle.core.child_process import end_with_parent, parent_has_ended
 from treadle.core.errors import RankError, TreadleError
-from treadle.core.memory import return_large_blocks_when_freed
+from treadle.core.processes import end_with_parent, parent_has_ended, return_large_blocks_when_freed
 from treadle.training.rank_processes import RankAnswer, RankCall, RankSetup
 from treadle.training.sharding import join
 

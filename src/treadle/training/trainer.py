@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from treadle.core.manifest import Manifest
-from treadle.core.status import ComponentStatus
+from treadle.core.engine import ComponentStatus
+from treadle.core.files import Manifest
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute

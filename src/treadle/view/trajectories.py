@@ -11,10 +11,9 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from treadle.core.errors import DamageError, RunError, TreadleError
-from treadle.core.prefix import common_prefix
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Ids, Step, StepState
+from treadle.core.types import Ids, Step, StepState, common_prefix
 from treadle.orchestration.reporting.report import PackingCount
 from treadle.orchestration.store.group_search import Split
 from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.models import distance, exact, norm, random_groups, tiny
 from tests.training.reference import accumulated, earlier_policy, make_learner
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.core.child_process import parent_has_ended
 from treadle.core.errors import TrainingStopped
+from treadle.core.processes import parent_has_ended
 from treadle.core.types import Group
 from treadle.models.weights import published, trained, weights_digest, whole
 from treadle.packing.flat import flatten

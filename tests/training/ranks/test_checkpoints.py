@@ -19,7 +19,7 @@ from tests.models import distance, norm, random_groups, same_bits, weights_of
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, tiny
 from treadle.core.errors import CheckpointError, ConfigError, DamageError
-from treadle.core.manifest import MANIFEST, Manifest
+from treadle.core.files import MANIFEST, Manifest
 from treadle.core.trainer import Trainer
 from treadle.engines.staging import InProcess
 from treadle.models.weights import published, weights_digest

@@ -14,8 +14,7 @@ from torch import Tensor
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
-from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids, Routing, SamplingParams, StopReason
+from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
 from treadle.engines.stop_strings import Decode, StopStrings
 from treadle.engines.torch.cache_rows import Cached, CachedRows

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from treadle.core.memory import release_freed_memory
-from treadle.core.prefix import common_prefix
-from treadle.core.types import Ids
+from treadle.core.processes import release_freed_memory
+from treadle.core.types import Ids, common_prefix
 from treadle.engines.torch.kv_cache import KVCache
 
 _GROW = 64  # positions

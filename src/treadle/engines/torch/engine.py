@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from treadle.core.engine import Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.limits import Limits

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import EngineError
@@ -18,7 +18,7 @@ from treadle.core.types import Floats, Ids
 from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention
-from treadle.models.weights import unique_weights
+from treadle.models.weights import adapter_weights, saved
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Predicted:
 
 
 class CachedModel:
-    """A copy of a Hugging Face decoder that reads and writes a `KVCache`.
+    """A copy of a Hugging Face decoder that reads and writes a `KVCache`; one with adapters shares the base's tensors.
 
     dtype: of the weights and the cache; logits are always float32.
     prefill_tokens: most (padded) tokens of one pass. routing: report which experts are chosen.
@@ -50,9 +50,17 @@ class CachedModel:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int, routing: bool = False) -> None:
         require_plain_attention(model)
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        for parameter in self.model.parameters():  # not buffers: rounded rotary frequencies would misplace late tokens
-            parameter.data = parameter.data.to(dtype)
+        adapted = bool(adapter_weights(model))
+        shared = {
+            id(p): nn.Parameter(p.detach(), requires_grad=False)
+            for name, p in model.named_parameters()
+            if adapted and ".lora_" not in name
+        }
+        self.model = copy.deepcopy(model, shared).requires_grad_(False).eval()
+        # not buffers: rounded rotary frequencies would misplace late tokens
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" not in name:
+                parameter.data = parameter.data.to(dtype)
         self.model.set_attn_implementation(ATTENTION)
         self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
@@ -131,7 +139,7 @@ class CachedModel:
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy weights in. Raises EngineError, and changes nothing, if some are missing or of another shape."""
-        mine = unique_weights(self.model)
+        mine = saved(self.model)
         unfit = sorted(name for name, t in mine.items() if name not in weights or weights[name].shape != t.shape)
         if unfit:
             raise EngineError(
@@ -142,6 +150,6 @@ class CachedModel:
             tensor.copy_(weights[name])
 
     def release(self) -> None:
-        """Free the memory of the weights until others are loaded."""
-        for tensor in unique_weights(self.model).values():
+        """Free the memory of the weights until others are loaded; of one with adapters, theirs alone."""
+        for tensor in saved(self.model).values():
             tensor.untyped_storage().resize_(0)

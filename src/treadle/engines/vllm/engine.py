@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from treadle.core.engine import Completion
+from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError, TreadleError
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.vllm.calls import COLDEST, check_call, sample
 from treadle.engines.vllm.publication import Publication

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.extras import how_to_install
+from treadle.core.registry import how_to_install
 from treadle.core.text import escape_text
 
 COLUMNS = ("path", "task_binary")

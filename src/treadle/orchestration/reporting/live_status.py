@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from treadle.core.status import ComponentStatus, ProcessId
+from treadle.core.engine import ComponentStatus, ProcessId
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
 
 _PERIOD = 1.0  # seconds

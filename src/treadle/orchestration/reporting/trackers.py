@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
-from treadle.core.checked_json import checked_json, parse_checked_json
 from treadle.core.config import describe, dump_yaml
 from treadle.core.errors import ConfigError, DamageError
-from treadle.core.extras import how_to_install
 from treadle.core.files import write_atomically
+from treadle.core.registry import how_to_install
+from treadle.core.text import checked_json, parse_checked_json
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
 from treadle.orchestration.reporting.metrics import EvaluationResult
 from treadle.rollout.isolation.user_code import raised

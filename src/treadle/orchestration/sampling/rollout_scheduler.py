@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from treadle.core.draws import Stream
+from treadle.core.engine import ComponentStatus
 from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
-from treadle.core.status import ComponentStatus
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.concurrency import ConcurrencyController

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError, RunError, TreadleError
-from treadle.core.extras import extra_of, how_to_install
+from treadle.core.registry import extra_of, how_to_install
 from treadle.models.loading import load_reference, make_model
-from treadle.models.model_files import require_model, require_template, tokenizer_directory
+from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention, why_not_packable
+from treadle.models.weights import trained
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import load_callbacks
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface
@@ -142,15 +143,17 @@ def _model(config: RunConfig, chat: ChatInterface | None) -> tuple[PreTrainedMod
     if chat is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
         raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
     vocabulary = 0 if chat is None else chat.renderer.vocabulary
-    model = make_model(config.model, vocabulary, config.seed, weights=False)
+    model = make_model(config.model, vocabulary, config.seed, weights=False, lora=config.training.lora)
     if config.training.routing_replay:
         Routers.of(model)
     text = model.config.get_text_config()
     check_context(config, int(text.max_position_embeddings))
-    where = "built from the seed" if config.model.path is None else str(require_model(config.model.path, "model.path"))
+    where = "built from the seed" if config.model.build else str(base_directory(config.model))
     reason = why_not_packable(model.config)
     packing = f"; trained with packing 'step': {reason}" if reason else ""
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    if config.training.lora is not None:
+        size += f", of which {sum(p.numel() for _, p in trained(model)):,} are trained"
     return model, f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}"
 
 

@@ -23,6 +23,7 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.launch import ServerProcess, Started
 from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
+from treadle.models.weights import adapter_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
 from treadle.training.make import load_model
@@ -74,7 +75,7 @@ def training_engine(
         config=config.engine_in_training(may_wait),
         chat=chat,
         source=trainer,
-        load_model=partial(load_model, config.model, config.seed),
+        load_model=partial(load_model, config.model, config.seed, config.training.lora),
         logs=logs,
         routing=config.training.routing_replay,
         log=log,
@@ -91,7 +92,10 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open Treadle's own engine, in this process or one of its own; see `OpenEngine`."""
     if spec.config.own_process:
         return await _own_process(spec)
-    embedded = embedded_engine(spec.config, spec.chat, spec.load_model(), spec.routing)
+    # beside a trainer of adapters, the engine computes with that one's own base
+    shared = isinstance(spec.source, EmbeddedSource) and bool(adapter_weights(spec.source.module))
+    model = spec.source.module if isinstance(spec.source, EmbeddedSource) and shared else spec.load_model()
+    embedded = embedded_engine(spec.config, spec.chat, model, spec.routing)
     if isinstance(spec.source, EmbeddedSource):
         return embedded, EmbeddedSync(spec.source, embedded)
     return embedded, FileSync(spec.source, embedded)  # the tensors are in other processes

@@ -1,7 +1,7 @@
 """How much memory a run needs, by what holds it, and how much this machine has.
 
-Letters: P weights of the model, R of the reference; T tokens of a micro-batch, L layers, h hidden size, i intermediate
-size, q and k widths of all query and of all key heads, V vocabulary.
+Letters: P weights of the model, A of its adapters, R of the reference; T tokens of a micro-batch, L layers, h hidden
+size, i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from treadle.models.weights import published, trained
+from treadle.models.weights import published, trained, unique_weights
 from treadle.orchestration.config import RunConfig
 from treadle.training.lm_head import CHUNK_BYTES
 
@@ -41,27 +41,33 @@ def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTra
     to 25% above what autograd keeps).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
-    weights = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    served = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    lora = config.training.lora is not None
+    base = sum(t.numel() for t in unique_weights(model).values()) * _FLOAT32 - served if lora else 0
+    if config.training.precision == "bfloat16_pure":
+        base //= 2
+    weights, letter = base + served, "A" if lora else "P"
     ranks, resident = config.placement.learner.ranks, _resident_bytes()
     parts = [
         MemoryPart("Python and libraries", resident, "of this process now"),
         *([MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now")] * (ranks > 1)),
-        MemoryPart("weights", weights, "4 bytes x P"),
-        MemoryPart("gradients", moved, "4 bytes x P"),
-        MemoryPart("AdamW's moments", 2 * moved, "8 bytes x P"),
+        MemoryPart("weights", weights, "of the base, and 4 bytes x A" if lora else "4 bytes x P"),
+        MemoryPart("gradients", moved, f"4 bytes x {letter}"),
+        MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
     ]
     if config.algorithm.kl is not None:
         other = model if reference is None else reference
         size = sum(t.numel() for _, t in published(other)) * _FLOAT32
-        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else "4 bytes x P, a copy"))
-    return [*parts, *_engine_parts(config, model, weights), *_activations(config, model)]
+        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
+    return [*parts, *_engine_parts(config, model, base, served), *_activations(config, model)]
 
 
 def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
     """About how many bytes a checkpoint takes on disk: weights, two moments, the reference if there is one."""
     beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
-    modules = (model, model, model, *beside)
-    return sum(t.numel() * _FLOAT32 for module in modules for _, t in published(module))
+    modules = (model, *beside)
+    moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
+    return _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
 
 
 def machine_memory() -> int:
@@ -78,14 +84,19 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _engine_parts(config: RunConfig, model: PreTrainedModel, weights: int) -> list[MemoryPart]:
+def _engine_parts(config: RunConfig, model: PreTrainedModel, base: int, served: int) -> list[MemoryPart]:
+    """base: of adapters, which an engine in the learner's process shares if it has the same type."""
     engine, size = config.engine, 4 if config.engine.dtype == "float32" else 2
-    copy = weights * size // _FLOAT32
+    letter, copy = "A" if base else "P", served * size // _FLOAT32
     if engine.kind != "torch":
-        return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x P")]
-    parts = [MemoryPart("the engine's weights", copy, f"{size} bytes x P")]
-    if engine.own_process or config.placement.learner.ranks > 1:
-        parts.append(MemoryPart("weights on their way to it", weights, "4 bytes x P"))
+        return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
+    apart = engine.own_process or config.placement.learner.ranks > 1
+    half = config.training.precision == "bfloat16_pure"
+    if apart or half != (size == 2):
+        copy += base * size // (2 if half else _FLOAT32)
+    parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
+    if apart:
+        parts.append(MemoryPart("weights on their way to it", served, f"4 bytes x {letter}"))
     widths = _widths(model.config.get_text_config())
     if widths is not None:
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from treadle.core.errors import DataError
-from treadle.core.manifest import read_proven
+from treadle.core.files import read_proven
 from treadle.data.tasks import tasks_sha256
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.store.run_directory import RunDirectory

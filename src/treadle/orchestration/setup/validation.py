@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from treadle.core.errors import ConfigError
-from treadle.core.extras import how_to_install
-from treadle.core.registry import check_name
+from treadle.core.registry import check_name, how_to_install
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model

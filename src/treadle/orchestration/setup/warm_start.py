@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 
 from treadle.core.errors import CheckpointError, RunError
-from treadle.core.files import cache_directory
-from treadle.core.manifest import Manifest
+from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer
 from treadle.models.config import ModelConfig
 from treadle.models.loading import file_sha256
-from treadle.models.model_files import require_model, tokenizer_directory
+from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.setup.chat_interface import load_chat_interface, use_threads
@@ -129,6 +128,7 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "warm_start": section.model_dump(mode="json"),
         "model": config.model.model_dump(mode="json"),
         "model_files": _model_files(config.model),
+        "lora": None if config.training.lora is None else config.training.lora.model_dump(mode="json"),
         "seed": config.seed,
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
         "demonstrations": file_sha256(_source_file(section.demonstrations)),
@@ -142,8 +142,11 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
 
 
 def _model_files(config: ModelConfig) -> list[tuple[str, int, int]]:
-    files = [] if config.path is None else sorted(require_model(config.path, "model.path").glob("*"))
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    places = [] if config.build is not None else [base_directory(config)]
+    if config.adapter is not None:
+        places.append(Path(config.adapter))
+    files = [file for place in places for file in sorted(place.glob("*")) if file.is_file()]
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def _source_file(source: str) -> Path:

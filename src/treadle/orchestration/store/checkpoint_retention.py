@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treadle.core.errors import RemovedError, RunError
-from treadle.core.manifest import Manifest
+from treadle.core.files import Manifest
 from treadle.orchestration.config import KeepBest, RunConfig
 from treadle.orchestration.store.ledger_reader import LedgerReader, manifest_name, no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import DamageError, RunError
-from treadle.core.files import WrittenFile
-from treadle.core.manifest import MANIFEST
+from treadle.core.files import MANIFEST, WrittenFile
 from treadle.orchestration.schema import SCHEMA_VERSION
 from treadle.orchestration.store.tables import KEYS, Damaged, check_row, check_table
 

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from treadle.core.errors import DataError, RunError
-from treadle.core.files import WrittenFile, write_atomically
-from treadle.core.manifest import read_proven
+from treadle.core.files import WrittenFile, read_proven, write_atomically
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason

@@ -19,10 +19,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.core.checked_json import checked_json, is_unfinished, parse_checked_json
 from treadle.core.config import build, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, sha256_of, write_atomically
+from treadle.core.text import checked_json, is_unfinished, parse_checked_json
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.schema import SCHEMA_VERSION, without_version
 from treadle.orchestration.store.ledger import Ledger

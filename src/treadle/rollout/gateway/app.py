@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from treadle.core.errors import ContextExceeded, DataError
-from treadle.core.untrusted_json import read_json
+from treadle.core.text import read_json
 from treadle.rollout.gateway.chat_completions import CHAT
 from treadle.rollout.gateway.completions import COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from treadle.core.errors import DamageError, RemovedError
-from treadle.core.files import sha256_of
-from treadle.core.manifest import MANIFEST, Manifest, new_directory, prove_files, read_proven, remove_at_once
+from treadle.core.files import MANIFEST, Manifest, new_directory, prove_files, read_proven, remove_at_once, sha256_of
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(range(256)), "no newline": b"x"}
 

@@ -1,0 +1,100 @@
+"""`PinnedEngine`: every session is sampled by the weights of its first call, whatever is published meanwhile.
+
+version   engine                        sessions
+7         adapters of 7, cache          a (which began when 7 was the newest)
+8         adapters of 8, cache          b, c          all three share the base's tensors
+9         adapters of 9, cache          d, and those that begin now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+
+from torch import Tensor
+
+from treadle.core.engine import Completion, ComponentStatus
+from treadle.core.errors import EngineError
+from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.torch.engine import TorchEngine
+
+
+class PinnedEngine:
+    """Samples each session on the `TorchEngine` of its version. make: returns another engine of the same model.
+
+    behind: versions that a session may be behind the newest. The calls of one that would be further behind fail: what
+    they sampled could not be trained.
+    """
+
+    def __init__(self, make: Callable[[], TorchEngine], behind: int) -> None:
+        self._make, self._behind = make, behind
+        self._fresh: TorchEngine | None = make()  # until the first publication, which it is for
+        self.limits = self._fresh.limits
+        self._engines: dict[int, TorchEngine] = {}  # by version, oldest first
+        self._sessions: dict[str, int | None] = {}  # None until its first call
+
+    def open_session(self, session: str) -> None:
+        if session in self._sessions:
+            raise EngineError(f"session {session!r} is open already")
+        self._sessions[session] = None
+
+    def close_session(self, session: str) -> None:
+        engine = self._engines.get(self._sessions.pop(session, None) or 0)
+        if engine is not None:
+            engine.close_session(session)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        """Sample one completion, as `TorchEngine` does. Raises EngineError also for a version that is gone."""
+        if session not in self._sessions:
+            raise EngineError(f"session {session!r} is not open")
+        version = self._sessions[session]
+        if version is None:
+            version = self._sessions[session] = self._newest()
+            self._engines[version].open_session(session)
+        engine = self._engines.get(version)
+        if engine is None:
+            raise EngineError(
+                f"session {session!r} began with version {version}, and version {self._newest()} is more than "
+                f"orchestration.max_staleness ({self._behind}) ahead of it"
+            )
+        return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+
+    async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
+        """Return the log-probability of ids[1:] under the newest weights, as `TorchEngine` does."""
+        return await self._engines[self._newest()].score(ids, temperature=temperature)
+
+    async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample sessions that begin from now on with these weights. Raises EngineError, and changes nothing, if some
+        are missing or of another shape.
+        """
+        engine, self._fresh = self._fresh or self._make(), None
+        try:
+            await engine.update_weights(weights, version)
+        except BaseException:
+            await engine.close()
+            raise
+        replaced = self._engines.pop(version, None)  # a version is published again where a run goes on
+        self._engines[version] = engine
+        used = set(self._sessions.values())
+        gone = [v for v in self._engines if v < version and (v not in used or v < version - self._behind)]
+        for each in [*(self._engines.pop(v) for v in gone), *([replaced] if replaced else [])]:
+            await each.close()
+
+    async def sleep(self) -> None:
+        raise EngineError("an engine with training.lora.pin_attempts does not take turns; leave out placement.colocate")
+
+    def status(self) -> list[ComponentStatus]:
+        """Return the load of each version's engine."""
+        return list(chain.from_iterable(engine.status() for engine in self._engines.values()))
+
+    async def close(self) -> None:
+        engines = [*self._engines.values(), *([self._fresh] if self._fresh else [])]
+        for engine in engines:
+            await engine.close()
+
+    def _newest(self) -> int:
+        if not self._engines:
+            raise EngineError("no weights were published yet")
+        return max(self._engines)

@@ -1,0 +1,213 @@
+"""Adapters: their gradients, updates, reference and files, against dense computations and peft itself."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.models import (
+    distance,
+    exact,
+    full,
+    gradients,
+    keep_norms_in_float64,
+    norm,
+    ragged_groups,
+    random_groups,
+    same_bits,
+    step_logprobs,
+    tiny,
+    weights_of,
+)
+from tests.training.reference import LAYOUTS, accumulated, literal_loss, make_learner, scale
+from treadle.algorithms.config import AlgorithmConfig, KlConfig
+from treadle.core.errors import CheckpointError, ConfigError
+from treadle.core.files import Manifest
+from treadle.models.config import LoraConfig, ModelConfig
+from treadle.models.loading import make_model
+from treadle.models.lora import add_adapters, target_names
+from treadle.models.weights import adapter_weights, trained
+from treadle.packing.flat import flatten
+from treadle.training.checkpoint import export_model, load_checkpoint, save_checkpoint
+from treadle.training.config import OptimizerConfig
+from treadle.training.learner import Learner
+
+TOKENIZER = Path(__file__).parents[2] / "src/treadle/recipes/tokenizer"
+LORA = LoraConfig(rank=3, alpha=5)
+ADAPTED = ("qwen3", "qwen2", "llama", "gemma3-half-sliding", "qwen3-moe")
+
+
+def adapted(model: PreTrainedModel, config: LoraConfig = LORA, seed: int = 1) -> PreTrainedModel:
+    """The model with adapters that have learned something."""
+    add_adapters(model, config, seed)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in adapter_weights(model).items():
+            if ".lora_B." in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=random, dtype=torch.float64) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+@settings(max_examples=3)
+@given(groups=ragged_groups(max_groups=2, max_size=3, max_steps=4), budget=st.sampled_from([3, 20, 8192]))
+def test_the_gradient_of_adapters_is_that_of_each_step_alone(family: str, groups: list[Any], budget: int) -> None:
+    model = adapted(exact(family))
+    literal = literal_loss(model, groups, AlgorithmConfig(), None)
+    if literal.loss.requires_grad:
+        literal.loss.backward()
+    wanted = gradients(model)
+    limit = 1e-12 * max(norm(wanted), 1e-2 * scale(flatten(groups), AlgorithmConfig()))
+    for layout in LAYOUTS.values():
+        learner = make_learner(model, max_tokens_per_microbatch=budget, **layout)
+        accumulated(learner, groups)
+        assert distance(gradients(learner.model), wanted) <= limit
+        assert all(p.grad is None for p in learner.model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_in_float32_too(family: str) -> None:
+    model, groups = adapted(tiny(family)), random_groups(0)
+    precise = keep_norms_in_float64(copy.deepcopy(model))
+    literal_loss(precise, groups, AlgorithmConfig(), None).loss.backward()
+    learner = make_learner(model)
+    accumulated(learner, groups)
+    wanted = gradients(precise)
+    assert distance(gradients(learner.model), wanted) <= 1e-5 * norm(wanted)
+
+
+def test_two_updates_are_a_dense_computation() -> None:
+    """AdamW over the adapters alone; the base keeps its bits, weight decay or not."""
+    optimizer = OptimizerConfig(learning_rate=0.02, weight_decay=0.1)
+    model, batches = adapted(exact()), [random_groups(seed) for seed in (0, 1)]
+    learner = make_learner(model, optimizer=optimizer)
+    base = {name: p for name, p in weights_of(learner.model).items() if ".lora_" not in name}
+    for groups in batches:
+        learner.train_batch(groups)
+    dense = torch.optim.AdamW(
+        [p for name, p in model.named_parameters() if ".lora_" in name],
+        lr=optimizer.learning_rate,
+        betas=optimizer.betas,
+        weight_decay=optimizer.weight_decay,
+    )
+    for groups in batches:
+        dense.zero_grad()
+        literal_loss(model, groups, AlgorithmConfig(), None).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
+        dense.step()
+    after = weights_of(learner.model)
+    assert distance(after, weights_of(model)) < 1e-12
+    assert same_bits(base, {name: after[name] for name in base})
+    assert len(learner.optimizer.state) == len(adapter_weights(model)) == len(list(trained(model)))
+
+
+def logprobs(model: PreTrainedModel, groups: list[Any]) -> Any:
+    steps = [step for group in groups for t in group.trajectories for step in t.steps]
+    with torch.no_grad():
+        return np.concatenate([full(step_logprobs(model, step)[0]) for step in steps])
+
+
+def test_the_reference_is_the_adapter_of_the_start() -> None:
+    groups, algorithm = random_groups(0), AlgorithmConfig(kl=KlConfig(coef=0.1, reset_every=2))
+    model = adapted(exact())
+    learner = make_learner(model, algorithm, optimizer=OptimizerConfig(learning_rate=0.1))
+    batch, start = flatten(groups), logprobs(model, groups)
+
+    def reference() -> Any:
+        found = learner._reference_logprobs(batch)
+        return np.abs(full(found) - start).max()
+
+    assert reference() < 1e-12
+    learner.update(batch)
+    assert reference() < 1e-12 < np.abs(full(learner.logprobs(batch)) - start).max()
+    learner.update(batch)
+    moved = learner._reference_logprobs(batch)
+    assert np.abs(full(moved) - full(learner.logprobs(batch))).max() < 1e-12 < reference()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "base"
+    export_model(directory, tiny(vocab_size=512), TOKENIZER)
+    return directory
+
+
+def load(base: Path, lora: LoraConfig | None = LORA, adapter: Path | None = None) -> PreTrainedModel:
+    config = ModelConfig(path=str(base), adapter=None if adapter is None else str(adapter))
+    return make_model(config, 512, 0, lora=lora)
+
+
+def moved_learner(base: Path, **fields: Any) -> Learner:
+    learner = make_learner(
+        load(base, LoraConfig(**{"rank": 3, "alpha": 5, **fields})), AlgorithmConfig(kl=KlConfig(coef=0.1))
+    )
+    learner.train_batch(random_groups(0))
+    return learner
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # of transformers, which peft still asks
+@pytest.mark.parametrize("fields", [{}, {"rank_stabilized": True}, {"targets": "attention"}, {"targets": ("up_proj",)}])
+def test_a_checkpoint_is_an_adapter_that_peft_loads(base: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    learner = moved_learner(base, **fields)
+    save_checkpoint(tmp_path / "adapter", learner, TOKENIZER)
+    assert not list((tmp_path / "adapter").glob("model*"))
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    merged = load(base, None, tmp_path / "adapter")
+    ids = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        wanted = learner.model(input_ids=ids).logits
+        assert torch.equal(theirs(input_ids=ids).logits, wanted)
+        assert (merged(input_ids=ids).logits - wanted).abs().max() < 1e-5
+    assert not adapter_weights(merged) and all(p.requires_grad for p in merged.parameters())
+
+
+def test_training_goes_on_bit_by_bit(base: Path, tmp_path: Path) -> None:
+    learner = moved_learner(base)
+    digest = save_checkpoint(tmp_path / "a", learner, TOKENIZER)
+    again = make_learner(load(base), AlgorithmConfig(kl=KlConfig(coef=0.1)))
+    load_checkpoint(Manifest.load(tmp_path / "a", digest), again, TOKENIZER)
+    for each in (learner, again):
+        each.train_batch(random_groups(1))
+    assert same_bits(weights_of(learner.model), weights_of(again.model))
+    assert same_bits(learner.reference_adapter, again.reference_adapter)
+
+
+def test_what_does_not_belong_together_is_refused(base: Path, tmp_path: Path) -> None:
+    digest = save_checkpoint(tmp_path / "a", moved_learner(base), TOKENIZER)
+    manifest = Manifest.load(tmp_path / "a", digest)
+    export_model(tmp_path / "other", tiny(seed=3, vocab_size=512), TOKENIZER)
+    for model, error in (
+        (load(tmp_path / "other"), "belongs to the base .* is another one"),
+        (load(base, LoraConfig(rank=4, alpha=5)), "r is 3 there, 4 in training.lora"),
+        (load(base, None), "holds an adapter, and training.lora is not set"),
+    ):
+        with pytest.raises(CheckpointError, match=error):
+            load_checkpoint(manifest, make_learner(model), TOKENIZER)
+    with pytest.raises(CheckpointError, match="another one"):
+        load(tmp_path / "other", None, tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"training.lora.rank is 8, and the adapter .* has 3"):
+        load(base, LoraConfig(rank=8, alpha=5), tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json in"):
+        load(base, None, base)
+    settings = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    (tmp_path / "dora").mkdir()
+    (tmp_path / "dora/adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
+    (tmp_path / "dora/adapter_model.safetensors").write_bytes((tmp_path / "a/adapter_model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="has use_dora = True, which is not supported"):
+        load(base, None, tmp_path / "dora")
+
+
+def test_targets() -> None:
+    model = tiny("qwen3-moe")
+    assert target_names(model, "all-linear") == target_names(model, "attention")  # experts are no linear layers
+    assert target_names(tiny(), "mlp") == ["down_proj", "gate_proj", "up_proj"]
+    with pytest.raises(ConfigError, match=r"no linear layers named \['gate'\]; it has .*experts, routers and the head"):
+        target_names(model, ("q_proj", "gate"))
