@@ -244,7 +244,7 @@ HERE = "tests.orchestration.test_callbacks"
         ("[tensorbord]", "did you mean 'tensorboard'"),
         (f"[{{name: '{HERE}:Lines', options: {{path: x}}}}]", "unexpected keyword argument 'path'"),
         (f"['{HERE}:Async']", r"async methods \(update\)"),
-        ("['builtins:dict']", "not a treadle.Callback"),
+        ("['tests.worlds:plain_renderer']", "not a treadle.Callback"),
         (f"['{HERE}:Lines', '{HERE}:Lines']", "listed twice"),
     ],
 )

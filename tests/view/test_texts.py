@@ -10,8 +10,7 @@ from tests.worlds import PLAIN, chatml, plain_ids, tool, user
 from treadle.core.types import Message
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
-from treadle.view.models import Segment
-from treadle.view.texts import TokenTexts, extended_spans, message_spans, prefix_segments
+from treadle.view.texts import Segment, TokenTexts, extended_spans, message_spans, prefix_segments
 
 TEXTS = TokenTexts(PLAIN.backend_tokenizer)
 

@@ -28,7 +28,6 @@ from treadle.core.errors import RunError, TreadleError
 from treadle.core.text import escape_line
 from treadle.view.compare import compare, compare_tasks
 from treadle.view.groups import list_groups
-from treadle.view.models import Json
 from treadle.view.recorded_run import Key, RecordedRun, Run, Runs
 from treadle.view.run_pages import (
     activity,
@@ -39,6 +38,7 @@ from treadle.view.run_pages import (
     view_metrics,
     view_run,
 )
+from treadle.view.texts import Json
 from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
 _RUN_PAGES: dict[str, Callable[..., Any]] = {
@@ -148,7 +148,7 @@ def _export_trajectory(run: Run, trajectory_id: Key) -> Response:
 
 def _export_group(run: Run, group_id: Key) -> Response:
     view = view_group(run, group_id)
-    names = [attempt.trajectory_id for attempt in view.group.attempts]
+    names = [attempt.trajectory_id for attempt in view["group"].attempts]
     attempts = {f"trajectories/{name}": view_trajectory(run, name) for name in names}
     return _download(run, "group", group_id, {f"groups/{group_id}": view, **attempts})
 

@@ -11,9 +11,9 @@ from treadle.core.config import as_override, describe
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.outcomes import given
 from treadle.orchestration.reporting.curve import RunMetrics, group_runs
-from treadle.view.groups import group_rows
-from treadle.view.models import GroupRow, Json
+from treadle.view.groups import GroupRow, group_rows
 from treadle.view.recorded_run import RecordedRun
+from treadle.view.texts import Json
 
 
 def compare(runs: Sequence[RecordedRun]) -> Json:

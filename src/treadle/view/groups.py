@@ -9,17 +9,53 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import Query
+from pydantic import BaseModel
 
 from treadle.core.errors import Cause, RunError
 from treadle.core.text import escape_line
 from treadle.core.types import PLAYERS, DropReason, StepState
 from treadle.orchestration.store.group_search import GroupQuery, find_groups
-from treadle.view.models import Attempt, GroupRow, Json
 from treadle.view.recorded_run import RecordedRun, Run
-from treadle.view.texts import clipped
+from treadle.view.texts import Json, clipped
 
 _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
 _QUESTION = 240  # characters of a question in the table
+
+
+class Attempt(BaseModel):
+    """A trajectory as a table shows it. states: number of its steps by outcome, `{"dropped: stale": 2}`."""
+
+    trajectory_id: str
+    attempt: int
+    status: str
+    reward: float | None
+    trained_reward: float | None
+    advantage: float | None
+    components: dict[str, float]
+    steps: int
+    completion_tokens: int
+    seconds: float
+    failure_cause: str | None
+    failure_message: str | None
+    warning: str
+    states: dict[str, int]
+
+
+class GroupRow(BaseModel):
+    """A line of the groups' table. update: the one that trained it, or after which it was evaluated.
+
+    when: that in words, or why there is none: `update 3`, `no update: stale`.
+    """
+
+    group_id: str
+    split: str
+    task_id: str
+    question: str
+    played_by: str
+    update: int | None
+    version: int | None
+    when: str
+    attempts: list[Attempt]
 
 
 def list_groups(run: Run, query: Annotated[GroupQuery, Query()]) -> Json:
@@ -166,11 +202,7 @@ def explain(state: str, reason: str | None) -> Explanation:
 
 
 def fate(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> Json:
-    """Explain what became of a step.
-
-    step, trajectory: rows of the ledger. update: the one that trained its group, if known. trainable: number of its
-    sampled tokens that may be trained.
-    """
+    """Explain a step's outcome, by its and its trajectory's row. trainable: number of its trainable sampled tokens."""
     text, settings = explain(step["state"], step["reason"])
     if step["state"] == StepState.TRAINED:
         text = _trained(step, trajectory, update, trainable)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request
 from fastapi import Path as InPath
+from pydantic import BaseModel
 
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
@@ -18,14 +19,34 @@ from treadle.orchestration.store.group_search import LARGEST
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
 from treadle.orchestration.store.rollout_store import load_run_tokenizer
 from treadle.orchestration.store.run_directory import JsonLog, RunDirectory
-from treadle.view.models import Json, RunSummary
-from treadle.view.texts import TokenTexts
+from treadle.view.texts import Json, TokenTexts
 
 T = TypeVar("T")
 Number = Annotated[int, Query(ge=0, le=LARGEST)]
 Key = Annotated[str, InPath(max_length=1000)]
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
+
+
+class RunSummary(BaseModel):
+    """A line of the list of runs. best, last: evaluations. problems: what cannot be shown of the run, and why."""
+
+    key: str
+    name: str
+    path: str
+    state: str = "unknown"
+    recipe: str = ""
+    about: str = ""
+    seed: int | None = None
+    update: int = 0
+    updates: int = 0
+    best: Json | None = None
+    last: Json | None = None
+    reward: float | None = None
+    rewards: list[float | None] = []
+    seconds_per_update: float | None = None
+    wall_seconds: float | None = None
+    problems: list[str] = []
 
 
 class RecordedRun:

@@ -23,9 +23,8 @@ from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.rollout_store import read_call_times
 from treadle.orchestration.store.run_directory import JsonLog
 from treadle.view.groups import explain
-from treadle.view.models import Json
 from treadle.view.recorded_run import Number, RecordedRun, Run
-from treadle.view.texts import clipped
+from treadle.view.texts import Json, clipped
 
 _MAX_FAILURES = 20
 
@@ -212,10 +211,7 @@ def _train_calls(run: RecordedRun) -> tuple[tuple[Floats, ...], list[str]]:
 
 
 def _shard_times(directory: Path, shard: WrittenFile) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Return when each call began, was sampled and ended; and of each attempt the first beginning and the last end.
-
-    The rest of the shard is not kept: a run may have made millions of calls.
-    """
+    """Return when each call began, was sampled and ended, and each attempt's first beginning and last end."""
     timed = [call for call in read_call_times(directory, shard) if call["started"] is not None]
     began, waited, seconds = (
         np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")

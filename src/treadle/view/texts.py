@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 
 from treadle.core.text import escape_text
@@ -16,11 +17,36 @@ from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step
 from treadle.packing.flat import PackedCall
 from treadle.packing.tree import depth_first
-from treadle.view.models import Json, Segment, Span
 
+Json = dict[str, Any]
 _PIECE = "\ufffd"  # what an unfinished character decodes to
 _MESSAGE = 2000  # characters
 _LONGEST = 4  # bytes of a character
+
+
+class Span(BaseModel):
+    """Tokens [start, end) of a step with one role and kind: template, text, thought or call."""
+
+    start: int
+    end: int
+    role: str
+    kind: str
+
+
+class Segment(BaseModel):
+    """Consecutive tokens of the prefix tree without a fork, all read or all sampled.
+
+    parent: index of the segment before it; -1 at a root. depth: tokens before it. steps: indices of those it is part
+    of. sampled: of those that sampled it; the others read it. joined: (start, count, text) of tokens that are pieces of
+    a character.
+    """
+
+    parent: int
+    depth: int
+    ids: list[int]
+    steps: list[int] = []
+    sampled: list[int] = []
+    joined: list[tuple[int, int, str]] = []
 
 
 class TokenTexts:

@@ -34,10 +34,7 @@ from treadle.rollout.isolation.user_code import raised
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a callback gets at the start of a run.
-
-    update: number of the last update already made; 0 in a new run. log: adds a line to the run's output.
-    """
+    """Start of a run. update: the last one already made, 0 in a new run. log: adds a line to the run's output."""
 
     directory: Path
     config: RunConfig
@@ -85,10 +82,7 @@ class Callback:
         """A line of the run's output: a failure seen for the first time, a task that is left out."""
 
     def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
-        """End of the run, or its interruption: with its summary, or with an error.
-
-        An exception in this method only becomes a line of output.
-        """
+        """End of the run, with its summary or an error. An exception here only becomes a line of output."""
 
 
 EVENTS = tuple(name for name, member in vars(Callback).items() if inspect.isfunction(member) and name[0] != "_")
@@ -121,10 +115,7 @@ class Callbacks(Callback):
         self._members, self.stop, self._progress = dict(members), stop, progress
 
     def around(self, run: RunStart, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case.
-
-        Raises RunError if a callback cannot start, and what `work` raises.
-        """
+        """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case."""
         started: dict[str, Callback] = {}
         summary: Mapping[str, Any] | None = None
         failure: BaseException | None = None

@@ -86,10 +86,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves that share a pair of axes.
-
-    greedy: those of greedy evaluations, before and after training. is_share: whether values are between 0 and 1.
-    """
+    """Curves that share a pair of axes. greedy: of greedy evaluations. is_share: values are between 0 and 1."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -165,10 +162,7 @@ def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
 
 
 def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel:
-    """Return the panel of held-out success of these kinds of tasks. of: what follows in its title.
-
-    Greedy evaluations before and after training are curves of their own, where the others are sampled.
-    """
+    """Return the panel of held-out success of these kinds of tasks. of: what follows in its title."""
 
     def curves(kinds: Sequence[str], greedy: bool) -> tuple[Curve, ...]:
         return _curves(
@@ -184,10 +178,7 @@ def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel
 
 
 def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
-    """Return held-out success by update.
-
-    greedy: of the evaluations at temperature 0 that are made beside those at `evaluation.temperature`.
-    """
+    """Return held-out success by update. greedy: of the evaluations at temperature 0 beside the sampled ones."""
     always_greedy = run.config.evaluation.temperature == 0
     points = {}
     for row in run.rows:
@@ -318,10 +309,7 @@ def _draw_curve(axes: Axes, curve: Curve, style: dict[str, Any], has_markers: bo
 
 
 def _legend(groups: Sequence[RunGroup], shown: Sequence[Panel], width: int) -> list[tuple[str, Artist]]:
-    """Return what is explained below the panels: the groups, if there are several, and how they are drawn.
-
-    width: of a line, in characters.
-    """
+    """Explain the groups, if there are several, and how they are drawn. width: of a line, in characters."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -344,10 +332,7 @@ def _legend(groups: Sequence[RunGroup], shown: Sequence[Panel], width: int) -> l
 
 
 def _text(text: str, width: int) -> str:
-    """Return text of a run in lines of `width`, three at most, as matplotlib shows them unchanged.
-
-    `$` starts no formula, and a `_` in front hides no label.
-    """
+    """Return lines of `width`, three at most, in which `$` starts no formula and a `_` in front hides no label."""
     lines = textwrap.wrap(escape_line(text), width, max_lines=3, placeholder=" ...")
     shown = "\n".join(lines).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

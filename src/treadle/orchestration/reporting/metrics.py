@@ -124,10 +124,7 @@ class EvaluationResult:
 def trajectory_metrics(
     groups: Sequence[Group], success_at: float, version: int, success_of: str | None = None
 ) -> Measures:
-    """Return the metrics of one update's groups, in which what was left out is marked as `core.outcomes` does.
-
-    Means over trajectories are over those with a reward. version: of the policy before the update.
-    """
+    """Return the metrics of one update's groups. version: of the policy before the update."""
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
     versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
@@ -149,10 +146,7 @@ def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
 
 
 def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float, abandoned_threads: int) -> Measures:
-    """Return the metrics of the run itself.
-
-    seconds: by phase of the update. wall, cpu: seconds of the run so far. abandoned_threads: their number now.
-    """
+    """Return the metrics of the run itself. seconds: by phase of the update. wall, cpu: seconds of the run so far."""
     phases = {SECONDS.of(phase): [value] for phase, value in seconds.items()}
     return measured("run", {**phases, WALL_SECONDS: [wall], CPU_SECONDS: [cpu], ABANDONED_THREADS: [abandoned_threads]})
 
@@ -250,10 +244,7 @@ def evaluation_result(
     table_by: str | None,
     success_of: str | None = None,
 ) -> EvaluationResult:
-    """Return the result of an evaluation from the groups that were played.
-
-    update: the last one before it. success_at, success_of: as in `EvaluationConfig`. table_by: key of a task's extras.
-    """
+    """Return the result of an evaluation. update: the last one before it. table_by: key of a task's extras."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     everyone = [t for attempts in graded for t in attempts]
     successes = [[_success(t, success_at, success_of) for t in attempts] for attempts in graded]

@@ -27,10 +27,7 @@ _OF_BATCH = ("rollout", "update", "publish")
 
 
 class Reporter:
-    """Turns what happens in the loop into events of `callbacks`; decides nothing.
-
-    seconds: of the phases of the current batch, by name.
-    """
+    """Turns what happens in the loop into events of `callbacks`. seconds: of the current batch's phases, by name."""
 
     def __init__(self, config: RunConfig, callbacks: Callback, clock: Clock) -> None:
         self.callbacks, self.clock = callbacks, clock
@@ -116,10 +113,7 @@ class Clock:
 
 
 def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
-    """Yield a line for rewards whose detail the advantage ignores, and in the first batch for names that no reward has.
-
-    first: the groups are the run's first batch, by which the names of components in the configuration are checked.
-    """
+    """Yield a line for rewards whose detail the advantage ignores; in the run's first batch, for unknown components."""
     trajectories = [t for group in groups for t in group.trajectories]
     name = config.algorithm.advantage
     early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])

@@ -89,10 +89,7 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
 def best_update(
     evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
 ) -> int | None:
-    """Update with the best evaluation at this temperature, the earliest of equals; None without any.
-
-    among: candidates; default: all.
-    """
+    """Update with the best evaluation at this temperature, the earliest of equals; among: candidates, default all."""
     figures = [
         (row[_FIGURES[metric]], -row["update"])
         for row in evaluations

@@ -87,14 +87,8 @@ class LedgerReader:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._damage_named():
-            try:
-                with self._opened() as db:
-                    yield db
-            except sqlite3.OperationalError as error:
-                if shows_damage(error):
-                    raise
-                raise RunError(f"the ledger {self.path} cannot be read: {error}; {self.remedy}") from error
+        with self._errors("cannot be read"), self._opened() as db:
+            yield db
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -111,15 +105,20 @@ class LedgerReader:
             raise RunError(f"the ledger {self.path} {what}; {self.remedy}")
 
     @contextmanager
-    def _damage_named(self) -> Iterator[None]:
+    def _errors(self, what: str, remedy: str = "") -> Iterator[None]:
+        """Raise DamageError if the file is not as it was written, RunError if the disk or a process is the cause."""
         try:
             yield
         except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:  # SQLite's message quotes what is damaged
-            if isinstance(error, sqlite3.Error) and not shows_damage(error):
-                raise
             no_text = isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8)
-            what = "a row is not as it was written: its text is not UTF-8" if no_text else error
-            raise DamageError(f"the ledger {self.path} is damaged: {what}; {self.remedy}") from error
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+            is_sql = isinstance(error, sqlite3.Error) and not no_text
+            if not is_sql or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                problem = "a row is not as it was written: its text is not UTF-8" if no_text else error
+                raise DamageError(f"the ledger {self.path} is damaged: {problem}; {self.remedy}") from error
+            if isinstance(error, sqlite3.OperationalError):
+                raise RunError(f"the ledger {self.path} {what}: {error}; {remedy or self.remedy}") from error
+            raise  # a bug
 
     @property
     def remedy(self) -> str:
@@ -285,10 +284,7 @@ class LedgerReader:
         return rows[0] if rows else None
 
     def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
-        """Attempts at one task in two evaluations, from failure to success if there is one.
-
-        component: of the reward that is compared with `success`, instead of the reward.
-        """
+        """Attempts at one task in two evaluations, from failure to success if possible. component: judged instead."""
         judged = "coalesce((SELECT value FROM json_each({0}.components) WHERE key = ?), {0}.reward)"
         values = (component, success) * 2
         rows = self.query(
@@ -369,12 +365,6 @@ class LedgerReader:
 def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
     names = [name for name, *_ in cursor.description]
     return [dict(zip(names, row, strict=True)) for row in cursor]
-
-
-def shows_damage(error: BaseException) -> bool:
-    """Whether an error is about the file's content, not about the disk, other processes or a statement."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith(_NOT_UTF8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,10 +189,7 @@ _TRACE_SCHEMA = pa.schema(
 
 
 def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> WrittenFile:
-    """Write the traces of a batch durably; return the file. Complete or absent. Raises RunError.
-
-    version: of the policy that the batch updated.
-    """
+    """Write the traces of a batch durably; return the file. version: of the policy before. Raises RunError."""
     rows = [{name: getattr(trace, name) for name in _TRACE_SCHEMA.names} for trace in traces]
     return write_table(directory, trace_file(version), pa.Table.from_pylist(rows, schema=_TRACE_SCHEMA))
 

@@ -243,10 +243,7 @@ def _listed(numbers: Sequence[int], limit: int = 5) -> str:
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """Newest run of a recipe that can go on: not finished, with a checkpoint on record.
-
-    Raises RunError if there is none, or if a run is damaged.
-    """
+    """Newest run of a recipe that can go on: not finished, with a checkpoint on record. Raises RunError."""
     started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
     unfinished = [run for run in started if run.config_file.is_file() and not run.has_summary]
     try:
@@ -262,10 +259,7 @@ def find_run(runs: Path, recipe: str) -> Path:
 
 
 def make_directory(runs: Path, config: RunConfig) -> Path:
-    """Make an empty directory for a run: `runs/demo-seed0-20260102-030405`; `...-2` if that is taken.
-
-    Raises RunError.
-    """
+    """Make an empty directory for a run: `runs/demo-seed0-20260102-030405`; `...-2` if that is taken."""
     name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     while True:

@@ -57,10 +57,7 @@ class RunStore:
             await asyncio.wait({self._writing})
 
     async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
-        """Write the traces of a trained batch, if any; the next checkpoint puts the file on record.
-
-        version: of the policy that was updated. Raises RunError.
-        """
+        """Write the traces of a trained batch, if any; the next checkpoint puts the file on record."""
         return await asyncio.to_thread(write_traces, self.run.traces, version, traces) if traces else None
 
     def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
@@ -86,11 +83,7 @@ def local_file(run: RunDirectory, directory: str) -> Path:
 
 @contextmanager
 def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
-    """Open the run's ledger for writing: in the run directory, or in one of this machine's own, from the run's copy.
-
-    directory: `orchestration.ledger_directory`; `recover_ledger` was called for that of the process before.
-    Raises RunError.
-    """
+    """Open the run's ledger for writing. directory: where, instead of in the run directory. Raises RunError."""
     if directory is None:
         with closing(Ledger(run.ledger_file)) as ledger:
             yield ledger
