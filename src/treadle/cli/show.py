@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from treadle.core.engine import ProcessId
     from treadle.core.trainer import StepTrace
     from treadle.core.types import Step
-    from treadle.orchestration.reporting.live_status import RunStatus
+    from treadle.orchestration.reporting.callbacks import RunStatus
     from treadle.orchestration.store.run_directory import RunDirectory
     from treadle.packing.breaks import Relation
 
@@ -287,7 +287,7 @@ def run_top(options: argparse.Namespace) -> int:
 
 def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
     """Return lines, and a table while the run is in progress."""
-    from treadle.orchestration.reporting.live_status import RunStatus
+    from treadle.orchestration.reporting.callbacks import RunStatus
 
     state, status = directory.state(), RunStatus.read(directory.status_file)
     if status is None:

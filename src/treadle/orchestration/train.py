@@ -22,9 +22,8 @@ from treadle.engines.kv_budget import budgeted
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.loop.loop import Loop
-from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, Progress, RunStart
+from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, LiveStatus, Progress, RunStart
 from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
-from treadle.orchestration.reporting.live_status import LiveStatus
 from treadle.orchestration.reporting.reporter import Clock, run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.chat_interface import ChatInterface, load_chat_interface, use_threads

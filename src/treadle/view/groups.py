@@ -132,44 +132,38 @@ class Explanation(NamedTuple):
     settings: tuple[str, ...] = ()
 
 
+def _dropped(why: str, *settings: str) -> Explanation:
+    return Explanation(f"Not trained: {why}", settings)
+
+
 REASONS: Mapping[DropReason, Explanation] = {
-    DropReason.FAILED: Explanation(
-        "Not trained: its attempt, or too many of its group, ended without a reward, and no reward is not 0.",
-        ("training.min_group_size",),
+    DropReason.FAILED: _dropped(
+        "its attempt, or too many of its group, ended without a reward, which is not 0.", "training.min_group_size"
     ),
-    DropReason.RESAMPLED: Explanation(
-        "Not trained: the run was interrupted before a checkpoint held this step, and sampled its batch again.",
-        ("orchestration.checkpoint_every",),
+    DropReason.RESAMPLED: _dropped(
+        "the run stopped before a checkpoint held it, and sampled its batch again.", "orchestration.checkpoint_every"
     ),
-    DropReason.REFUSED: Explanation(
-        "Not trained: the learner's model cannot take its trajectory; the warning says why.",
-        ("rollout.max_input_tokens", "rollout.max_completion_tokens"),
+    DropReason.REFUSED: _dropped(
+        "the learner's model cannot take its trajectory.", "rollout.max_input_tokens", "rollout.max_completion_tokens"
     ),
-    DropReason.CANCELLED: Explanation(
-        "Not trained: its caller did not wait for the answer, so that it never reached the agent.",
-        ("rollout.agent_timeout",),
+    DropReason.CANCELLED: _dropped(
+        "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
     ),
-    DropReason.STALE: Explanation(
-        "Not trained: it holds tokens of a policy that was too old by the time of its update.",
-        ("orchestration.max_staleness", "orchestration.stale_policy"),
+    DropReason.STALE: _dropped(
+        "its policy was too old by its update.", "orchestration.max_staleness", "orchestration.stale_policy"
     ),
-    DropReason.FILTERED: Explanation(
-        "Not trained: all advantages of its group are 0, and dynamic sampling leaves such groups out.",
-        ("algorithm.dynamic_sampling",),
+    DropReason.FILTERED: _dropped(
+        "all advantages of its group are 0; dynamic sampling leaves it out.", "algorithm.dynamic_sampling"
     ),
-    DropReason.ROLLED_BACK: Explanation(
-        "Not trained: the weights that sampled it were lost when the run went back to a checkpoint.",
-        ("orchestration.checkpoint_every",),
+    DropReason.ROLLED_BACK: _dropped(
+        "its policy was lost when the run went back to a checkpoint.", "orchestration.checkpoint_every"
     ),
-    DropReason.OVERLONG: Explanation(
-        "Not trained: its trajectory was cut off at a limit, and such attempts, or groups with too few others, are "
-        "dropped.",
-        ("rewards.overlong", "rollout.max_completion_tokens", "rollout.max_steps"),
+    DropReason.OVERLONG: _dropped(
+        "its trajectory was cut off at a limit, or too few of its group were not.",
+        *("rewards.overlong", "rollout.max_completion_tokens", "rollout.max_steps"),
     ),
-    DropReason.DAMAGED: Explanation("Not trained: its tokens were found damaged on disk when the run was resumed."),
-    DropReason.UNUSED: Explanation(
-        "Not trained: it still waited for an update when the run was finished.", ("orchestration.updates",)
-    ),
+    DropReason.DAMAGED: _dropped("its tokens were found damaged on disk when the run was resumed."),
+    DropReason.UNUSED: _dropped("it still waited for an update when the run was finished.", "orchestration.updates"),
 }
 _STATES: Mapping[StepState, Explanation] = {
     StepState.TRAINED: Explanation("Trained."),

@@ -9,12 +9,11 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request
 from fastapi import Path as InPath
-from pydantic import BaseModel
 
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.live_status import RunStatus, duration
+from treadle.orchestration.reporting.callbacks import RunStatus, duration
 from treadle.orchestration.store.group_search import LARGEST
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
 from treadle.orchestration.store.rollout_store import load_run_tokenizer
@@ -26,27 +25,6 @@ Number = Annotated[int, Query(ge=0, le=LARGEST)]
 Key = Annotated[str, InPath(max_length=1000)]
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
-
-
-class RunSummary(BaseModel):
-    """A line of the list of runs. best, last: evaluations. problems: what cannot be shown of the run, and why."""
-
-    key: str
-    name: str
-    path: str
-    state: str = "unknown"
-    recipe: str = ""
-    about: str = ""
-    seed: int | None = None
-    update: int = 0
-    updates: int = 0
-    best: Json | None = None
-    last: Json | None = None
-    reward: float | None = None
-    rewards: list[float | None] = []
-    seconds_per_update: float | None = None
-    wall_seconds: float | None = None
-    problems: list[str] = []
 
 
 class RecordedRun:
@@ -80,7 +58,7 @@ class RecordedRun:
         if state == "in progress" and status.phase == "warm start":
             if status.done:
                 seconds = (status.total - status.done) * (status.written - status.since) / status.done
-        elif state == "in progress" and (pace := self.summary().seconds_per_update) is not None:
+        elif state == "in progress" and (pace := self.summary()["seconds_per_update"]) is not None:
             seconds = (status.updates - status.update) * pace
         of_it = " of it" if status.phase == "warm start" else ""
         left = f"about {duration(seconds)} left{of_it}" if seconds else ""
@@ -138,37 +116,38 @@ class RecordedRun:
         """Return the versions of the policy that an update was made with: one, or none if it is not logged."""
         return [row["version"] for row in self.rows("update") if row["update"] == update]
 
-    def summary(self) -> RunSummary:
-        """Return the run's line in the list of runs; what cannot be read is missing, and named."""
+    def summary(self) -> Json:
+        """Return the run's line in the list of runs; what cannot be read is missing, and named in `problems`."""
         return self.kept("summary", self.signature(), self._summary)
 
-    def _summary(self) -> RunSummary:
-        summary = RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
+    def _summary(self) -> Json:
+        summary: Json = {"key": self.key, "name": self.path.name, "path": str(self.path), "state": self.state()}
         log = JsonLog.read(self.directory.metrics_file)  # not kept: there may be hundreds of runs
         updates, evaluated = ([row for row in log.rows if row["kind"] == kind] for kind in ("update", "evaluation"))
+        problems = [log.problem(0), self._ledger_problem()]
         try:
             config = self.config()
-            summary.recipe, summary.about, summary.seed = config.recipe, config.about, config.seed
-            summary.updates = config.orchestration.updates
+            summary |= {"recipe": config.recipe, "about": config.about, "seed": config.seed}
+            summary["updates"] = config.orchestration.updates
             evaluated = [row for row in evaluated if row["temperature"] == config.evaluation.temperature]
         except TreadleError as error:
-            summary.problems.append(str(error))
+            summary |= {"recipe": "", "about": "", "seed": None, "updates": 0}
+            problems.insert(0, str(error))
         held_out = [{"update": r["update"], "success": r["success"], "reward": r["reward_mean"]} for r in evaluated]
         graded = [h for h in held_out if h["success"] is not None]
-        summary.best = max(graded, key=lambda h: (h["success"], -h["update"]), default=None)
-        summary.last = held_out[-1] if held_out else None
-        if updates:
-            summary.update = max(row["update"] for row in updates)
-            summary.reward = updates[-1].get("reward_mean")
-            evenly = (round(i * (len(updates) - 1) / (_SPARKLINE - 1)) for i in range(_SPARKLINE))
-            summary.rewards = [updates[i].get("reward_mean") for i in dict.fromkeys(evenly)]
-            summary.wall_seconds = updates[-1].get("wall_seconds")
-            first, last = updates[-_SPEED_OVER - 1 :][0], updates[-1]
-            if (done := last["update"] - first["update"]) > 0:
-                summary.seconds_per_update = (last["wall_seconds"] - first["wall_seconds"]) / done
-        problems = [log.problem(0), self._ledger_problem()]
-        summary.problems += [problem for problem in problems if problem and problem not in summary.problems]
-        return summary
+        first, last = (updates[-_SPEED_OVER - 1 :][0], updates[-1]) if updates else ({}, {})
+        done = last.get("update", 0) - first.get("update", 0)
+        evenly = dict.fromkeys(round(i * (len(updates) - 1) / (_SPARKLINE - 1)) for i in range(_SPARKLINE))
+        return summary | {
+            "update": max((row["update"] for row in updates), default=0),
+            "best": max(graded, key=lambda h: (h["success"], -h["update"]), default=None),
+            "last": held_out[-1] if held_out else None,
+            "reward": last.get("reward_mean"),
+            "rewards": [updates[i].get("reward_mean") for i in evenly] if updates else [],
+            "seconds_per_update": (last["wall_seconds"] - first["wall_seconds"]) / done if done > 0 else None,
+            "wall_seconds": last.get("wall_seconds"),
+            "problems": list(dict.fromkeys(filter(None, problems))),
+        }
 
     def _ledger_problem(self) -> str | None:
         if not self.ledger.path.is_file():

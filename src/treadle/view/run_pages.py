@@ -35,7 +35,8 @@ def view_run(run: Run) -> Json:
     metrics: name -> unit, help and view, of each declared metric. no_update: why there is nothing to draw.
     """
     page: Json = {
-        **run.summary().model_dump(),
+        **run.summary(),
+        "problems": [*run.summary()["problems"]],
         "settings": [],
         "checkpoints": [],
         "metrics": {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED},

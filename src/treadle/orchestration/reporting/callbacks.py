@@ -11,16 +11,23 @@ always may.
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partialmethod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from treadle.core.engine import ComponentStatus, ProcessId
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
 from treadle.core.text import escape_line
@@ -279,3 +286,128 @@ class PlainProgress(Progress):
 
     def evaluate(self, result: EvaluationResult) -> None:
         self.log(*evaluation_lines(result, self._table_by))
+
+
+_PERIOD = 1.0  # seconds
+_STALE = 10.0  # seconds without a status after which `doing` says so
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """What a run does at one moment.
+
+    written: that moment, in seconds since 1970. update: the last one made, of `updates`. phase: in progress since
+    `since`, `done` of `total` pieces of it. trained, published: policy versions of the learner and the engines; None
+    before the first publication. message: the last line of the run's output, and when. error: what ended the run.
+    """
+
+    process: ProcessId
+    written: float
+    update: int = 0
+    updates: int = 0
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    since: float = 0.0
+    trained: int | None = None
+    published: int | None = None
+    message: str = ""
+    message_at: float = 0.0
+    error: str = ""
+    components: tuple[ComponentStatus, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> RunStatus | None:
+        """Return what a run wrote last; None if there is nothing that can be read."""
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def doing(self, state: str) -> str:
+        """Return in words what the run does, or how it ended: `rollout 12/64 for 8 s`. state: `RunDirectory.state`."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))
+        if state != "in progress":
+            if self.error:
+                return f"ended {when}: {self.error}"
+            return f"ended {when}" if state == "finished" else f"last status {when}, during {self.phase}"
+        if (silent := time.time() - self.written) > _STALE:
+            return f"no status for {duration(silent)}, since {self.phase}: the process may be stopped, or its disk full"
+        pieces = f" {self.done}/{self.total}" if self.total > 1 else ""
+        return f"{self.phase}{pieces} for {duration(time.time() - self.since)}"
+
+
+def duration(seconds: float) -> str:
+    """Return `8 s`, `12 min` or `3.5 h`."""
+    if seconds < 90:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class LiveStatus(Callback):
+    """Writes what the run does each second, on a thread: also while the event loop computes.
+
+    sources: called for the status of the run's components.
+    """
+
+    def __init__(self) -> None:
+        now = time.time()
+        self.sources: list[Callable[[], Sequence[ComponentStatus]]] = []
+        self._status = RunStatus(ProcessId.own(), written=now, since=now)
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Write the file each second within the context, and once more on leaving, with what was raised."""
+        ended = threading.Event()
+
+        def work() -> None:
+            while not ended.wait(_PERIOD):
+                self._write(path)
+
+        thread = threading.Thread(target=work, name="treadle-status", daemon=True)
+        self._write(path)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._change(error=f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+        finally:
+            ended.set()
+            thread.join()
+            self.sources.clear()  # the components have ended
+            self._write(path)
+
+    def start(self, run: RunStart) -> None:
+        self._change(update=run.update, updates=run.config.orchestration.updates)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._change(update=row["update"])
+
+    def publish(self, version: int) -> None:
+        self._change(trained=version, published=version)
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        self._change(phase=name, done=done, total=total, since=time.time() if done == 0 else self._status.since)
+
+    def interval(self, row: Mapping[str, Any]) -> None:
+        """End of a phase: the learner is a version ahead of the engines until its weights are published."""
+        if row["phase"] == "update" and self._status.published is not None:
+            self._change(trained=self._status.published + 1)
+            self.phase("publish", 0, 0)
+        elif row["phase"] == "publish":
+            self._change(published=self._status.trained)
+
+    def message(self, line: str) -> None:
+        self._change(message=line, message_at=time.time())
+
+    def _change(self, **fields: Any) -> None:
+        self._status = replace(self._status, **fields)
+
+    def _write(self, path: Path) -> None:
+        components = tuple(component for source in tuple(self.sources) for component in source())
+        status = replace(self._status, written=time.time(), components=components)
+        temporary = path.with_name(f".{path.name}.new")
+        with suppress(OSError):  # a full disk ends the run elsewhere; the next write may succeed
+            temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
+            os.replace(temporary, path)  # not durable, and need not be
