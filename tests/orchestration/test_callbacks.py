@@ -43,14 +43,12 @@ class Recording(Callback):
             raise self._error
 
     def start(self, run: RunStart) -> None:
-        self.directory, self.config = run.directory, run.config
+        self.directory = run.directory
         self._note("start", run.update)
 
     def rollout(self, trajectory: Trajectory) -> None:
-        [row] = query(
-            self.directory, "SELECT status FROM trajectories WHERE trajectory_id = ?", trajectory.trajectory_id
-        )
-        assert row["status"] == trajectory.status  # on record
+        on_record = "SELECT status FROM trajectories WHERE trajectory_id = ?"
+        assert query(self.directory, on_record, trajectory.trajectory_id) == [{"status": trajectory.status}]
         self.trajectories.append(trajectory)
         self._note("rollout", len(self.trajectories))
 

@@ -21,11 +21,8 @@ from treadle.orchestration.reporting.curve import (
     smoothed,
 )
 
-REWARD, TOKENS, STEPS = (
-    "training reward",
-    "completion tokens per trajectory, training",
-    "steps per trajectory, training",
-)
+REWARD, STEPS = "training reward", "steps per trajectory, training"
+TOKENS = "completion tokens per trajectory, training"
 
 
 def update(number: int, reward: float | None = 0.5, tokens: float = 9.0) -> dict[str, Any]:
@@ -165,15 +162,7 @@ def test_several_lines_have_a_panel_for_each_kind() -> None:
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
 def test_what_tasks_and_recipes_are_called_is_shown_and_never_interpreted(tmp_path: Path, suffix: str) -> None:
     r"""`$\frac$` would be a formula that cannot be read; no font of matplotlib's has every character."""
-    names = {
-        r"$\frac$": 0.1,
-        "_hidden": 0.2,
-        "数学": 0.3,
-        "a\x1b[2J\nb": 0.4,
-        "\ud800": 0.5,
-        "word " * 99: 0.6,
-        " ": 0.7,
-    }
+    names = dict.fromkeys((r"$\frac$", "_hidden", "数学", "a\x1b[2J\nb", "\ud800", "word " * 99, " "), 0.1)
     evaluations = [evaluation(0, 0.5, **names)]
     runs = [
         a_run("data.table_by=_$k$", f"training.packing={packing}", r"recipe='_$\frac$'", evaluations=evaluations)

@@ -93,17 +93,9 @@ def trace(group: Group, attempt: int, step: int, update: int) -> StepTrace:
     """What an update computed of a step."""
     trajectory = group.trajectories[attempt]
     tokens = np.arange(len(trajectory.steps[step].completion_ids), dtype=np.float32)
-    return StepTrace(
-        update=update,
-        group_id=group.group_id,
-        trajectory_id=trajectory.trajectory_id,
-        step=step,
-        logprobs=-0.1 * (tokens + update),
-        entropy=0.5 + tokens,
-        advantage=0.25 * (tokens + 1),
-        ratio=1 + 0.1 * tokens,
-        clipped=tokens > 0,
-    )
+    values = {"logprobs": -0.1 * (tokens + update), "entropy": 0.5 + tokens, "advantage": 0.25 * (tokens + 1)}
+    ids = {"group_id": group.group_id, "trajectory_id": trajectory.trajectory_id}
+    return StepTrace(update=update, step=step, **ids, **values, ratio=1 + 0.1 * tokens, clipped=tokens > 0)
 
 
 def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:
@@ -171,14 +163,6 @@ def record_hostile(path: Path, tokenizer: Path) -> Path:
     )
     with closing(Ledger(run.ledger_file)) as ledger:
         ledger.record([own], "train", 0, write_shard(run.rollouts, "train-g000000", [own]))
-    run.log(
-        {
-            "kind": "update",
-            "update": 1,
-            "version": 0,
-            "reward_mean": float("nan"),
-            f"env/{SCRIPT}": 1.0,
-            "odd\ud800": 2.0,
-        }
-    )
+    row = {"kind": "update", "update": 1, "version": 0, "reward_mean": float("nan"), f"env/{SCRIPT}": 1.0}
+    run.log({**row, "odd\ud800": 2.0})
     return path
