@@ -93,9 +93,8 @@ def trace(group: Group, attempt: int, step: int, update: int) -> StepTrace:
     """What an update computed of a step."""
     trajectory = group.trajectories[attempt]
     tokens = np.arange(len(trajectory.steps[step].completion_ids), dtype=np.float32)
-    values = {"logprobs": -0.1 * (tokens + update), "entropy": 0.5 + tokens, "advantage": 0.25 * (tokens + 1)}
-    ids = {"group_id": group.group_id, "trajectory_id": trajectory.trajectory_id}
-    return StepTrace(update=update, step=step, **ids, **values, ratio=1 + 0.1 * tokens, clipped=tokens > 0)
+    names, values = (group.group_id, trajectory.trajectory_id), (-0.1 * (tokens + update), 0.5 + tokens)
+    return StepTrace(update, *names, step, *values, 0.25 * (tokens + 1), 1 + 0.1 * tokens, tokens > 0)
 
 
 def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:

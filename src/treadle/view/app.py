@@ -1,4 +1,9 @@
-"""The viewer's routes: the pages' files, what they ask for as JSON, and files to download."""
+"""The viewer's routes, who may use them, and the file that carries a page with its answers.
+
+Only the browser that opened the printed link may read, under a known host name: the link's token becomes a cookie that
+no script can read, and every other request needs it. Headers keep scripts, frames and requests of foreign pages out. An
+exported file has the same modules as data: URLs in an import map, needs no server and makes no request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several runs side by side: which differ in their seed only, and where configurations differ."""
+"""Runs side by side: where their configurations differ, and what evaluations gained and lost, task by task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of groups, with their attempts."""
+"""The table of groups, with their attempts; and what became of each step, in words (docs/runs.md has all reasons)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of tokens, and the messages that they make up."""
+"""What a page shows of tokens: their texts, the messages they make up, their prefix tree, values of sampled ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The curves of runs, as plain data: what `treadle plot` and the picture at the end of a training show.
 
-runs --group_runs--> groups that differ in the seed only --panels--> panels of curves --picture.draw--> PNG
+runs --group_runs--> groups that differ in the seed only --panels--> panels of curves --draw_runs--> PNG
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a loop reports: rows of metrics, the progress of phases, and each problem once."""
+"""What a loop reports: rows of metrics, the progress of phases, each problem once; and the run's summary.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token arrays of finished groups, in append-only Parquet shards that pandas reads: one row a step."""
+"""Tokens of finished attempts, and what updates computed of them, in Parquet files that pandas reads: a row a step."""
 
 from __future__ import annotations
 

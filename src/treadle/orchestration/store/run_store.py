@@ -1,4 +1,12 @@
-"""Where a loop writes finished attempts: token arrays first, then one ledger transaction that refers to them."""
+"""What a training process writes, token arrays first, then a transaction that refers to them; where its ledger lies.
+
+    <ledger_directory>/<run>-<digest>.sqlite --(Ledger.copy_out)--> <run>/ledger.sqlite, which everybody else reads
+
+On a shared filesystem, where SQLite is not safe, the ledger lies on a disk of this machine. The copy is made after
+each checkpoint, whenever other files of the run follow what the ledger says, and when the process ends; it is replaced
+as a whole. A resumed run goes on with what a killed process left here; if the machine is lost with its disk, with the
+copy: what came after the last checkpoint is sampled again.
+"""
 
 from __future__ import annotations
 
