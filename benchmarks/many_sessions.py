@@ -38,8 +38,8 @@ from benchmarks.measure import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
-from treadle.engines.limits import Limits
 from treadle.engines.pool import EnginePool
+from treadle.engines.torch.engine import Limits
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.loop.assembly import StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks
@@ -330,10 +330,10 @@ def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
     """Start the workers and engines of a local Ray cluster."""
     from treadle.engines.remote import RemoteEngine
     from treadle.placement.actors import Actor
-    from treadle.placement.cluster import connected
     from treadle.placement.engine_actors import EngineActor
     from treadle.placement.reserve import Bundle, reserve
     from treadle.placement.rollout_actors import open_workers
+    from treadle.placement.runtime import connected
 
     workers = [Bundle("rollout worker", number, {"CPU": 1}) for number in range(WORKERS)]
     engines = [Bundle("engine", number, {"CPU": 1}) for number in range(ENGINES)]

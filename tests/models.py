@@ -51,17 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "llama": {"model_type": "llama"},
     "mistral-sliding": {"model_type": "mistral", "sliding_window": 5},
-    "qwen2-half-sliding": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "max_window_layers": 1,
-    },
-    "gemma3-half-sliding": {
-        "model_type": "gemma3_text",
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "qwen2-half-sliding": dict(model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "gemma3-half-sliding": dict(
+        model_type="gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
 }
 SLIDING = [name for name in FAMILIES if "sliding" in name]
 # Trained, but not what the tests of engines and files go through.
@@ -83,20 +76,14 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 8,
         "first_k_dense_replace": 1,
     },
-    "qwen3-moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "norm_topk_prob": True,
-    },
+    "qwen3-moe": dict(
+        model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True
+    ),
     "phi3": {"model_type": "phi3"},
     "olmo2": {"model_type": "olmo2"},
-    "olmo3-half-sliding": {
-        "model_type": "olmo3",
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "olmo3-half-sliding": dict(
+        model_type="olmo3", sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
     "granite": {
         "model_type": "granite",
         "logits_scaling": 2.0,
@@ -105,11 +92,9 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2.0,
     },
     "cohere": {"model_type": "cohere", "logit_scale": 0.25},
-    "gemma3-capped": {
-        "model_type": "gemma3_text",
-        "final_logit_softcapping": 1.5,
-        "layer_types": ["full_attention", "full_attention"],
-    },
+    "gemma3-capped": dict(
+        model_type="gemma3_text", final_logit_softcapping=1.5, layer_types=["full_attention", "full_attention"]
+    ),
 }
 # Their layers cannot share prefixes: each step is a row of its own.
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
@@ -135,14 +120,9 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 4,
         "linear_value_head_dim": 4,
     },
-    "falcon-h1": {
-        "model_type": "falcon_h1",
-        "mamba_d_state": 4,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_ssm": 32,
-        "mamba_chunk_size": 8,
-    },
+    "falcon-h1": dict(
+        model_type="falcon_h1", mamba_d_state=4, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32, mamba_chunk_size=8
+    ),
 }
 # In float64, how far from exact: what transformers computes in float32 whatever a model's type (rotary embeddings,
 # scans, gates, eager attention) rounds at random.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from treadle.core.trainer import ModelInfo, WeightsDestination
 from treadle.core.types import Floats, Ids
 from treadle.engines.remote import RemoteEngine
-from treadle.engines.stop_strings import Decode
+from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.engine import VLLMEngine

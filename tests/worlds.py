@@ -19,10 +19,8 @@ from treadle.orchestration.reporting.callbacks import Progress
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.environment import EnvironmentDriver
-from treadle.rollout.isolation.blocked_loop import watched_event_loop
-from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
+from treadle.rollout.drivers.environment import EnvironmentDriver, EnvironmentFactory
+from treadle.rollout.isolation.event_loop import run, watched_event_loop
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
@@ -109,10 +107,16 @@ def saying(text: str, end: bool = True) -> FakeEngine:
     return FakeEngine(lambda prompt, sampling: plain_ids(text) + [END] * end)
 
 
+def addresses(count: int = 1, stream: Stream = Stream.TRAIN) -> list[Address]:
+    """Addresses of the attempts of one group."""
+    return [Address(1, stream, 0, 0, attempt) for attempt in range(count)]
+
+
 # Environments
 
 
 HELLO = (user("hello"),)
+DONE, MORE = EnvStep(reward=1.0, done=True), EnvStep([tool("more")], 0.25)
 
 
 class Told(Environment):
@@ -240,15 +244,19 @@ def play(
 
     async def attempts() -> list[Trajectory]:
         rollouts = plain_rollouts(engine, make, tokenizer, **settings)
-        addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
         with watched_event_loop(say):
-            running = rollouts.start("g000000", task or Task("t", environment="world"), addresses)
+            running = rollouts.start("g000000", task or Task("t", environment="world"), addresses(count))
             return list(await asyncio.gather(*running))
 
     say = (said if said is not None else list[str]()).append
     trajectories = run(attempts(), say, new_event_loop=(lambda: loop) if loop else None)
     assert not engine.open
     return trajectories
+
+
+def one(environment: Environment, engine: FakeEngine | None = None, **settings: Any) -> Trajectory:
+    [trajectory] = play(lambda: environment, engine or saying("a"), **settings)
+    return trajectory
 
 
 def plain_rollouts(

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import broken as broken_run
-from tests.cli.worlds import TINY, Done, PressesCtrlC, playing, treadle
+from tests.cli.worlds import TINY, Done, PressesCtrlC, playing, record, treadle
 
 _RUNS = {"finished", "stopped", "troubled", "broken"}
 
@@ -98,4 +97,4 @@ def troubled(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
 @pytest.fixture(scope="session")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recorded run with breaks of every cause. Tests copy it before they change anything."""
-    return broken_run.record(tmp_path_factory.mktemp("broken") / "run")
+    return record(tmp_path_factory.mktemp("broken") / "run")

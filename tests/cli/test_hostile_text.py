@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import broken as recorded
-from tests.cli.worlds import TINY, Done, finish, start_treadle, treadle
+from tests.cli.worlds import TINY, Done, finish, ids, start_treadle, treadle
 from tests.worlds import END, chatml, make_group, make_step, tiny, user
 from treadle.core.errors import Cause
 from treadle.core.types import Failure, Message, Status, Task, Trajectory
@@ -83,10 +82,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[T
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which the model wrote them, one trajectory failed and one is warned of."""
-    opening = recorded.ids(chatml([user(ON_ONE_LINE)]))
-    said = [*recorded.ids(ON_ONE_LINE), END]
-    goes_on = [*opening, *said, *recorded.ids(chatml([user(EVIL)]))]
-    breaks = [*opening, *recorded.ids(EVIL[3:]), *goes_on]
+    opening = ids(chatml([user(ON_ONE_LINE)]))
+    said = [*ids(ON_ONE_LINE), END]
+    goes_on = [*opening, *said, *ids(chatml([user(EVIL)]))]
+    breaks = [*opening, *ids(EVIL[3:]), *goes_on]
     steps = tuple(make_step(prompt, said) for prompt in (opening, goes_on, breaks))
     failure = Failure(Cause.ENVIRONMENT, ON_ONE_LINE)
     made = [

@@ -1,37 +1,56 @@
 """`treadle models`: what is in the cache, and getting more of it."""
 
+import itertools
+import json
+import os
+import re
+import shutil
+import threading
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.worlds import treadle
+from tests.cli.conftest import Place, Trained
+from tests.cli.worlds import files, treadle
+from tests.orchestration.runs import put_config, start
+from tests.worlds import Quiet
+from treadle.models.weights import unique_weights, weights_sha256
+from treadle.orchestration.export import export_checkpoint
+from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.training.checkpoint import remove_others
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TREADLE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "cache" / "treadle" / "models"
 
 
-def test_an_empty_cache_lists_the_models_with_a_name_and_is_not_made(cache: Path) -> None:
+def test_an_empty_cache_lists_the_models_with_a_name_and_is_not_made(own_cache: Path) -> None:
     for words in (("models",), ("models", "list")):
         done = treadle(*words)
         assert done.status == 0
         assert done.out.split()[:3] == ["smollm2", "not", "here"]
         assert "treadle models get smollm2" in done.out
-    assert not cache.exists()
+    assert not own_cache.exists()
 
 
-def test_a_gguf_file_is_converted_once_listed_and_evaluated(cache: Path) -> None:
+def test_a_gguf_file_is_converted_once_listed_and_evaluated(own_cache: Path) -> None:
     pytest.importorskip("gguf", reason="needs treadle[gguf]")
     from tests.gguf_files import write_gguf
 
     write_gguf(Path("tiny.gguf"))
     done = treadle("models", "get", "tiny.gguf")
     assert done.status == 0, done.err
-    [directory] = (path for path in cache.iterdir() if path.is_dir())
+    [directory] = (path for path in own_cache.iterdir() if path.is_dir())
     assert done.out.splitlines() == [
         "licence: mit",
         f"model directory: {directory}",
@@ -46,9 +65,203 @@ def test_a_gguf_file_is_converted_once_listed_and_evaluated(cache: Path) -> None
     assert "success" in done.out
 
 
-def test_a_directory_of_the_cache_that_is_no_model_is_named(cache: Path) -> None:
-    (cache / "strange").mkdir(parents=True)
+def test_a_directory_of_the_cache_that_is_no_model_is_named(own_cache: Path) -> None:
+    (own_cache / "strange").mkdir(parents=True)
     done = treadle("models")
     assert done.status == 1
-    assert f"{cache / 'strange'} is damaged: source.json: " in done.err
+    assert f"{own_cache / 'strange'} is damaged: source.json: " in done.err
     assert "remove the directory" in done.err
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("checkpoint", [None, "step-000002"])
+def test_it_gives_exactly_what_the_run_recorded(temperature: float, checkpoint: str | None, finished: Trained) -> None:
+    update = int(checkpoint[5:]) if checkpoint else 4
+    rows = RunDirectory.open(finished.path).metrics()
+    recorded = [
+        row
+        for row in rows
+        if row.pop("kind") == "evaluation" and (row["update"], row["temperature"]) == (update, temperature)
+    ]
+    if temperature == 0 and checkpoint:
+        assert recorded == []  # greedily only before and after
+        return
+    before = files(finished.path)
+    words = ["--checkpoint", checkpoint] if checkpoint else []
+    done = treadle("eval", finished.path, f"evaluation.temperature={temperature}", "--json", *words)
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert [found["result"]] == recorded
+    assert found["model"] == str(finished.path / "checkpoints" / f"step-{update:06d}")
+    assert files(finished.path) == before
+
+
+def test_a_model_on_a_recipes_tasks(finished: Trained) -> None:
+    model = finished.path / "checkpoints" / "step-000004"
+    for subject in (finished.place.recipe, finished.path):
+        done = treadle("eval", subject, "--model", model, "--json")
+        assert done.status == 0, done.err
+        assert json.loads(done.out)["result"]["tasks"] == 12
+
+
+def test_failed_attempts_are_counted_and_explained(troubled: Trained) -> None:
+    done = treadle("eval", troubled.path)
+    assert done.status == 0, done.err
+    assert re.search(r"^failed \dx: environment: step raised ZeroDivisionError: \d+ leaves one over$", done.out, re.M)
+    [whole] = [line.split() for line in done.out.splitlines() if line.startswith("all")]
+    assert int(whole[-1]) > 0
+
+
+def test_several_attempts_give_pass_at_k_and_keep_the_first(finished: Trained, place: Place) -> None:
+    dumps = {attempts: place.path / f"{attempts}.jsonl" for attempts in (1, 4)}
+    found = {}
+    for attempts, dump in dumps.items():
+        done = treadle("eval", finished.path, f"evaluation.attempts={attempts}", "--dump", dump, "--json")
+        assert done.status == 0, done.err
+        found[attempts] = json.loads(done.out)["result"]
+    played = {n: [json.loads(line) for line in dump.read_text().splitlines()] for n, dump in dumps.items()}
+    assert (len(played[1]), len(played[4])) == (12, 48)
+    first = [t["steps"] for t in played[4] if t["attempt"] == 0]
+    assert first == [t["steps"] for t in played[1]]  # draws have addresses
+    assert any(a["steps"] != b["steps"] for a, b in itertools.pairwise(played[4]) if a["task_id"] == b["task_id"])
+    assert found[1]["pass_at"] == {} and found[1]["attempts"] == 1
+    rewards = [t["reward"] for t in played[4]]
+    solved = [max(rewards[n : n + 4]) >= 1 for n in range(0, 48, 4)]
+    assert found[4]["pass_at"]["4"] == sum(solved) / 12
+    assert found[4]["pass_at"]["1"] == pytest.approx(found[4]["success"]) == sum(r >= 1 for r in rewards) / 48
+    assert (found[4]["tasks"], found[4]["failed"], sum(found[4]["by_tasks"].values())) == (12, 0, 12)
+    table = treadle("eval", finished.path, "evaluation.attempts=4", "data.held_out.options.count=3").out.splitlines()
+    assert table[0].split() == ["a", "tasks", "success", "pass@2", "pass@4", "reward", "steps", "failed"]
+
+
+def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
+    dump = place.path / "played.jsonl"
+    done = treadle("eval", troubled.path, "--dump", dump)
+    assert done.status == 0, done.err
+    played = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert len(played) == 12
+    failed = [t for t in played if t["status"] == "failed"]
+    assert failed and all(t["reward"] is None and "ZeroDivisionError" in t["failure"] for t in failed)
+    tokenizer = AutoTokenizer.from_pretrained(next(troubled.path.glob("checkpoints/step-*")))
+    for trajectory in played:
+        assert trajectory["task_id"] and trajectory["extras"]
+        assert sum(trajectory["components"].values()) == (trajectory["reward"] or 0)
+        for step in trajectory["steps"]:
+            assert step["prompt"] == tokenizer.decode(step["prompt_ids"])
+            assert step["completion"] == tokenizer.decode(step["completion_ids"])
+            assert len(step["logprobs"]) == len(step["completion_ids"]) <= 8
+    done = treadle("eval", troubled.path, "--dump", place.path)
+    assert done.status == 2 and "is a directory; name a file in it" in done.error  # before anything is played
+    done = treadle("eval", troubled.path, "--dump", place.path / "no" / "such.jsonl")
+    assert done.status == 2 and "is not a directory; create it first" in done.error
+
+
+PLAIN = ["SHA256SUMS", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+         "tokenizer.json", "tokenizer_config.json"]  # fmt: skip
+
+
+def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finished: Trained, tmp_path: Path) -> None:
+    before = files(finished.path)
+    done = treadle("export", finished.path, tmp_path / "models" / "demo")
+    assert done.status == 0, done.err
+    assert files(finished.path) == before
+    assert sorted(p.name for p in (tmp_path / "models" / "demo").iterdir()) == PLAIN
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "demo")
+    trained = json.loads((finished.path / "summary.json").read_text())["weights_sha256"]
+    assert weights_sha256(unique_weights(loaded)) == trained
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "models" / "demo")
+    assert "1 + 1" in tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], tokenize=False)
+    words = (f"model.path={tmp_path / 'models' / 'demo'}", "model.build=null", "model.tokenizer=null")
+    done = finished.place.train(*words, "warm_start=null", "orchestration.updates=1", name="on")
+    assert done.status == 0, done.err
+
+
+def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
+    figures = {r["update"]: r["success"] for r in rows if r["kind"] == "evaluation" and r["temperature"] == 1}
+    best = max((2, 4), key=lambda update: (figures[update], -update))
+    for which, update in (("step-000002", 2), ("latest", 4), ("best", best)):
+        done = treadle("export", finished.path, tmp_path / which, "--checkpoint", which)
+        assert done.status == 0, done.err
+        assert f"step-{update:06d}: " in done.out
+        source = finished.path / "checkpoints" / f"step-{update:06d}" / "model.safetensors"
+        assert (tmp_path / which / "model.safetensors").read_bytes() == source.read_bytes()
+    done = treadle("eval", finished.path, "--checkpoint", "best", "--json")
+    assert json.loads(done.out)["result"]["success"] == figures[best]
+    done = treadle("export", finished.path, tmp_path / "out", "--checkpoint", "step-000009")
+    assert done.status == 1 and "it has step-000002, step-000004" in done.error
+
+
+def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the place of all that the tokenizer has."""
+
+    def read_named(*asked: Any) -> tuple[Any, dict[str, bytes]]:
+        checkpoint, found = read_checkpoint(*asked)
+        return checkpoint, {**found, "additional_chat_templates/tool_use.jinja": b"TOOLS"}
+
+    monkeypatch.setattr("treadle.orchestration.export.read_checkpoint", read_named)
+    run = tmp_path / "run"
+    shutil.copytree(finished.path, run)
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}OWN {{ m.content }}{% endfor %}")
+    config = (run / "config.yaml").read_text()
+    put_config(run, config.replace("chat_template: null", f"chat_template: {tmp_path / 'own.jinja'}"))
+    assert treadle("export", run, tmp_path / "out").status == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tools: Any
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        talk = [{"role": "user", "content": "x"}]
+        assert tokenizer.apply_chat_template(talk, tools=tools, tokenize=False) == "OWN x"
+
+
+class Exporting(Quiet):
+    """Exports each checkpoint of a run from inside it."""
+
+    def __init__(self, run: Path, out: Path) -> None:
+        super().__init__()
+        self.run, self.out = run, out
+
+    def update(self, row: Any) -> None:
+        export_checkpoint(self.run, self.out / str(row["update"]))
+
+
+def test_while_the_run_goes_on(tmp_path: Path) -> None:
+    options = ("orchestration.checkpoint_every=1", "orchestration.keep_last=1")
+    start(tmp_path / "run", *options, progress=Exporting(tmp_path / "run", tmp_path))
+    shas = [weights_sha256(load_file(tmp_path / str(update) / "model.safetensors")) for update in range(1, 5)]
+    assert len(set(shas)) == 4
+
+
+def removed_while_read(checkpoint: Path, file: str) -> threading.Thread:
+    """Whoever reads this file of it finds it removed when done, by a run that went back to an earlier one."""
+    content = (checkpoint / file).read_bytes()
+    (checkpoint / file).unlink()
+    os.mkfifo(checkpoint / file)
+
+    def remove() -> None:
+        with (checkpoint / file).open("wb") as pipe:  # waits for the reader
+            others = {path.name for path in checkpoint.parent.iterdir()} - {checkpoint.name}
+            with closing(Ledger(checkpoint.parents[1] / "ledger.sqlite")) as ledger:
+                ledger.return_to(min(others))
+            remove_others(checkpoint.parent, others)
+            pipe.write(content)
+
+    thread = threading.Thread(target=remove, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("which", ["latest", "step-000004"])
+def test_a_checkpoint_that_vanishes_while_it_is_read(which: str, file: str, finished: Trained, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(finished.path, run)
+    thread = removed_while_read(run / "checkpoints" / "step-000004", file)
+    done = treadle("export", run, out, "--checkpoint", which)
+    thread.join()
+    assert checkpoint_updates(run / "checkpoints") == [2]
+    if which == "latest":
+        assert done.status == 0, done.err
+        assert "step-000002: " in done.out and sorted(p.name for p in out.iterdir()) == PLAIN
+    else:
+        assert done.status == 1 and "has no checkpoint 'step-000004'; it has step-000002" in done.error
+        assert not out.exists()

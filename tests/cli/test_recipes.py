@@ -1,13 +1,20 @@
 """`treadle recipes`."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.cli.conftest import Place
-from tests.cli.worlds import treadle
+from tests.cli.worlds import files, treadle
+from tests.forks import run
 from treadle.algorithms.config import KlConfig
+from treadle.cli.main import main
 from treadle.core.config import REQUIRED, describe, describe_sections
 from treadle.orchestration.config import load_recipe, recipe_names
 
@@ -59,10 +66,6 @@ def test_yaml_is_itself_the_same_recipe(name: str, tmp_path: Path) -> None:
     assert yaml.safe_load(done.out)["seed"] == 7
 
 
-def test_a_recipe_file_can_be_shown(place: Place) -> None:
-    assert "sums of two digits by a model of one layer" in treadle("recipes", "show", place.recipe).out
-
-
 def written(folder: Path, **recipes: str) -> Path:
     """Recipes by name; returns the path of the first."""
     for name, text in recipes.items():
@@ -96,3 +99,106 @@ def test_a_recipe_extends_another_key_by_key(tmp_path: Path) -> None:
 def test_a_recipe_that_cannot_be_extended(tmp_path: Path, recipes: dict[str, str], message: str) -> None:
     done = treadle("recipes", "show", str(written(tmp_path, **recipes)))
     assert (done.status, done.out) == (2, "") and message in done.error
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", *words], cwd=folder)
+
+
+@pytest.mark.slow
+def test_the_package_passes_its_own_test_and_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    done = treadle("new", "env", "die")
+    assert (done.status, done.err) == (0, "")
+    written = {"die/__init__.py", "die/environment.py", "die/recipe.yaml", "die/test_environment.py"}
+    assert files(tmp_path).keys() == written
+    assert all("skeleton" not in (tmp_path / name).read_text() for name in written)
+    tested = command(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "die")
+    assert tested.returncode == 0, tested.stdout
+    assert "3 passed" in tested.stdout
+    checked = command(tmp_path, "treadle.cli.main", "train", "die/recipe.yaml", "--dry-run")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    words = ("orchestration.updates=2", "warm_start.steps=2", "data.train.options.count=32", "training.group_size=2")
+    trained = command(tmp_path, "treadle.cli.main", "train", "die/recipe.yaml", *words, "--name", "run")
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "runs" / "run" / "summary.json").is_file()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "die").write_text("mine")
+    done = treadle("new", "env", "die")
+    assert done.status == 1
+    assert "exists already, and is left as it is" in done.error
+    assert (tmp_path / "die").read_text() == "mine"
+
+
+COLUMNS = [
+    "data.columns.prompt=question",
+    "data.columns.ground_truth=meta.answer",
+    "data.columns.extras={level: meta.level}",
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    return [{"question": f"{n} + 1?", "meta": {"answer": str(n + 1), "level": 1}} for n in range(count)]
+
+
+@pytest.mark.parametrize("name", ["math.jsonl", "math.parquet"])
+def test_head_shows_rows_as_stored_and_as_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    source = write(tmp_path / name, questions(3))
+    assert main(["data", "head", source, *COLUMNS, "-n", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "question       0 + 1?" in shown and 'meta           {"answer": "1", "level": 1}' in shown
+    assert "user           1 + 1?" in shown and "ground_truth   2" in shown and 'extras         {"level": 1}' in shown
+    assert "2 + 1?" not in shown
+
+
+def test_head_without_columns_shows_the_row_and_then_what_to_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "head", write(tmp_path / "math.jsonl", questions(1))]) == 2
+    said = capsys.readouterr()
+    assert "question       0 + 1?" in said.out
+    assert "data.columns.prompt=question" in said.err
+
+
+def test_check_lists_every_row_that_is_no_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = questions(30)
+    for number in range(2, 30, 2):
+        rows[number]["question"] = number
+    assert main(["data", "check", write(tmp_path / "math.jsonl", rows), *COLUMNS]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11
+    assert lines[0].endswith("math.jsonl:3: prompt must be text or a JSON array of messages, got 2; write "
+                             '[{"role": "user", "content": "..."}]')  # fmt: skip
+    assert lines[-1] == "error: 4 more rows are not tasks"
+
+
+def test_check_goes_on_after_a_line_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x"}\nx\n{"prompt": "caf\xe9"}\n{"prompt": 1}\n')
+    assert main(["data", "check", str(tmp_path / "a.jsonl")]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert ":2: not JSON: Expecting value" in first
+    assert ":3: not JSON: 'utf-8' codec" in second and second.endswith("save the file as UTF-8")
+    assert ":4: prompt must be text" in third
+
+
+def test_a_recipe_is_checked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "demo", "data.held_out.options.count=8"]) == 0
+    shown = capsys.readouterr().out
+    assert "train: 1440 tasks of lookup" in shown and "held_out: 8 tasks of lookup" in shown
+    assert "played by: environment lookup (1440)" in shown
+    source = write(tmp_path / "a.jsonl", questions(9))
+    parts = ["data.train.split=all[:5]", f"data.held_out={{source: {source}, split: 'all[4:]'}}"]
+    assert main(["data", "check", source, *COLUMNS, *parts]) == 2
+    assert "1 held-out tasks are training tasks too, for example 'a-000005'" in capsys.readouterr().err

@@ -11,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cli.broken import TRAJECTORIES, Calls, text_of, whole
 from tests.cli.conftest import Place, Trained, make_place
-from tests.cli.worlds import files, playing, treadle
+from tests.cli.worlds import TRAJECTORIES, Calls, files, playing, text_of, treadle, whole
 from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
+from treadle.cli.report import read_run
+from treadle.orchestration.reporting.curve import group_runs, panels
+from treadle.orchestration.store.run_directory import RunDirectory
 
 
 def facts(run: Trained | Path) -> dict[str, Any]:
@@ -183,16 +185,6 @@ def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path
     assert facts(broken) == found
 
 
-def test_the_text(finished: Trained) -> None:
-    done = treadle("report", finished.path)
-    assert (done.status, done.err) == (0, "")
-    assert done.out.startswith(f"{finished.path}: tiny, seed 0, finished, 4 of 4 updates\n")
-    assert "train     steps         trained 64\n" in done.out
-    assert "held_out  steps         evaluated 60\n" in done.out
-    assert "checkpoints: step-000002, step-000004 (latest)\n" in done.out
-    assert "\x1b" not in done.out
-
-
 def test_failures_by_cause_with_an_example(troubled: Trained) -> None:
     found = facts(troubled)
     [failure] = found["failures"]
@@ -273,37 +265,6 @@ def test_what_was_dropped_before_training_is_not_computed_in_training(finished: 
     assert found["relations"]["splits"][0]["steps"] == 65
 
 
-def test_a_shard_that_is_gone_is_named(finished: Trained, place: Place) -> None:
-    shutil.copytree(finished.path, place.runs / "run")
-    shard = shard_of(finished.path, "g000005.2")
-    (place.runs / "run" / "rollouts" / shard).unlink()
-    done = treadle("report", place.runs / "run")
-    assert done.status == 0 and f"missing, not counted: {shard}\n" in done.out
-
-
-def test_lines_of_metrics_that_are_broken_are_told(finished: Trained, place: Place) -> None:
-    shutil.copytree(finished.path, place.runs / "run")
-    lines = (finished.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    lines[2] = b"?" + lines[2]
-    (place.runs / "run" / "metrics.jsonl").write_bytes(b"".join(lines))
-    assert json.loads(lines[3])["update"] == 2
-    done = treadle("report", place.runs / "run")
-    assert (done.status, done.err) == (0, "")
-    assert "metrics.jsonl cannot be read in line 3 and has no line of update 1\n" in done.out
-    assert facts(finished)["metrics_problem"] is None
-    (place.runs / "run" / "metrics.jsonl").unlink()
-    found = facts(place.runs / "run")
-    assert (found["update"], found["metrics_problem"]) == (4, "metrics.jsonl has no line of update 1, 2, 3, 4")
-
-
-def test_a_damaged_ledger(finished: Trained, place: Place) -> None:
-    shutil.copytree(finished.path, place.runs / "run", ignore=shutil.ignore_patterns("ledger*"))
-    (place.runs / "run" / "ledger.sqlite").write_bytes(b"no database" * 100)
-    for command in ("report", "show"):
-        done = treadle(command, place.runs / "run")
-        assert done.status == 1 and "is damaged: file is not a database; restore it from a copy, or start" in done.error
-
-
 def test_looking_changes_nothing(finished: Trained) -> None:
     before = files(finished.path)
     treadle("report", finished.path)
@@ -316,3 +277,70 @@ def test_a_run_in_its_warm_start(finished: Trained, place: Place) -> None:
     for command in ("report", "show"):
         done = treadle(command, place.path)
         assert done.status == 1 and "has recorded nothing yet" in done.error
+
+
+@pytest.fixture
+def copy(finished: Trained, tmp_path: Path) -> Path:
+    """A finished run's configuration and metrics, which is all that is drawn."""
+    run = tmp_path / "copy"
+    run.mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(finished.path / name, run)
+    return run
+
+
+def test_runs_over_seeds_are_one_line_and_others_have_their_own(finished: Trained, place: Place) -> None:
+    for name, setting in (("other-seed", "seed=1"), ("other-rate", "training.optimizer.learning_rate=0.002")):
+        assert place.train(setting, name=name).status == 0
+    runs, output = [finished.path, place.runs / "other-seed", place.runs / "other-rate"], place.path / "curves.png"
+    before = [files(run) for run in runs]
+    done = treadle("plot", *runs, finished.path, "--output", output)  # a run that is given twice counts once
+    assert done.status == 0 and done.err == ""
+    assert done.out.splitlines() == [
+        "training.optimizer.learning_rate=0.001: seeds 0, 1, 4 updates",
+        "training.optimizer.learning_rate=0.002: seed 0, 4 updates",
+        f"picture  {output}",
+    ]
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert [files(run) for run in runs] == before
+
+    found = panels(group_runs(map(read_run, runs)))
+    reward = next(panel for panel in found if panel.title == "training reward")
+    assert [curve.values.shape for curve in reward.curves] == [(2, 4), (1, 4)]
+    logged = [row["reward_mean"] for row in RunDirectory(runs[2]).metrics() if row["kind"] == "update"]
+    assert reward.curves[1].mean.tolist() == logged
+    [evaluated, *_] = (row for row in RunDirectory(runs[0]).metrics() if row["kind"] == "evaluation")
+    kinds = {f"held-out success, a {key}" for key in evaluated["by"]}
+    assert {"held-out success, all tasks", *kinds} == {p.title for p in found if p.title.startswith("held-out")}
+
+
+def test_the_picture_that_a_run_ends_with_is_the_same(finished: Trained, tmp_path: Path) -> None:
+    assert treadle("plot", finished.path, "--output", tmp_path / "plot.png").status == 0
+    assert (tmp_path / "plot.png").read_bytes() == (finished.path / "curve.png").read_bytes()
+
+
+def test_a_line_ends_where_its_shortest_run_does(finished: Trained, copy: Path, tmp_path: Path) -> None:
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"update": 4' not in line))
+    done = treadle("plot", copy, finished.path, "--output", tmp_path / "plot.png")
+    assert done.out.startswith("tiny: seeds 0, 0, 3 updates, where the shortest run ends (the longest has 4)\n")
+
+
+def test_a_run_without_updates(copy: Path, finished: Trained, tmp_path: Path) -> None:
+    (copy / "metrics.jsonl").unlink()
+    done = treadle("plot", finished.path, copy, "--output", tmp_path / "plot.png")
+    problem = "has no updates yet; plot it after its first update, or leave it out"
+    assert (done.status, done.error) == (1, f"error: run '{copy}' {problem}")
+    assert not (tmp_path / "plot.png").exists()
+
+
+def test_a_damaged_line_is_named_and_left_out(copy: Path, tmp_path: Path) -> None:
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    [broken] = [n for n, line in enumerate(lines) if '"kind": "update", "update": 2' in line]
+    lines[broken] = lines[broken].replace("update", "upd", 1)
+    (copy / "metrics.jsonl").write_text("".join(lines))
+    done = treadle("plot", copy, "--output", tmp_path / "plot.png")
+    problem = f"metrics.jsonl cannot be read in line {broken + 1} and has no line of update 2"
+    assert (done.status, done.error) == (0, f"warning: run '{copy}': {problem}; left out of the picture")
+    [curve] = panels(group_runs([read_run(copy)]))[0].curves
+    assert curve.updates == (1, 3, 4)

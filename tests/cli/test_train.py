@@ -1,17 +1,27 @@
 """`treadle train`: what it prints, and what it says where something is wrong. Nothing is ever lost."""
 
 import json
+import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Place, Trained
-from tests.cli.worlds import TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
-from tests.orchestration.runs import change_ledger, put_config
+from tests.cli.test_models import PLAIN
+from tests.cli.worlds import ROOT, TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
+from tests.fake_hub import serving_hub
+from tests.orchestration.runs import change_ledger, put_config, updates
 from treadle.cli.train import print_result
+from treadle.core.registry import names
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.packing.layout import Packing
 
 # --- a run that goes well ---------------------------------------------------------------------------------------------
 
@@ -50,18 +60,6 @@ def test_the_two_trajectories_are_a_task_that_was_learned(
     assert re.findall(r"treadle show \S+ (e\S+)", capsys.readouterr().out) == ["e000000-0003.0", "e000004-0003.0"]
 
 
-def test_without_a_terminal_there_are_plain_lines(finished: Trained) -> None:
-    assert "\x1b" not in finished.done.out and "\r" not in finished.done.out
-    assert finished.done.err == ""
-    assert [line for line in finished.done.out.splitlines() if line != line.rstrip()] == []
-    assert "update 4/4  reward" in finished.done.out
-
-
-def test_overrides_may_stand_behind_an_option(place: Place) -> None:
-    done = treadle("train", place.recipe, "--runs", place.runs, "--name", "x", "seed=-1")
-    assert (done.status, done.error) == (2, "error: seed=-1: got -1, expected greater than or equal to 0")
-
-
 @pytest.mark.slow
 def test_two_starts_in_the_same_second_are_two_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form, *_: "20260102-030405")
@@ -95,14 +93,6 @@ def test_wrong_input_is_one_line_and_leaves_nothing(overrides: list[str], messag
 def test_a_run_without_a_name_that_cannot_start_leaves_nothing_either(wrong: str, place: Place) -> None:
     assert treadle("train", place.recipe, "--runs", place.runs, wrong).status == 2
     assert not place.runs.exists() or not any(place.runs.iterdir())
-
-
-def test_an_empty_dataset(place: Place) -> None:
-    empty = place.path / "empty.jsonl"
-    empty.write_text("")
-    done = place.train(f"data.train.source={empty}", "data.train.options={}")
-    assert (done.status, done.out) == (2, "")
-    assert done.error.startswith(f"error: {empty} has no tasks")
 
 
 # --- environments that fail while the run goes on ---------------------------------------------------------------------
@@ -240,3 +230,109 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_goes_on(place: Place
     report = json.loads(treadle("report", place.runs / "new", "--json").out)
     states = {(row["state"], row["reason"]): row["count"] for row in report["steps"]}
     assert states == {("trained", None): 64, ("dropped", "resampled"): 16}
+
+
+def test_it_shows_prompt_memory_and_checks_and_leaves_nothing(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    before = files(tmp_path)
+    done = treadle("train", place.recipe, "--dry-run")
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0].startswith("first prompt, task ") and lines[0].endswith(" tokens")
+    assert lines[1] == "<|im_start|>user" and "<|im_start|>assistant" in lines
+    assert any(line.startswith("AdamW's moments") for line in lines)
+    checks = [line.split()[0] for line in lines[-9:]]
+    assert checks == ["settings", "data", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
+    assert files(tmp_path) == before and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
+
+
+def test_what_is_missing_makes_the_status_1_and_has_a_line(place: Place) -> None:
+    done = treadle("train", place.recipe, "--dry-run", "callbacks=[typo]", "data.held_out.source=nowhere.jsonl")
+    assert done.status == 1
+    missing = [line for line in done.out.splitlines() if line.split()[1:2] == ["missing"]]
+    assert [line.split()[0] for line in missing] == ["data", "callbacks"]
+
+
+@pytest.mark.slow
+def test_nothing_is_downloaded(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub has the model; without --dry-run it would be fetched."""
+    folder = tmp_path / "served"
+    shutil.copytree(ROOT / "src" / "treadle" / "recipes" / "tokenizer", folder)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    with serving_hub("org/model", folder) as (endpoint, asked):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        words = ("train", place.recipe, "--dry-run", "model.tokenizer=org/model")
+        # not forked: the hub's client reads these variables when it is imported
+        command = [sys.executable, "-m", "treadle.cli.main", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert asked == []
+    assert done.returncode == 1
+    assert "treadle models get org/model" in done.stdout
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+def test_it_writes_a_model_that_transformers_loads_and_says_how_to_go_on(place: Place) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = place.path / "some models" / "warm"
+    done = treadle("sft", place.recipe, "--out", out, "warm_start.steps=10", "seed=5")
+    assert (done.status, done.err) == (0, "")
+    assert re.search(r"^loss \d\.\d{3} nats a token \(10 steps in \d+ s\)$", done.out, re.MULTILINE)
+    assert sorted(path.name for path in out.iterdir()) == PLAIN
+    assert [path.name for path in out.parent.iterdir()] == ["warm"]
+    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(out).chat_template is not None
+    commands = dict(re.findall(r"^(evaluate it|train from it): treadle (.*)$", done.out, re.MULTILINE))
+    assert treadle(*shlex.split(commands["evaluate it"])).status == 0
+    again = [*shlex.split(commands["train from it"]), "orchestration.updates=1", "--runs", place.runs, "--name", "next"]
+    trained = treadle(*again)
+    assert trained.status == 0, trained.err
+    assert "warm start" not in trained.out
+
+
+def test_a_second_time_it_comes_from_the_cache_and_is_the_same(place: Place) -> None:
+    for name in ("a", "b"):
+        done = treadle("sft", place.recipe, "--out", place.path / name, "seed=6", "warm_start.steps=5")
+    assert "(read from the cache)" in done.out
+    first, second = ((place.path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    assert first == second
+
+
+def test_not_having_learned_is_an_error_and_nothing_is_written(place: Place) -> None:
+    done = treadle("sft", place.recipe, "warm_start.max_loss=0.001", "warm_start.steps=3", "--out", place.path / "m")
+    assert done.status == 1 and "the warm start did not learn its demonstrations" in done.error
+    assert not (place.path / "m").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(place: Place) -> None:
+    process = start_treadle("sft", place.recipe, "warm_start.steps=1000000", "--out", place.path / "m")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("warm start 1/1000000 loss ")
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert (done.status, done.error) == (130, "interrupted")
+    assert [path.name for path in place.path.iterdir()] == ["tiny.yaml"]
+
+
+PAIRS = list(product(names("advantages"), names("policy_losses")))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("number", "advantage", "loss"), [(n, *pair) for n, pair in enumerate(PAIRS)])
+def test_it_trains_two_updates(number: int, advantage: str, loss: str, place: Place) -> None:
+    """None of these is refused; options that are have tests of their own."""
+    packing = list(Packing)[number % len(Packing)]
+    done = place.train(
+        *(f"algorithm.advantage={advantage}", f"algorithm.policy_loss={loss}", f"training.packing={packing}"),
+        *("training.updates_per_batch=2", "orchestration.updates=2", "data.held_out=null", "data.table_by=null"),
+    )
+    assert done.status == 0, done.err
+    rows = updates(place.runs / "new")
+    assert [row["update"] for row in rows] == [1, 2]
+    assert all(row["trainable_tokens"] > 0 and row["loss"] is not None for row in rows)
+    assert any(row["gradient_norm"] > 0 for row in rows)

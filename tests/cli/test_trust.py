@@ -24,8 +24,8 @@ from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
 from tests.forks import run
 from treadle.core.files import MANIFEST
-from treadle.engines.torch.exported import load_engine
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.engines.torch.pinned import load_engine
 from treadle.models.config import ModelConfig
 from treadle.training.make import load_model, load_source
 

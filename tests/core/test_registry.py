@@ -134,22 +134,11 @@ LOCK = ROOT / "locks" / "treadle.txt"
 @pytest.mark.parametrize(
     ("module", "extra"),
     [
-        ("torch", "train"),
-        ("tokenizers", "train"),
-        ("pyarrow.parquet", "train"),
-        ("huggingface_hub.errors", "train"),
-        ("fastapi", "gateway"),
-        ("starlette", "gateway"),
-        ("uvicorn", "gateway"),
-        ("openai", "agents"),
-        ("httpx", "vllm"),
-        ("tensorboard", "tensorboard"),
-        ("wandb", "wandb"),
-        ("gguf", "gguf"),
-        ("bm25s", "search"),
-        ("faiss", "dense"),
-        ("accelerate", "train"),
-        ("datasets", "datasets"),
+        *(("torch", "train"), ("tokenizers", "train"), ("pyarrow.parquet", "train")),
+        *(("huggingface_hub.errors", "train"), ("fastapi", "gateway"), ("starlette", "gateway")),
+        *(("uvicorn", "gateway"), ("openai", "agents"), ("httpx", "vllm"), ("tensorboard", "tensorboard")),
+        *(("wandb", "wandb"), ("gguf", "gguf"), ("bm25s", "search"), ("faiss", "dense")),
+        *(("accelerate", "train"), ("datasets", "datasets")),
         ("pydantic", None),  # always there
         ("pytest", None),  # a contributor's
         ("no_such_package", None),

@@ -31,7 +31,7 @@ LOCK_STEP = pytest.mark.parametrize(
 
 def children() -> set[int]:
     """Return the processes of engines that this one has started and that run."""
-    return running("treadle.engines.child_worker")
+    return running("treadle.engines.child")
 
 
 def staged() -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.engines.stop_strings import Decode, StopStrings
+from treadle.engines.torch.batch import Decode, StopStrings
 
 # Pieces of characters, as a byte-level vocabulary has them; a broken character decodes as U+FFFD.
 PIECES = (b"a", b"b", b"ab", b"<", b"/", b"</a", b">", b" ", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"")

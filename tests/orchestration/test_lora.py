@@ -1,11 +1,12 @@
 """Whole runs with adapters: in one process and several, resumed, exported and evaluated."""
 
+import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.orchestration.runs import check_finished, resume, start
+from tests.orchestration.runs import check_finished, recorded, resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.models.model_files import tokenizer_directory
@@ -109,3 +110,19 @@ def test_what_cannot_work_is_refused(base: Path, settings: list[str], match: str
     with pytest.raises(ConfigError, match=match):
         config = tiny(*adapted(base, *settings))
         load_model(config.model, 0, config.training.lora)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [[], ["engine.own_process=true"]])
+def test_pinned_attempts_have_one_version(base: Path, tmp_path: Path, where: list[str]) -> None:
+    """In a long asynchronous run whose attempts are slow; without pinning some have several."""
+    settings = ["orchestration.max_staleness=2", "orchestration.updates=100", "evaluation.every=0"]
+    settings += ["data.train.options.seconds=0.01", "orchestration.checkpoint_every=50"]
+    for pin in (True, False):
+        path = tmp_path / str(pin)
+        start(path, *adapted(base, *settings, *where, f"training.lora.pin_attempts={str(pin).lower()}"))
+        check_finished(path)
+        versions = [{int(v) for step in steps for v in step.policy_versions} for _, steps in recorded(path)]
+        assert (max(map(len, versions)) == 1) == pin
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        assert max(row.get("trained_staleness_max") or 0 for row in rows) in (1, 2)

@@ -7,11 +7,10 @@ import pytest
 
 from tests.worlds import tiny
 from treadle.core.errors import PlacementError
-from treadle.placement import checks
-from treadle.placement.checks import Place, check_places, problems, versions
-from treadle.placement.reserve import Bundle, Reservation
+from treadle.placement import reserve
+from treadle.placement.reserve import Bundle, Place, Reservation, check_places, problems, versions
 from treadle.placement.runtime import Placement, check_transfer
-from treadle.rollout.gateway.address import GatewayConfig
+from treadle.rollout.config import GatewayConfig
 
 HERE = {"Python": "3.11.7", "torch": "2.13.0"}
 RANK = Bundle("learner rank", 1, {"CPU": 1, "GPU": 1})
@@ -80,6 +79,6 @@ def test_places_are_looked_at(reservation: Reservation, tmp_path: Path, monkeypa
     )
     assert second.startswith("rollout worker 1 on ")
     assert both.startswith(f"2 rollout workers on 127.0.0.1 cannot all listen on rollout.gateway.port={port}; set")
-    monkeypatch.setattr(checks, "versions", lambda: {**versions(), "treadle": "0.0"})
+    monkeypatch.setattr(reserve, "versions", lambda: {**versions(), "treadle": "0.0"})
     with pytest.raises(PlacementError, match=r"(?m)^engine 1 on 127\.0\.0\.1: treadle is .*, here it is 0\.0; install"):
         check_places(reservation, tmp_path, GatewayConfig())

@@ -8,8 +8,8 @@ from tests.until import CEILING
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, PlacementError
 from treadle.orchestration.config import PlacementConfig
-from treadle.placement.cluster import connected
 from treadle.placement.reserve import Bundle, bundles_of, reserve, shortage
+from treadle.placement.runtime import connected
 
 CPU = {"CPU": 1.0}
 

@@ -2,15 +2,18 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
 from tests.orchestration.runs import check_finished, resume, start, updates
-from tests.placement.drivers import of_test, orphans, start_driver, wait_for_updates
+from tests.placement.conftest import actors, of_test, orphans, start_driver, wait_for_updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, tiny
+from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.train import train_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 
@@ -60,3 +63,42 @@ def test_nothing_is_left_of_a_driver_that_is_ended(tmp_path: Path, how: signal.S
     resumed = resume(run, config=tiny(*SETTINGS, f"orchestration.updates={len(updates(run)) + 1}"))
     assert not resumed["stopped_early"]
     check_finished(run)
+
+
+KILLED = (*SETTINGS, "orchestration.updates=8", "data.train.options.seconds=0.1")  # each reply: time to be killed in
+
+
+def kill_later(run: Path, title: str, update: int) -> threading.Thread:
+    """Kill an actor's process once so many updates are made."""
+
+    def work() -> None:
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= update)
+        actors(title)[0].kill()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def play(run: Path, title: str, *more: str) -> tuple[str, list[str]]:
+    config, progress = tiny(*KILLED, *more), Quiet()
+    thread = kill_later(run, title, 3)
+    summary = train_run(config, load_inputs(config), run, progress)
+    thread.join(0)
+    assert not thread.is_alive()
+    check_finished(run)
+    return str(summary["weights_sha256"]), progress.lines
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
+    digest, lines = play(tmp_path / "killed", "RankActor")
+    [line] = [line for line in lines if "going on from the checkpoint" in line]
+    assert line.startswith("learner rank ") and line.endswith(("of update 2", "of update 4")), line
+    assert digest == start(tmp_path / "straight", *KILLED)["weights_sha256"]
+
+
+@pytest.mark.parametrize("more", [(), ("placement.rollout.workers=2", "orchestration.max_staleness=1")])
+def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+    _, lines = play(tmp_path / "killed", "EngineActor", *more)
+    assert any(line.startswith("engine ") and "; starting it again" in line for line in lines), lines
+    assert not any("going on from the checkpoint" in line for line in lines)

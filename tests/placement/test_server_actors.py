@@ -25,13 +25,12 @@ from treadle.core.types import Ids, SamplingParams, Task
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm import server as vllm_server
-from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.vllm.engine import VLLMEngine, open_engine
 from treadle.engines.vllm.server import ServerLost
-from treadle.engines.vllm.start import open_engine
 from treadle.models.weights import unique_weights
+from treadle.placement.engine_actors import PlacedServer
 from treadle.placement.reserve import Reservation
 from treadle.placement.rollout_actors import open_workers
-from treadle.placement.server_actors import PlacedServer
 from treadle.rollout.attempt import Players
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig

@@ -66,11 +66,15 @@ class Engine(Fake):
         await super().wake()
 
 
-async def test_each_side_sleeps_in_the_others_turn() -> None:
+async def colocated() -> tuple[list[str], ColocatedTrainer, ColocatedPool]:
     said: list[str] = []
     trainer = ColocatedTrainer(Ranks(said))
     async with trainer.turns.of("engines"):
-        pool = ColocatedPool([Engine(said)], trainer.turns)
+        return said, trainer, ColocatedPool([Engine(said)], trainer.turns)
+
+
+async def test_each_side_sleeps_in_the_others_turn() -> None:
+    said, trainer, pool = await colocated()
     publish = PoolSync(trainer, pool, Nowhere()).publish
     await publish(0)
     pool.open_session("a")
@@ -91,10 +95,7 @@ async def test_each_side_sleeps_in_the_others_turn() -> None:
 
 
 async def test_a_turn_waits_for_the_calls_of_the_other_side() -> None:
-    said: list[str] = []
-    trainer = ColocatedTrainer(Ranks(said))
-    async with trainer.turns.of("engines"):
-        pool = ColocatedPool([Engine(said)], trainer.turns)
+    said, trainer, pool = await colocated()
     await PoolSync(trainer, pool, Nowhere()).publish(0)
     pool.open_session("a")
     said.clear()
@@ -133,10 +134,7 @@ def test_what_cannot_take_turns_is_refused(settings: tuple[str, ...], message: s
 
 
 async def test_nothing_is_sampled_in_the_learners_turn() -> None:
-    said: list[str] = []
-    trainer = ColocatedTrainer(Ranks(said))
-    async with trainer.turns.of("engines"):
-        pool = ColocatedPool([Engine(said)], trainer.turns)
+    said, trainer, pool = await colocated()
     await PoolSync(trainer, pool, Nowhere()).publish(0)
     pool.open_session("a")
     await asyncio.gather(*(trainer.train_batch([]) if n % 3 == 0 else sampled(pool, "a") for n in range(12)))

@@ -48,14 +48,8 @@ _GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observ
 _GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 _PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 _PHI4 = (*_PHI, "<|tool|>", "<|/tool|>")
-_GEMMA4 = (
-    "<bos>",
-    *(
-        f"<{bars}>"
-        for name in ("turn", "tool", "tool_call", "tool_response", "channel")
-        for bars in (f"|{name}", f"{name}|")
-    ),
-)
+_GEMMA4_PARTS = ("turn", "tool", "tool_call", "tool_response", "channel")
+_GEMMA4 = ("<bos>", *(f"<{bars}>" for name in _GEMMA4_PARTS for bars in (f"|{name}", f"{name}|")))
 _MISTRAL = (
     *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
@@ -70,13 +64,8 @@ _LFM = (
     *(f"<|{name}_{end}|>" for name in ("tool_list", "tool_call", "tool_response") for end in ("start", "end")),
 )
 _COHERE = (
-    "<|START_OF_TURN_TOKEN|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<|SYSTEM_TOKEN|>",
-    "<|USER_TOKEN|>",
-    "<|CHATBOT_TOKEN|>",
-    "<|START_RESPONSE|>",
-    "<|END_RESPONSE|>",
+    *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
 
 
@@ -384,14 +373,8 @@ def write_call(form: str, name: str, arguments: dict[str, Any], rng: random.Rand
     if form == "hermes":
         parts = [f'"name":{blank}"{name}"', f'"arguments":{blank}{as_json(arguments)}']
         rng.shuffle(parts)
-        inner = ", ".join(parts)
-        return (
-            "<tool_call>"
-            + rng.choice(["\n", "", " "])
-            + f"{{{blank}{inner}}}"
-            + rng.choice(["\n", ""])
-            + "</tool_call>"
-        )
+        before, after = rng.choice(["\n", "", " "]), rng.choice(["\n", ""])
+        return f"<tool_call>{before}{{{blank}{', '.join(parts)}}}{after}</tool_call>"
     if form == "xml":
         inner = "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
         return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
@@ -473,3 +456,20 @@ def _read_harmony(text: str) -> tuple[str, str | None, Calls]:
         else:
             content += found[3]
     return content, thought, calls
+
+
+EVERY = {**FAMILIES, **WRITING_TOOLS}
+READING = [name for name, family in EVERY.items() if family.tools and family.calls]
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "-",
+        "parameters": {"type": "object", "properties": {"who": {"type": "string"}, "deep": {"type": "integer"}}},
+    },
+}
+
+
+@cache
+def world(name: str) -> World:
+    return World(EVERY[name], small_vocabulary())

@@ -2,25 +2,26 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clocks import StuckLoop
 from tests.worlds import (
+    DONE,
     END,
+    MORE,
     PLAIN,
     Ragged,
     Told,
     ToldPlain,
+    addresses,
     chatml,
     hang,
+    one,
     plain_ids,
     plain_rollouts,
     play,
@@ -28,25 +29,15 @@ from tests.worlds import (
     tool,
     user,
 )
-from treadle.core.draws import Stream
-from treadle.core.errors import Cause, TrajectoryFailure
-from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
+from treadle.core.errors import Cause
+from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.drivers.outcome import Outcome
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.session import Address, Session
+from treadle.rollout.session import Session
 from treadle.testing import FakeEngine, VirtualLoop
-
-DONE = EnvStep(reward=1.0, done=True)
-MORE = EnvStep([tool("more")], reward=0.25)
-
-
-def one(environment: Environment, engine: FakeEngine | None = None, **settings: Any) -> Trajectory:
-    [trajectory] = play(lambda: environment, engine or saying("a"), **settings)
-    return trajectory
-
 
 # Attempts that go well
 
@@ -77,28 +68,6 @@ def test_a_state_is_of_the_step_that_follows_and_recorded_by_a_hash() -> None:
     assert first == unnamed == ""
     assert kitchen == again != hall
     assert len(kitchen) == len(hall) == 32
-
-
-@pytest.mark.parametrize(
-    ("reward", "value"),
-    [(True, 1.0), (np.True_, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(-3), -3.0), (Fraction(1, 4), 0.25)],
-)
-def test_any_finite_number_is_a_reward(reward: Any, value: float) -> None:
-    trajectory = one(Told(EnvStep(reward=reward, done=True)))
-    assert trajectory.reward == value
-    assert type(trajectory.reward) is float
-
-
-def test_sampling_for_this_call_replaces_the_configured_one() -> None:
-    async def attempt(**changes: Any) -> Trajectory:
-        rollouts = plain_rollouts(saying("a"), lambda: Told(DONE), temperature=0.5)
-        address = Address(0, Stream.EVALUATE, 0, 0, 0)
-        sampling = replace(rollouts.sampling, **changes) if changes else None
-        return await rollouts.start("e", Task("t", environment="world"), [address], sampling)[0]
-
-    assert asyncio.run(attempt()).steps[0].sampling.temperature == 0.5
-    changed = asyncio.run(attempt(temperature=0.0, top_k=3)).steps[0].sampling
-    assert (changed.temperature, changed.top_k) == (0.0, 3)
 
 
 # Limits
@@ -212,7 +181,7 @@ async def test_an_attempt_that_its_driver_cancels_fails() -> None:
 
     rollouts = plain_rollouts(saying("a"), Told)
     rollouts._drivers = {("environment", "world"): Cancelling({}, RolloutConfig())}
-    [playing] = rollouts.start("g", Task("t", (), "world"), [Address(1, Stream.TRAIN, 0, 0, 0)])
+    [playing] = rollouts.start("g", Task("t", (), "world"), addresses())
     failure = (await playing).failure
     assert failure is not None and failure.cause is Cause.INFRASTRUCTURE
 
@@ -274,9 +243,8 @@ def test_cancelled_attempts_close_their_sessions_and_environments(ticks: int) ->
     async def cancel() -> FakeEngine:
         engine = saying("a")
         rollouts = plain_rollouts(engine, make)
-        addresses = [Address(0, Stream.TRAIN, 0, 0, a) for a in range(4)]
         task = Task("t", environment="world")
-        group = asyncio.gather(*rollouts.start("g", task, addresses))
+        group = asyncio.gather(*rollouts.start("g", task, addresses(4)))
         for _ in range(ticks):
             await asyncio.sleep(0)
         group.cancel()
@@ -297,40 +265,7 @@ async def _settled() -> None:
         await asyncio.wait(others)
 
 
-def test_all_sessions_are_open_before_the_first_attempt_runs() -> None:
-    """A lock-step engine waits for all of them; it must know them all at the first call."""
-
-    async def start() -> list[str]:
-        engine = saying("a")
-        addresses = [Address(0, Stream.TRAIN, 0, 0, a) for a in range(3)]
-        rollouts = plain_rollouts(engine, lambda: Told(DONE))
-        running = rollouts.start("g", Task("t", environment="world"), addresses)
-        opened = list(engine.open)
-        await asyncio.gather(*running)
-        return opened
-
-    assert asyncio.run(start()) == ["g.0", "g.1", "g.2"]
-
-
 # The boundary itself
-
-
-async def called(function: Callable[..., Any], timeout: float = 300.0) -> Any:
-    code = UserCode("code", Cause.AGENT)
-    return await code.call(function, what="it", timeout=timeout, check=lambda value: value)
-
-
-async def test_a_call_returns_or_its_exception_is_attributed() -> None:
-    async def seven() -> int:
-        return 7
-
-    async def bad() -> int:
-        raise Boom("x") from KeyError("root")
-
-    assert await called(seven) == await called(lambda: 7) == await called(lambda: seven()) == 7
-    with pytest.raises(TrajectoryFailure, match="agent: it raised Boom: x") as caught:
-        await called(bad)
-    assert isinstance(caught.value.__cause__, Boom)
 
 
 def test_a_timed_out_call_is_cancelled_before_the_environment_is_closed() -> None:
@@ -343,25 +278,6 @@ def test_a_timed_out_call_is_cancelled_before_the_environment_is_closed() -> Non
     world = Told(slow)
     one(world, loop=VirtualLoop(), environment_timeout=LIMIT)
     assert world.calls == ["reset", "step", "cancelled", "close"]
-
-
-def test_a_call_that_resists_its_cancellation_is_not_waited_for() -> None:
-    release = asyncio.Event()
-
-    async def stubborn() -> None:
-        while not release.is_set():
-            try:
-                await release.wait()
-            except asyncio.CancelledError:
-                continue
-
-    async def go() -> None:
-        with pytest.raises(TrajectoryFailure, match="timeout"):
-            await called(stubborn, timeout=0.01)
-        release.set()
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(go())
 
 
 def test_an_attempt_whose_engine_does_not_answer_fails_of_time() -> None:
@@ -382,7 +298,7 @@ async def test_a_reply_that_the_task_begins_goes_on() -> None:
         return Told(EnvStep([tool("more")]), EnvStep(reward=1.0, done=True), opening=opening)
 
     rollouts = plain_rollouts(saying(" ab"), world)
-    [playing] = rollouts.start("g0", Task("t", environment="world"), [Address(0, Stream.TRAIN, 0, 0, 0)])
+    [playing] = rollouts.start("g0", Task("t", environment="world"), addresses())
     first, second = (await playing).steps
     assert str(PLAIN.decode(first.prompt_ids)).endswith("assistant\nThe sum is")
     assert "assistant\nThe sum is ab<|im_end|>\n<|im_start|>tool\nmore" in PLAIN.decode(second.prompt_ids)

@@ -18,9 +18,8 @@ from tests.until import CEILING, until, wait_until
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status
-from treadle.rollout.agents import supervised
-from treadle.rollout.agents.command import Command
-from treadle.rollout.agents.supervised import INHERITED, SupervisedProgram, no_user_namespace
+from treadle.rollout.agents import command
+from treadle.rollout.agents.command import INHERITED, Command, SupervisedProgram, no_user_namespace
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only process groups are killed")
@@ -103,7 +102,7 @@ def test_nothing_outlives_the_attempt(kind: str, cause: Cause | None, tmp_path: 
 
 RUN = """
 import asyncio, sys
-from treadle.rollout.agents.supervised import SupervisedProgram
+from treadle.rollout.agents.command import SupervisedProgram
 async def run():
     for text in sys.argv[2:]:
         words = [sys.executable, "-c", "import os, sys" + chr(10) + text + "time.sleep(3600)"]
@@ -262,7 +261,7 @@ def test_in_user_namespaces_programs_see_neither_each_other_nor_the_run(tmp_path
 def test_a_namespace_that_is_not_allowed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refusing = tmp_path / "supervisor.py"
     refusing.write_text("""print('{"error": "unshare: Operation not permitted"}')""")
-    monkeypatch.setattr(supervised, "_SUPERVISOR", (sys.executable, str(refusing)))
+    monkeypatch.setattr(command, "_SUPERVISOR", (sys.executable, str(refusing)))
     with pytest.raises(ConfigError, match="user_namespace is not possible here"):
         Command(["true"], user_namespace=True)
 

@@ -1,30 +1,21 @@
 """`Environment.finish`: called once when an attempt has ended, with a last reward and metrics of the whole attempt."""
 
-import asyncio
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.worlds import HELLO, Told, ToldPlain, hang, plain_renderer, play, saying, tool
-from treadle.core.draws import Stream
-from treadle.core.errors import Cause, TrajectoryFailure
+from tests.worlds import DONE, MORE, Told, hang, one, play, saying, tool
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
-from treadle.core.outcomes import as_trained
 from treadle.core.rewards import Reward
-from treadle.core.types import Status, Task, Trajectory
-from treadle.envs.base import Environment, EnvStep, Finish
-from treadle.rollout.attempt import Rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.environment import EnvironmentDriver
-from treadle.rollout.rewards import RewardsConfig
-from treadle.rollout.session import Address
+from treadle.core.types import Status, Trajectory
+from treadle.envs.base import EnvStep, Finish
+from treadle.envs.lookup import Lookup, tasks
+from treadle.orchestration.setup.inputs import make_inputs
+from treadle.rollout.drivers.environment import check_metrics
 from treadle.testing import VirtualLoop
 
-MORE, DONE = EnvStep([tool("more")], 0.25), EnvStep(reward=1.0, done=True)
 TESTS = Metric("tests", "trajectory", "mean", "tests")
 TIGHT: dict[str, Any] = {"max_input_tokens": 80}
 VERIFIER = TrajectoryFailure(Cause.VERIFIER, "no test report")
@@ -45,11 +36,6 @@ class Finishing(Told):
         if isinstance(self.last, BaseException):
             raise self.last
         return await self.last() if callable(self.last) else self.last  # type: ignore[no-any-return]
-
-
-def one(world: Environment, **settings: Any) -> Trajectory:
-    [trajectory] = play(lambda: world, saying("a"), **settings)
-    return trajectory
 
 
 @pytest.mark.parametrize(
@@ -88,36 +74,6 @@ def test_what_it_gives_adds_to_components_and_tokens_of_the_last_step() -> None:
 def test_it_may_give_nothing(last: Any) -> None:
     found = one(Finishing(MORE, DONE, last=last))
     assert (found.status, found.reward, dict(found.metrics)) == (Status.DONE, 1.25, {})
-
-
-def test_it_may_be_a_plain_method_in_the_attempts_thread() -> None:
-    threads = []
-
-    class Plain(ToldPlain):
-        def step(self, text: str) -> EnvStep:  # type: ignore[override]
-            threads.append(threading.current_thread())
-            return super().step(text)
-
-        def finish(self, ended: Status) -> Finish:
-            threads.append(threading.current_thread())
-            return Finish(float(ended == "done"))
-
-    assert one(Plain(DONE)).reward == 2.0
-    assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
-
-
-def test_an_environment_that_is_no_subclass_needs_none() -> None:
-    class Bare:
-        async def reset(self, task: Task) -> Any:
-            return HELLO
-
-        async def step(self, text: str) -> EnvStep:
-            return DONE
-
-        async def close(self) -> None:
-            pass
-
-    assert one(Bare()).reward == 1.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -176,35 +132,98 @@ def test_the_engine_does_not_wait_for_it() -> None:
     assert left_open == []
 
 
-# ---- and what comes after it
+# What environments measure
 
 
-def trained(world: Environment, stream: Stream = Stream.TRAIN, **rewards: Any) -> Trajectory:
-    async def played() -> Trajectory:
-        config = RolloutConfig(max_completion_tokens=16, max_input_tokens=80)
-        drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
-        made = Rollouts(saying("a"), plain_renderer(), drivers, config, RewardsConfig(**rewards))
-        [running] = made.start("g000000", Task("t", environment="world"), [Address(1, stream, 0, 0, 0)])
-        return await running
-
-    return asyncio.run(played())
+SEARCHES = Metric("searches", "trajectory", "mean", "searches")
+SLOW = Metric("slow", "step", "mean", "share")
 
 
-@settings(max_examples=10)
-@given(last=st.floats(-4, 4, width=32), weight=st.floats(0, 2, width=32))
-def test_weights_then_overlong_come_after_it(last: float, weight: float) -> None:
-    """An attempt that the context ended: what `finish` gave is weighted, and zeroed or dropped with the rest."""
+class Measuring(Told):
+    metrics = (SEARCHES, SLOW)
 
-    def world() -> Finishing:
-        return Finishing(*[MORE] * 9, last=Finish(Reward({"tests": last})))
 
-    kept = trained(world(), weights={"tests": weight})
-    assert kept.status is Status.CONTEXT
-    assert kept.reward == pytest.approx(0.75 + weight * last)
-    assert as_trained(kept).reward == kept.reward
-    zeroed = trained(world(), weights={"tests": weight}, overlong="zero_reward")
-    assert zeroed.reward == kept.reward and as_trained(zeroed).reward == pytest.approx(0.0, abs=1e-12)
-    dropped = trained(world(), weights={"tests": weight}, overlong="drop")
-    assert dropped.reward == kept.reward and as_trained(dropped).reward is None
-    evaluated = trained(world(), Stream.EVALUATE, weights={"tests": weight}, overlong="zero_reward")
-    assert as_trained(evaluated).reward == kept.reward
+def played(*infos: Any) -> Trajectory:
+    answers = [EnvStep([tool("on")], info=info) for info in infos[:-1]]
+    [trajectory] = play(lambda: Measuring(*answers, EnvStep(done=True, info=infos[-1])), saying("hi"))
+    return trajectory
+
+
+def test_values_of_a_trajectory_add_up_and_values_of_steps_count_each() -> None:
+    found = played({"searches": 1, "slow": True}, {"searches": 2, "slow": False}, {"slow": False, "other": "x"}).metrics
+    assert dict(found) == {"searches": 3.0, "slow": pytest.approx(1 / 3)}
+    assert [tally.count for tally in found.tallies] == [1, 3]
+
+
+@pytest.mark.parametrize("value", ["3", float("nan"), float("inf"), [1], 10**400])
+def test_a_value_that_is_no_number_fails_the_attempt(value: object) -> None:
+    trajectory = played({"searches": value}, {})
+    assert trajectory.status is Status.FAILED and trajectory.failure is not None
+    assert trajectory.failure.cause is Cause.ENVIRONMENT
+    assert trajectory.failure.message.startswith("step gave info['searches'] = ")
+    assert dict(trajectory.metrics) == {}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ((Metric("x", "token", "mean"),), "environment 'world': metrics: 'x' is of level token; make it step or traj"),
+        ((Metric("a b", "step", "mean"),), "'a b' must be a name of letters, digits and underscores"),
+        ((Metric("*_x", "step", "mean"),), "must be a name of letters"),
+        ((Metric("*", "step", "mean"),), "must be a name of letters"),
+        ((Metric("x", "step", "mean", view="trained"),), "'x' is of what is trained; leave view out"),
+        (("searches",), "metrics must be a tuple of treadle.Metric, got"),
+        (SEARCHES, "metrics must be a tuple of treadle.Metric, got"),
+        ({"searches": 0}, "metrics must be a tuple of treadle.Metric, got"),
+    ],
+)
+def test_a_declaration_that_cannot_be_counted_is_refused_at_start(metrics: Any, message: str) -> None:
+    class Wrong(Told):
+        pass
+
+    Wrong.metrics = metrics
+    with pytest.raises(ConfigError, match=message):
+        check_metrics({"world": Wrong})
+    with pytest.raises(ConfigError, match="environment 'lookup': metrics"):
+        make_inputs(tasks("train", 1), [], {"lookup": Wrong})
+    [trajectory] = play(lambda: Wrong(EnvStep(done=True)), saying("hi"))  # its factory does not tell
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.ENVIRONMENT
+
+
+def test_two_declarations_of_one_name_are_refused_at_start() -> None:
+    class Other(Told):
+        metrics = (Metric("searches", "trajectory", "max"),)
+
+    with pytest.raises(ConfigError, match="'searches' is declared otherwise by 'lookup'; rename one"):
+        check_metrics({"lookup": Lookup, "other": Other})
+
+
+def test_info_that_is_no_mapping_fails_the_attempt_of_an_environment_that_measures() -> None:
+    step: Any = EnvStep(done=True, info=None)  # type: ignore[arg-type]
+    [failed] = play(lambda: Measuring(step), saying("hi"))
+    [fine] = play(lambda: Told(step), saying("hi"))
+    assert failed.failure is not None and "info None; it must be a mapping" in failed.failure.message
+    assert fine.reward == 0.0
+
+
+class Family(Told):
+    metrics = (Metric("lib_*", "trajectory", "mean", help="a number of the library"), SLOW)
+
+
+def test_a_family_declares_all_names_that_begin_like_it() -> None:
+    infos: list[Any] = [{"lib_steps": 1, "other": 5, "slow": True}, {"lib_steps": 2, "lib_won": True, 3: 4}]
+    answers = [EnvStep([tool("on")], info=infos[0]), EnvStep(done=True, info=infos[1])]
+    [trajectory] = play(lambda: Family(*answers), saying("hi"))
+    assert dict(trajectory.metrics) == {"slow": 1.0, "lib_steps": 3.0, "lib_won": 1.0}
+    [failed] = play(lambda: Family(EnvStep(done=True, info={"lib_x": "3"})), saying("hi"))
+    assert failed.failure is not None and "info['lib_x'] = '3'" in failed.failure.message
+
+
+@pytest.mark.parametrize("name", ["lib_steps", "lib_*", "lib_more_*", "li*"])
+def test_a_family_takes_no_name_of_others(name: str) -> None:
+    class Other(Told):
+        metrics = (Metric(name, "step", "max"),)
+
+    with pytest.raises(ConfigError, match="is declared otherwise by 'family'; rename one"):
+        check_metrics({"family": Family, "other": Other})
+    check_metrics({"family": Family, "again": Family, "lookup": Lookup})

@@ -10,7 +10,6 @@ import copy
 import json
 import random
 import unicodedata
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
+from tests.rollout.families import EVERY, World, world
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.conversation import Conversation, Prompt
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.identity import Prompt
 
 _MOVED = 0x20000
-each_family = pytest.mark.parametrize("name", [*FAMILIES, *WRITING_TOOLS])
-
-
-@cache
-def world(name: str) -> World:
-    return World({**FAMILIES, **WRITING_TOOLS}[name], small_vocabulary())
+each_family = pytest.mark.parametrize("name", EVERY)
 
 
 def with_template(there: World, source: str) -> ChatRenderer:

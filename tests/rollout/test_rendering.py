@@ -28,7 +28,8 @@ from tests.rollout.families import FAMILIES, TOOLS, World, small_vocabulary
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.packing.breaks import Kind, relations
 from treadle.packing.flat import PackedCall
-from treadle.rendering.conversation import Conversation, Prompt
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.identity import Prompt
 
 KEPT_BY_APPENDING = {
     BreakCause.THINKING_STRIPPED,

@@ -11,17 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import Told, make_step, plain_renderer, play, saying, tool
+from tests.worlds import Told, addresses, make_step, plain_rollouts, saying, tool
 from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.outcomes import as_played, as_trained
 from treadle.core.rewards import Reward
-from treadle.core.types import DropReason, Status, Step, StopReason, Task, Trajectory
+from treadle.core.types import DropReason, Status, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.attempt import Rollouts
-from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.environment import EnvironmentDriver
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import (
     LengthPenaltyConfig,
@@ -33,7 +30,6 @@ from treadle.rollout.rewards import (
     length_penalty,
     load_shaping,
 )
-from treadle.rollout.session import Address
 
 TASK = Task("t")
 PAGE = Reward({"page": 0.5})
@@ -49,8 +45,9 @@ def trained(trajectory: Trajectory) -> list[float]:
     return [step.reward + step.shaping for step in trajectory.steps]
 
 
-def shape(trajectory: Trajectory, timeout: float = 5.0, **settings: Any) -> Trajectory:
+def shape(trajectory: Trajectory, timeout: float = 5.0, hook: Any = None, **settings: Any) -> Trajectory:
     shaper = RewardShaper(build(RewardsConfig, settings, "rewards"), timeout)
+    shaper._hook = hook or shaper._hook
 
     async def shaped() -> Trajectory:
         return await shaper.shape(TASK, shaper.apply_weights(trajectory), UserCode("code", Cause.ENVIRONMENT))
@@ -86,10 +83,6 @@ async def later(task: Task, trajectory: Trajectory) -> Any:
     return np.array([0.5] * len(trajectory.steps), np.float32)
 
 
-def raises(task: Task, trajectory: Trajectory) -> Any:
-    raise KeyError("nothing here")
-
-
 def halfway(task: Task, trajectory: Trajectory) -> Any:
     yield 1.0
     raise RuntimeError("in the middle")
@@ -97,26 +90,6 @@ def halfway(task: Task, trajectory: Trajectory) -> Any:
 
 async def hangs(task: Task, trajectory: Trajectory) -> Any:
     await asyncio.Event().wait()
-
-
-def too_many(task: Task, trajectory: Trajectory) -> Any:
-    return [1.0] * 9
-
-
-def no_numbers(task: Task, trajectory: Trajectory) -> Any:
-    return ["good"] * len(trajectory.steps)
-
-
-def wrong_tokens(task: Task, trajectory: Trajectory) -> Any:
-    return [Reward(tokens=np.array([1], np.float32))] * len(trajectory.steps)
-
-
-def a_number(task: Task, trajectory: Trajectory) -> Any:
-    return 3.0
-
-
-def infinite(task: Task, trajectory: Trajectory) -> Any:
-    return [1e12] * len(trajectory.steps)
 
 
 def takes_one(trajectory: Trajectory) -> Any:
@@ -140,17 +113,23 @@ def test_a_hook_may_be_async_and_give_an_array() -> None:
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (raises, "rewards.shaping raised KeyError: 'nothing here'"),
+        (
+            lambda task, trajectory: dict[str, float]()["nothing here"],
+            "rewards.shaping raised KeyError: 'nothing here'",
+        ),
         (halfway, "rewards.shaping raised RuntimeError: in the middle"),
-        (too_many, "there are 9 rewards for 2 steps"),
-        (no_numbers, "a reward must be a finite number, at most 1e+12 in size, or a Reward, got 'good'"),
-        (wrong_tokens, "rewards 1 tokens, the completion has 2"),
-        (a_number, "'float' object is not iterable"),
-        (infinite, "rewards add up to 1"),
+        (lambda task, trajectory: [1.0] * 9, "there are 9 rewards for 2 steps"),
+        (lambda task, trajectory: ["good", "bad"], "a reward must be a finite number, at most 1e+12 in size, or a"),
+        (
+            lambda task, trajectory: [Reward(tokens=np.ones(1, np.float32))] * 2,
+            "rewards 1 tokens, the completion has 2",
+        ),
+        (lambda task, trajectory: 3.0, "'float' object is not iterable"),
+        (lambda task, trajectory: [1e12] * 2, "rewards add up to 1"),
     ],
 )
 def test_a_hook_that_breaks_fails_the_attempt_alone(hook: Any, message: str) -> None:
-    found = shape(rewarded(PAGE, ANSWER), shaping=f"{__name__}:{hook.__name__}")
+    found = shape(rewarded(PAGE, ANSWER), hook=hook, shaping=f"{__name__}:hangs")
     assert (found.reward, as_trained(found).reward, found.status) == (None, None, Status.FAILED)
     assert found.failure is not None and found.failure.cause is Cause.VERIFIER
     assert message in found.failure.message
@@ -255,16 +234,11 @@ def test_a_zeroed_trajectory_trains_exactly_nothing_at_any_level(given_: list[Re
 # In an attempt
 
 
-def rollouts(world: Environment, rewards: RewardsConfig, **settings: Any) -> Rollouts:
-    config = RolloutConfig(max_completion_tokens=16, environment_timeout=5.0, **settings)
-    drivers = {("environment", "world"): EnvironmentDriver({"world": lambda: world}, config)}
-    return Rollouts(saying("a"), plain_renderer(), drivers, config, rewards)
-
-
 def attempt(world: Environment, stream: Stream, **rewards: Any) -> Trajectory:
     async def played() -> Trajectory:
-        made = rollouts(world, build(RewardsConfig, rewards, "rewards"))
-        [running] = made.start("g000000", Task("t", environment="world"), [Address(1, stream, 0, 0, 0)])
+        made = plain_rollouts(saying("a"), lambda: world)
+        made._shaper = RewardShaper(build(RewardsConfig, rewards, "rewards"), 5.0)
+        [running] = made.start("g000000", Task("t", environment="world"), addresses(1, stream))
         return await running
 
     return asyncio.run(played())
@@ -277,15 +251,3 @@ def test_attempts_are_weighed_and_those_for_training_are_shaped(stream: Stream) 
     assert found.reward == 2.25
     assert as_trained(found).reward == (1.25 if stream is Stream.TRAIN else 2.25)
     assert ("length_penalty" in as_played(found).components) is (stream is Stream.TRAIN)
-
-
-def test_an_environment_may_reward_tokens_but_only_those_there_are() -> None:
-    [found] = play(
-        lambda: Told(EnvStep(reward=Reward({"a": 1.0}, np.array([0.5, -1], np.float32)), done=True)), saying("a")
-    )
-    assert found.reward == 0.5
-    step: Step = found.steps[0]
-    assert step.given.tokens is not None and step.given.tokens.tolist() == [0.5, -1.0]
-    [found] = play(lambda: Told(EnvStep(reward=Reward(tokens=np.array([1], np.float32)), done=True)), saying("a"))
-    assert found.failure is not None and found.failure.cause is Cause.ENVIRONMENT
-    assert "rewards 1 tokens, the completion has 2" in found.failure.message

@@ -1,8 +1,8 @@
 """One exact step per call: what was sent, what came back, how it was sampled."""
 
 import asyncio
-import time
-from dataclasses import replace
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -10,20 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import END, chatml, plain_ids, plain_renderer, saying, tool, user
+from tests.worlds import END, PLAIN, PlainTokenizer, chatml, make_step, plain_ids, plain_renderer, saying, tool, user
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, VersionSpan
-from treadle.core.errors import ContextExceeded, EngineError
+from treadle.core.errors import DataError, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, StopReason
-from treadle.rollout.session import Address, Session, SessionSpec
+from treadle.rendering import structure
+from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.session import Address, RawPrompts, Session, SessionSpec
 from treadle.testing import FakeEngine
 
 ADDRESS = Address(seed=3, stream=Stream.TRAIN, epoch=1, position=5, attempt=2)
 
 
-def open_session(engine: FakeEngine, longest: int = 1000, **sampling: Any) -> Session:
-    renderer = plain_renderer()
-    return Session(SessionSpec("s", engine, renderer, SamplingParams(**sampling), longest, ADDRESS))
+def open_session(engine: FakeEngine, longest: int = 1000, name: str = "s", **sampling: Any) -> Session:
+    """With a renderer of its own: what another one has encoded is encoded again."""
+    renderer = ChatRenderer(PLAIN, [END])
+    return Session(SessionSpec(name, engine, renderer, SamplingParams(**sampling), longest, ADDRESS))
 
 
 def talk(session: Session, calls: int) -> list[Message]:
@@ -54,66 +57,12 @@ def test_a_step_is_what_the_engine_was_sent_and_answered() -> None:
     assert [m["content"] for m in conversation] == ["q", "ok", "o1", "ok"]
 
 
-def test_a_call_has_a_start_and_says_how_long_it_waited_if_the_engine_does() -> None:
-    class Waiting(FakeEngine):
-        async def generate(
-            self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-        ) -> Completion:
-            done = await super().generate(prompt_ids, sampling, session=session)
-            return replace(done, waited=0.25)
-
-    before = time.time()
-    for engine, waited in ((saying("a"), None), (Waiting(lambda prompt, sampling: [7, END]), 0.25)):
-        session = open_session(engine)
-        talk(session, 2)
-        first, second = session.steps
-        assert first.started is not None and second.started is not None
-        assert before <= first.started <= second.started <= time.time()
-        assert second.started >= first.started + first.seconds - 1e-3  # of two clocks
-        assert (first.waited, second.waited) == (waited, waited)
-
-
 def test_every_call_has_its_own_seed_from_its_address() -> None:
     session = open_session(saying("a"))
     talk(session, 3)
     seeds = [step.sampling.seed for step in session.steps]
     assert seeds == [call_seed(3, Stream.TRAIN, 1, 5, 2, number) for number in range(3)]
     assert len(set(seeds)) == 3
-
-
-class Swapping(FakeEngine):
-    """Weights are swapped in flight: the first token by the current version, the others by the next."""
-
-    async def generate(
-        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
-    ) -> Completion:
-        done = await super().generate(prompt_ids, sampling, session=session)
-        spans = (VersionSpan(self.version, 0, 1), VersionSpan(self.version + 1, 1, len(done.token_ids)))
-        self.version += 1
-        return Completion(done.token_ids, done.logprobs, done.stop_reason, spans)
-
-
-def test_each_token_knows_the_policy_version_that_sampled_it() -> None:
-    engine = Swapping(lambda prompt, sampling: [7, 8, END])
-    asyncio.run(engine.publish(4))
-    session = open_session(engine)
-    talk(session, 2)
-    assert [s.policy_versions.tolist() for s in session.steps] == [[4, 5, 5], [5, 6, 6]]
-
-
-@given(st.integers(1, 60))
-def test_the_limit_is_on_the_prompt_really_sent(longest: int) -> None:
-    engine = saying("x")
-    session = open_session(engine, longest)
-    prompt = len(plain_ids(chatml([user("q")])))
-    if prompt <= longest:
-        talk(session, 1)
-        assert len(engine.calls[0]) == prompt
-        return
-    with pytest.raises(ContextExceeded, match=f"the prompt has {prompt} tokens, max_input_tokens is {longest}"):
-        talk(session, 1)
-    assert engine.calls == []
-    assert session.steps == []
 
 
 def test_closing_tells_the_engine_and_may_be_repeated() -> None:
@@ -162,3 +111,113 @@ def test_an_answer_that_cannot_be_recorded_is_the_engines_fault(
     with pytest.raises(EngineError, match=problem):
         talk(session, 1)
     assert session.steps == []
+
+
+# Long prompts: rendered beside the event loop
+
+
+LONG = 200_000  # characters
+Call = Callable[[Session, str], Awaitable[Any]]
+CALLS: dict[str, Call] = {
+    "messages": lambda session, text: session.chat([user(text)]),
+    "raw": lambda session, text: session.complete(text),
+    "counting": lambda session, text: session.count([user(text)]),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+class Encodings:
+    """How long the texts were that were encoded, and on which threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lengths: list[int] = []
+        self.threads: set[int] = set()
+        self._encode = structure.encode_text
+        for module in ("structure", "chat"):
+            monkeypatch.setattr(f"treadle.rendering.{module}.encode_text", self)
+
+    def __call__(self, tokenizer: Any, text: str) -> list[int]:
+        self.lengths.append(len(text))
+        self.threads.add(threading.get_ident())
+        return self._encode(tokenizer, text)
+
+
+@each_call
+async def test_long_prompts_are_tokenized_beside_the_event_loop(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(saying("ok"), 2 * LONG)
+    encodings = Encodings(monkeypatch)
+    await call(session, "x" * LONG)
+    assert max(encodings.lengths) >= LONG
+    assert threading.get_ident() not in encodings.threads
+
+
+async def test_another_session_is_answered_while_a_long_prompt_is_rendered() -> None:
+    engine = saying("ok")
+    long, other = open_session(engine, 10 * LONG, "long"), open_session(engine, name="other")
+    waiting = asyncio.create_task(long.chat([user("x y " * LONG)]))
+    await asyncio.sleep(0)  # it begins
+    await other.chat([user("hi")])
+    assert not waiting.done()
+    assert [len(prompt) < 100 for prompt in engine.calls] == [True]
+    await waiting
+
+
+async def test_calls_of_a_session_are_numbered_as_they_arrived() -> None:
+    session = open_session(saying("ok"), 10 * LONG)
+    texts = ["x" * LONG, "b", "y" * LONG, "d"]
+    replies = await asyncio.gather(*(session.chat([user(text)]) for text in texts))
+    assert [reply.number for reply in replies] == [0, 1, 2, 3]
+    for step, text in zip(session.steps, texts, strict=True):
+        assert len(step.prompt_ids) - len(text) == len(session.steps[1].prompt_ids) - 1
+
+
+async def test_a_cancelled_rendering_holds_nobody_up() -> None:
+    session = open_session(saying("ok"), 10 * LONG)
+    waiting = asyncio.create_task(session.chat([user("x y " * LONG)]))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    reply = await session.chat([user("hi")])
+    assert reply.number == 0 and len(session.steps) == 1
+
+
+# Raw prompts that carry on what was sampled keep its ids
+
+
+A, B, C = (5 + ord(letter) for letter in "abc")
+
+
+def prompts() -> RawPrompts:
+    return RawPrompts(plain_renderer())
+
+
+def test_the_longest_earlier_call_is_carried_on() -> None:
+    raw = prompts()
+    raw.record(make_step(plain_ids("x "), [A, B, END]))
+    raw.record(make_step([*plain_ids("x "), A, B, *plain_ids(" y ")], [A, END]))
+    assert raw.ids("x ab y a z").tolist() == [*plain_ids("x "), A, B, *plain_ids(" y "), A, *plain_ids(" z")]
+    assert raw.ids("x ab y b").tolist() == [*plain_ids("x "), A, B, *plain_ids(" y "), *plain_ids("b")]
+    assert raw.ids("x ab<|im_end|>\n").tolist() == [*plain_ids("x "), A, B, END, *plain_ids("\n")]
+    assert raw.ids("other").tolist() == plain_ids("other")
+
+
+def test_text_cut_by_a_stop_string_keeps_what_it_can() -> None:
+    raw = prompts()
+    raw.record(make_step(plain_ids("x "), [A, B, *plain_ids("STOP")]))
+    assert raw.ids("x ab more").tolist() == [*plain_ids("x "), A, B, *plain_ids(" more")]
+
+
+@given(st.lists(st.sampled_from([3, 4, A, B, C]), min_size=1, max_size=30), st.text("abc ", max_size=10))
+def test_whatever_was_sampled_is_kept(sampled: list[int], more: str) -> None:
+    raw = prompts()
+    step = make_step(plain_ids("p"), sampled)
+    raw.record(step)
+    text = str(PlainTokenizer().decode(step.full_ids, skip_special_tokens=False)) + more
+    ids = raw.ids(text)
+    assert ids[: len(step.full_ids)].tolist() == step.full_ids.tolist()
+    assert PlainTokenizer().decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [2**31], [1.5], [[1]]])
+def test_what_is_no_prompt_is_refused(prompt: object) -> None:
+    with pytest.raises(DataError):
+        prompts().ids(prompt)  # type: ignore[arg-type]

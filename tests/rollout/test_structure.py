@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tests.rollout.families import TEMPLATES
-from treadle.rendering.structure import Structure
+from tests.rollout.families import FAMILIES, TEMPLATES, World, small_vocabulary
+from tests.worlds import PLAIN
+from treadle.core.errors import ConfigError, DataError
+from treadle.rendering.structure import Structure, TokenBytes, offsets
+from treadle.rendering.template import ChatTemplate
 
 NAMES = ("<s>", "</s>", "<|u|>", "<|a|>", "<|e|>")
 CORPUS = [path.read_text() for path in sorted(TEMPLATES.glob("qwen3*.jinja"))]
@@ -169,3 +172,104 @@ def test_what_a_tokenizer_was_set_to_truncate_or_pad_is_encoded_whole() -> None:
     tokenizer.enable_padding(length=64)
     assert encoded(Structure(tokenizer, []), "<s>messages") == whole
     assert json.loads(tokenizer.to_str())["truncation"]["max_length"] == 3
+
+
+# Chat templates: what they may do, and the errors of those that fail
+
+
+def template(source: str, name: str = "qwen2_5") -> ChatTemplate:
+    world = World(FAMILIES[name], small_vocabulary())
+    return ChatTemplate(source, {}, Structure(world.tokenizer, world.stops))
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "maximum recursion depth exceeded"),
+        ("{{ messages.__class__.mro() }}", "access to attribute '__class__' of 'list' object is unsafe"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
+    ],
+)
+def test_what_a_template_fails_with_is_said_and_that_it_is_the_template(source: str, why: str) -> None:
+    with pytest.raises(DataError, match="the chat template refuses a conversation of user: ") as refused:
+        render(template(source))
+    assert why in str(refused.value)
+
+
+def test_templates_have_what_transformers_gives_them() -> None:
+    source = (
+        "{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}{{ {'a': [1]} | tojson(indent=1) }}"
+        "{% generation %}{{ 'a' }}{% endgeneration %}{% for i in range(9) %}{% if i == 1 %}{% break %}{% endif %}"
+        "{{ i }}{% endfor %}"
+    )
+    assert render(template(source)) == "2" + json.dumps({"a": [1]}, indent=1) + "a0"
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ x | nothing }}"])
+def test_one_that_cannot_be_compiled_is_refused_in_one_sentence(source: str) -> None:
+    with pytest.raises(ConfigError, match="the chat template"):
+        template(source)
+
+
+def render(shown: ChatTemplate, **options: Any) -> str:
+    return shown.render([{"role": "user", "content": "now"}], None, options, generation_prompt=True)
+
+
+# The bytes of tokens are together those of the text, wherever characters are cut
+
+
+@cache
+def tokenizer(kind: str) -> Any:
+    if kind == "byte level":
+        return small_vocabulary()
+    if kind == "plain":
+        return PLAIN.backend_tokenizer
+    words = ["\u2581", "t", "h", "e", "th", "the", "\u2581the", "\u2581\u2581"]
+    letters = {word: 256 + number for number, word in enumerate(words)}
+    fallback = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "\u2581")]
+    made = Tokenizer(models.BPE({**fallback, **letters}, merges, byte_fallback=True, unk_token=None, fuse_unk=False))
+    decoding = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "llama 2":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        decoding.append(decoders.Strip(" ", 1, 0))
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="never", split=False)
+    made.decoder = decoders.Sequence(decoding)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["byte level", "plain", "sentencepiece", "llama 2"])
+@given(
+    text=st.text(max_size=20) | st.sampled_from([" the  the", "日本語 the é", "e\u0301", "🙂 the"]),
+    cut=st.integers(0, 9),
+)
+def test_together_they_are_the_text(kind: str, text: str, cut: int) -> None:
+    """Also where the tokens begin or end within a character, for which the text has a replacement."""
+    backend = tokenizer(kind)
+    cut = (
+        0 if kind in ("sentencepiece", "llama 2") else cut
+    )  # whose decoder writes several bytes that are no text in its own way
+    ids = backend.encode(text, add_special_tokens=False).ids[cut:]
+    pieces = TokenBytes(backend).of(ids)
+    assert len(pieces) == len(ids)
+    assert b"".join(pieces).decode(errors="replace") == backend.decode(ids, skip_special_tokens=False)
+
+
+@given(st.lists(st.binary(max_size=3)) | st.text().map(lambda text: [bytes([byte]) for byte in text.encode()]))
+def test_offsets_are_places_in_the_text(pieces: list[bytes]) -> None:
+    found, text = offsets(pieces), b"".join(pieces).decode(errors="replace")
+    assert len(found) == len(pieces) and found == sorted(found)
+    for number, at in enumerate(found):
+        begun = b"".join(pieces[:number]).decode(errors="ignore")
+        assert 0 <= at <= len(text) and at >= len(begun)
+        if pieces[number : number + 1] != [b""] and not 0x80 <= pieces[number][0] < 0xC0:
+            assert at == len(b"".join(pieces[:number]).decode(errors="replace"))
+
+
+def test_a_character_that_is_cut_has_one_place() -> None:
+    assert offsets([b"a", b"\xc3", b"\xa9", b"b"]) == [0, 1, 1, 2]
+    assert offsets([b"\xed\xa0", b"b"]) == [0, 2]  # half a surrogate is no character, and so two

@@ -19,18 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clocks import StuckLoop
+from tests.rollout.test_agents import played
 from tests.until import CEILING, wait_until
-from tests.worlds import Told, ToldPlain, hang, plain_renderer, play, saying, tool
+from tests.worlds import DONE, MORE, Told, ToldPlain, play, saying, tool
 from treadle.core.errors import Cause, RunError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.isolation import blocked_loop, user_code
+from treadle.rollout.isolation import event_loop, user_code
 from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
+from treadle.rollout.isolation.user_code import DaemonThreads, abandoned_threads
 from treadle.testing import VirtualLoop
-
-DONE = EnvStep(reward=1.0, done=True)
-MORE = EnvStep([tool("more")], reward=0.25)
 
 
 class Weird(BaseException):
@@ -180,16 +178,6 @@ def test_a_task_that_exits_and_that_nobody_awaits_is_logged_and_harms_nobody() -
     assert "test_user_code.py:" in line and "in act" in line
 
 
-def test_a_failure_of_no_known_cause_is_refused_where_it_is_made() -> None:
-    def step() -> EnvStep:
-        raise TrajectoryFailure("nonsense", "x")  # type: ignore[arg-type]
-
-    failed = check_isolated(played_between_healthy_ones(lambda: ToldPlain(step)), "step")
-    assert failed.failure is not None and failed.failure.cause is Cause.ENVIRONMENT
-    assert "a TrajectoryFailure has one of the causes agent, environment," in failed.failure.message
-    assert "got 'nonsense'" in failed.failure.message
-
-
 # The event loop
 
 
@@ -255,22 +243,6 @@ def test_ctrl_c_is_told_from_a_keyboard_interrupt_of_user_code() -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_first_ctrl_c_cancels_what_is_running() -> None:
-    cleaned = []
-
-    async def main() -> None:
-        try:
-            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
-            await hang()
-        finally:
-            cleaned.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(main(), print)
-    assert cleaned == [True]
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
     """It may have broken what the others wait for."""
     said: list[str] = []
@@ -290,8 +262,8 @@ def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
 
 
 def test_who_blocks_the_loop_is_named_while_it_does_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked_loop, "BLOCKED", 0.02)
-    monkeypatch.setattr(blocked_loop, "_PERIOD", 0.005)
+    monkeypatch.setattr(event_loop, "BLOCKED", 0.02)
+    monkeypatch.setattr(event_loop, "_PERIOD", 0.005)
     said: list[str] = []
 
     async def later() -> None:
@@ -354,27 +326,13 @@ def test_plain_methods_share_one_thread_for_each_attempt() -> None:
     trajectories = play([Threaded] * 4, saying("a"), task)  # made by a function: on the event loop
     assert all("SQLite objects created in a thread" in str(t.failure) for t in trajectories)
 
-    async def attempts() -> list[Trajectory]:
-        return await _start({"world": Threaded}, task, 4)
-
     Threaded.made.clear()
-    assert [trajectory.reward for trajectory in asyncio.run(attempts())] == [3.0] * 4
+    attempts = played({}, saying("a"), [task] * 4, {"world": Threaded})
+    assert [trajectory.reward for trajectory in asyncio.run(attempts)] == [3.0] * 4
     used = [set(environment.threads) for environment in Threaded.made]
     assert all(len(each) == 1 for each in used) and len(set.union(*used)) == 4
     assert threading.get_ident() not in set.union(*used)
     wait_until(lambda: threading.active_count() <= threads)
-
-
-async def _start(environments: dict[str, Any], task: Task, count: int, **settings: Any) -> list[Trajectory]:
-    from treadle.core.draws import Stream
-    from treadle.rollout.attempt import Players, open_rollouts
-    from treadle.rollout.config import RolloutConfig
-    from treadle.rollout.session import Address
-
-    config = RolloutConfig(**{"max_completion_tokens": 16, "environment_timeout": 300.0, **settings})
-    addresses = [Address(1, Stream.TRAIN, 0, 0, attempt) for attempt in range(count)]
-    async with open_rollouts(saying("a"), plain_renderer(), Players(environments), config) as rollouts:
-        return list(await asyncio.gather(*rollouts.start("g000000", task, addresses)))
 
 
 class Mixed(Told):
@@ -388,19 +346,11 @@ class Mixed(Told):
         self.calls.append("close" if threading.current_thread() is not threading.main_thread() else "on the loop")
 
 
-class Returning(Told):
-    """Plain methods that return what is to be awaited."""
-
-    def step(self, text: str) -> Any:
-        return super().step(text)
-
-
-def test_methods_may_be_mixed_and_return_awaitables() -> None:
-    mixed, returning = Mixed(MORE, DONE), Returning(MORE, DONE)
-    task = Task("t", Told().opening, "world")
-    trajectories = play([lambda: mixed, lambda: returning], saying("a"), task)
-    assert [trajectory.reward for trajectory in trajectories] == [1.25, 1.25]
-    assert mixed.calls == returning.calls == ["reset", "step", "step", "close"]
+def test_methods_may_be_mixed() -> None:
+    mixed = Mixed(MORE, DONE)
+    [trajectory] = play(lambda: mixed, saying("a"), Task("t", Told().opening, "world"))
+    assert trajectory.reward == 1.25
+    assert mixed.calls == ["reset", "step", "step", "close"]
 
 
 @pytest.fixture

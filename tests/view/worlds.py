@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.cli.broken import TRAJECTORIES, ids
+from tests.cli.worlds import TRAJECTORIES, ids
 from tests.worlds import END, PLAIN, chatml, make_group, make_step, plain_ids, tiny, tool, user
 from treadle.core.errors import Cause
 from treadle.core.outcomes import dropped_steps, leave_out, without_stale

@@ -36,11 +36,7 @@ class Table:
 
 
 class Console:
-    """Standard output or standard error; every command prints through it.
-
-    Much of what is printed comes from models, tasks, environments and file names, so control sequences are escaped
-    (`treadle.core.text`): each method takes plain text, never markup or escape sequences.
-    """
+    """Standard output or standard error. Takes plain text, of models and tasks, too; escapes what steers terminals."""
 
     def __init__(self, stderr: bool = False) -> None:
         self._stderr = stderr
@@ -62,7 +58,6 @@ class Console:
         self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 
     def text(self, *parts: Part, style: str = "") -> None:
-        """Print text of several lines."""
         self.rich.print(_styled(escape_text, parts), style=style, soft_wrap=True)
 
     def table(self, table: Table) -> None:
@@ -132,7 +127,6 @@ def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]
 
 
 def make_bars(console: Console) -> bar.Progress:
-    """Return progress bars that vanish when they are done."""
     wide = console.width >= _WIDE
     columns: list[bar.ProgressColumn] = [
         bar.SpinnerColumn(),

@@ -10,7 +10,7 @@ from pathlib import Path
 import rich.table
 
 from treadle.cli.console import Console, Table, make_progress, make_table
-from treadle.cli.options import Commands, add_command, add_json, add_overrides, add_run
+from treadle.cli.options import Commands, add_command, add_shared
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
@@ -59,16 +59,19 @@ def add_commands(commands: Commands) -> None:
         commands, "eval", run_eval, "play the held-out tasks with a run's checkpoint or a model", _EVAL_EXAMPLES
     )
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
-    add_overrides(parser)
+    add_shared(parser, "overrides", "--json")
     parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000030, best or latest (the default)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a model or adapter, or as model.path")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
-    add_json(parser)
 
     parser = add_command(
-        commands, "export", run_export, "write a run's model as a plain Hugging Face directory", _EXPORT_EXAMPLES
+        commands,
+        "export",
+        run_export,
+        "write a run's model as a plain Hugging Face directory",
+        _EXPORT_EXAMPLES,
+        "run_directory",
     )
-    add_run(parser)
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
     parser.add_argument(
         "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"
@@ -77,7 +80,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_models(options: argparse.Namespace) -> int:
-    """List the models with a name, and the converted ones."""
     console = Console()
     table = Table(rich.table.Table.grid(padding=(0, 2)))
     for name, packaged in PACKAGED.items():
@@ -95,7 +97,6 @@ def run_models(options: argparse.Namespace) -> int:
 
 
 def run_get(options: argparse.Namespace) -> int:
-    """Get a model, and say where it is; returns 0."""
     name, console = options.name, Console()
     if is_convertible(name):
         from treadle.orchestration.get_model import get_model
@@ -116,7 +117,6 @@ def run_get(options: argparse.Namespace) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    """Evaluate and print the result; returns 0, even if attempts failed."""
     if options.dump is not None:
         check_dump(options.dump)
     subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
@@ -132,7 +132,15 @@ def run_eval(options: argparse.Namespace) -> int:
 
 def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
     console = Console()
-    console.table(evaluation_table(evaluation, subject.config.data.table_by))
+    first = subject.config.data.table_by or "tasks of"
+    several = [k for k in evaluation.result.pass_at if k != "1"]
+    columns = ("tasks", "success", *(f"pass@{k}" for k in several), "reward", "steps", "failed")
+    table = make_table(first, *columns, text=(first,))
+    for name, r in {**evaluation.parts, "all": evaluation.result}.items():
+        passed = [shown(r.pass_at.get(k)) for k in several]
+        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
+        table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
+    console.table(table)
     for message, count in evaluation.failures.items():
         console.line(f"failed {count}x: {message}", style="red")
     temperature = evaluation.result.temperature
@@ -143,22 +151,7 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
     console.line(f"model {subject.model}, {evaluation.seconds:.1f} s", style="dim")
 
 
-def evaluation_table(evaluation: Evaluation, table_by: str | None) -> Table:
-    """Return a table with a row for each value of `table_by`, and one for all tasks."""
-    first = table_by or "tasks of"
-    several = [k for k in evaluation.result.pass_at if k != "1"]
-    table = make_table(
-        first, "tasks", "success", *(f"pass@{k}" for k in several), "reward", "steps", "failed", text=(first,)
-    )
-    for name, r in {**evaluation.parts, "all": evaluation.result}.items():
-        passed = [shown(r.pass_at.get(k)) for k in several]
-        figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
-        table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
-    return table
-
-
 def run_export(options: argparse.Namespace) -> int:
-    """Write the model; returns 0."""
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
     find_checkpoint(options.run_directory, options.checkpoint)  # or an error, before torch is loaded

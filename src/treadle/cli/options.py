@@ -9,14 +9,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from treadle.cli.console import Console
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
 from treadle.core.text import escape_text
-from treadle.rollout.gateway.address import GatewayConfig
+from treadle.rollout.config import GatewayConfig
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,10 +24,24 @@ else:
     Commands = argparse._SubParsersAction
 
 
+_SHARED: dict[str, dict[str, Any]] = {
+    "recipe": {"metavar": "RECIPE", "help": "a shipped recipe (see `treadle recipes`) or a .yaml file"},
+    "overrides": {
+        "nargs": "*",
+        "default": [],
+        "metavar": "key.path=value",
+        "help": "configuration values to change (`treadle recipes show demo` lists them)",
+    },
+    "run_directory": {"type": Path, "metavar": "RUN", "help": "a run directory, finished or not"},
+    "--runs": {"type": Path, "default": Path("runs"), "help": "where run directories go (default: runs)"},
+    "--json": {"action": "store_true", "help": "print JSON instead of text"},
+}
+
+
 def add_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], summary: str, examples: str, *shared: str
 ) -> argparse.ArgumentParser:
-    """Add a command that calls `run`, with its help and examples; returns its parser."""
+    """Add a command that calls `run`, with its help, examples and shared arguments; returns its parser."""
     parser = commands.add_parser(
         name,
         help=summary,
@@ -36,43 +50,21 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
+    add_shared(parser, *shared)
     return parser
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments `RECIPE [key.path=value ...]`."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe (see `treadle recipes`) or a .yaml file")
-    add_overrides(parser)
-
-
-def add_overrides(parser: argparse.ArgumentParser, what: str = "configuration values to change") -> None:
-    """Add the arguments `[key.path=value ...]`. what: their help."""
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=what)
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the argument `RUN`."""
-    parser.add_argument("run_directory", type=Path, metavar="RUN", help="a run directory, finished or not")
-
-
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--runs`."""
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where run directories go (default: runs)")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--json`."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
 
 
 def add_address(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the options `--host` and `--port` of a server."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=port, help=f"0: any free one (default: {port})")
 
 
 def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
-    """Return where a server listens, from its options. Raises ConfigError."""
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: ports are 0 to 65535")
     fields = {name: vars(options).get(name) for name in ("host", "port", "advertised_url")}
@@ -80,17 +72,13 @@ def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
 
 
 def positive(text: str) -> int:
-    """Return a whole number above 0; as argparse's `type`, which names the argument in the error."""
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, command: str) -> int:
-    """Run a command and return its exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted.
-
-    command: as the user called it, for errors: "treadle train".
-    """
+    """Run a command ("treadle train", for errors); return 0 done, 1 failed, 2 wrong input or 130 interrupted."""
     if not os.isatty(0):  # piped input answers no question; a debugger may read a terminal
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

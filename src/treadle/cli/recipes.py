@@ -18,8 +18,8 @@ import rich.table
 from pydantic import Field
 
 from treadle.cli.console import Console, Table, make_table
-from treadle.cli.options import Commands, add_command, add_overrides, add_recipe, add_runs, positive
-from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml
+from treadle.cli.options import Commands, add_command, add_shared, positive
+from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml, overlap
 from treadle.core.errors import ConfigError, DataError, RunError
 from treadle.core.types import Task
 from treadle.data.config import DataConfig, sources_of
@@ -63,8 +63,9 @@ def add_commands(commands: Commands) -> None:
         commands, "recipes", run_recipes, "list the shipped recipes, or show what one resolves to", _RECIPES_EXAMPLES
     )
     below = parser.add_subparsers(metavar="show")
-    show = add_command(below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES)
-    add_recipe(show)
+    show = add_command(
+        below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES, "recipe", "overrides"
+    )
     show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
 
     parser = add_command(commands, "new", run_env, "make the skeleton of an environment", _NEW_EXAMPLES)
@@ -81,7 +82,7 @@ def add_commands(commands: Commands) -> None:
     for parser in (head, check):
         what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
         parser.add_argument("source", metavar="SOURCE", help=what)
-        add_overrides(parser)
+        add_shared(parser, "overrides")
     head.add_argument("-n", type=positive, default=1, metavar="ROWS", help="how many (default: 1)")
     prepare = add_command(
         below, "prepare", run_data_prepare, "convert published data to what a recipe takes", _DATA_EXAMPLES
@@ -92,12 +93,10 @@ def add_commands(commands: Commands) -> None:
 
     parser = add_command(commands, "cluster", run_cluster, "what a cluster has for a recipe", _CLUSTER_EXAMPLES)
     parser.add_argument("action", choices=["check"], help="check: print what would be placed where, or what is missing")
-    add_recipe(parser)
-    add_runs(parser)
+    add_shared(parser, "recipe", "overrides", "--runs")
 
 
 def run_recipes(options: argparse.Namespace) -> int:
-    """List the shipped recipes."""
     table = Table(rich.table.Table.grid(padding=(0, 2)))
     for name in recipe_names():
         table.add_row((name, "bold"), load_recipe(name).about)
@@ -111,7 +110,6 @@ def run_recipes(options: argparse.Namespace) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """Print every resolved value of a recipe; with --yaml as a recipe."""
     config = load_recipe(options.recipe, options.overrides)
     console = Console()
     if options.yaml:
@@ -122,10 +120,7 @@ def run_show(options: argparse.Namespace) -> int:
 
 
 def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str]) -> None:
-    """Print each section's heading, then its own values: mark, path, value, help, and the default if it is another.
-
-    overridden: paths set on the command line.
-    """
+    """Print each section's heading, then its values: mark, path, value, help, and the default if it is another."""
     grid = rich.table.Table.grid(padding=(0, 1))
     for style in ("", "", "", "dim"):
         grid.add_column(style=style, overflow="fold", no_wrap=not console.is_terminal)
@@ -133,7 +128,7 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
 
     def add_row(path: str, value: str, text: str, is_default: bool) -> None:
         style = "" if is_default else "bold"
-        mark = "+" if _is_below(path, overridden) else "" if is_default else "*"
+        mark = "+" if any(overlap(path, other) for other in overridden) else "" if is_default else "*"
         table.add_row(mark, (path, style), (value, style), text)
 
     for section, meaning in {"": "", **describe_sections(config)}.items():
@@ -152,13 +147,7 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
     console.line("* set by the recipe, + on the command line; the others are defaults", style="dim", wrap=True)
 
 
-def _is_below(path: str, overridden: Sequence[str]) -> bool:
-    """Whether an override set this path, something below it or above it."""
-    return any(f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") for other in overridden)
-
-
 def run_env(options: argparse.Namespace) -> int:
-    """Write the package and list its files; returns 0."""
     console = Console()
     for path in make_environment(options.name, Path.cwd()):
         console.line(str(path))
@@ -168,10 +157,7 @@ def run_env(options: argparse.Namespace) -> int:
 
 
 def make_environment(name: str, parent: Path) -> list[Path]:
-    """Write the package `name` into a directory, and return its files, relative to that.
-
-    Raises ConfigError if `name` is not usable as a module name; RunError if something has that name already.
-    """
+    """Write the package `name` into a directory; return its files. Raises ConfigError, RunError if it exists."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} is not a Python package name; use letters, digits and _, as in my_environment")
     directory = parent / name
@@ -197,7 +183,6 @@ class _Source(Config):
 
 
 def run_data_head(options: argparse.Namespace) -> int:
-    """Show the first rows of each source, as they are stored and as tasks."""
     sections, context = _sections(options)
     console = Console()
     for split, section in sections.items():
@@ -231,7 +216,6 @@ def run_data_check(options: argparse.Namespace) -> int:
 
 
 def run_data_prepare(options: argparse.Namespace) -> int:
-    """Unpack tasks; return 0."""
     number = unpack(options.source, options.directory)
     Console().line(
         (f"{number} tasks", "bold"), f" in {options.directory}; train with data.train.options.path={options.directory}"
@@ -291,7 +275,6 @@ def _print_problems(section: Section, split: str, context: LoadContext, first: D
 
 
 def _data_summary(tasks: Sequence[Task]) -> Iterator[str]:
-    """Yield lines on what the tasks hold."""
     lengths = [sum(len(message["content"]) for message in task.prompt) for task in tasks]
     kinds = Counter(" ".join(task.player) for task in tasks if task.player[1])
     extras = Counter(name for task in tasks for name in task.extras)
@@ -307,7 +290,6 @@ def _data_summary(tasks: Sequence[Task]) -> Iterator[str]:
 
 
 def run_cluster(options: argparse.Namespace) -> int:
-    """Print the place of each process; returns 0. Raises PlacementError for what is missing."""
     config = load_recipe(options.recipe, options.overrides)
     if config.placement.kind != "ray":
         raise ConfigError(f"placement.kind is {config.placement.kind!r}: no cluster is used; set placement.kind=ray")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import rich.progress
 
 from treadle.cli.console import Console, Table, indented, make_table
-from treadle.cli.options import Commands, add_command, add_json, add_run
+from treadle.cli.options import Commands, add_command
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.callbacks import update_line
@@ -51,11 +51,15 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", run_report, "account for every step, failure and token of a run", _REPORT_EXAMPLES
+        commands,
+        "report",
+        run_report,
+        "account for every step, failure and token of a run",
+        _REPORT_EXAMPLES,
+        "run_directory",
+        "--json",
     )
-    add_run(parser)
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
-    add_json(parser)
 
     parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not")
@@ -65,7 +69,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Print the report, or with --failures every failure; returns 0."""
     directory, console = RunDirectory.open(options.run_directory), Console()
     ledger = directory.ledger()
     if options.failures:
@@ -129,7 +132,6 @@ def _print_figures(console: Console, table: Table, rows: Sequence[Facts], key: s
 
 
 def _print_breakdown(console: Console, facts: Facts) -> None:
-    """Print step states, statuses and stop reasons of each split, a line each."""
     for row in facts["steps"]:
         row["what"] = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
     for split in [row["split"] for row in facts["splits"]]:
@@ -184,7 +186,6 @@ def _print_packing(console: Console, packing: Facts) -> None:
 
 
 def _print_relations(console: Console, relations: Facts) -> None:
-    """Print how steps relate to the earlier ones of their trajectories, and what broke."""
     if relations["no_tokenizer"]:
         console.line(f"breaks not counted, there is no tokenizer: {relations['no_tokenizer']}", style="red")
         console.line()
@@ -214,7 +215,6 @@ def _print_breaks(console: Console, breaks: list[Facts]) -> None:
 
 
 def _print_last_update(console: Console, row: Facts | None, updates: int) -> None:
-    """Print the last update's figures, with pass@k and what its environments measured."""
     if row is None:
         return
     passes = [name for name in row if name.startswith("pass_at_") and name != "pass_at_1"]
@@ -272,7 +272,6 @@ def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    """Draw the runs, and print which of them are one line; returns 0."""
     from treadle.orchestration.reporting.curve import FORMATS, draw_runs
 
     output = options.output

@@ -13,7 +13,7 @@ from rich.progress import TaskID
 from treadle.cli.console import Console, make_bars
 from treadle.cli.options import Parser, add_address, address_of, exit_status
 from treadle.core.errors import ConfigError
-from treadle.rollout.gateway.address import listen, url_of
+from treadle.rollout.config import listen, url_of
 
 _EXAMPLES = """examples:
   treadle-retrieve corpus.jsonl                                    BM25, no model needed
@@ -29,7 +29,6 @@ server has no password: keep it on loopback or in a private network. Press Ctrl-
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a corpus until Ctrl-C; returns the exit status."""
     return exit_status(_run, _parse(arguments), "treadle-retrieve")
 
 

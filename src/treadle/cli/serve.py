@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_address, add_command, add_overrides, address_of
+from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
@@ -27,7 +27,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.setup.validation import check_engine_config
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
-from treadle.rollout.gateway.address import listen, url_of
+from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -75,7 +75,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
     parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
-    add_overrides(parser, "settings of the engine, such as engine.kind=vllm (`treadle recipes show demo` lists them)")
+    add_shared(parser, "overrides")
 
     parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(
@@ -92,7 +92,6 @@ class ServeConfig(Config):
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve until interrupted; then returns 0."""
     engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
     model = ModelConfig(**located(options.model), chat_template=options.chat_template)
     _check(options, engine)
@@ -111,7 +110,6 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
-    """Raise ConfigError for what can be checked before torch is loaded."""
     if not (require_model_or_adapter(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
         raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
@@ -167,7 +165,6 @@ def _session(options: argparse.Namespace, chat: ChatInterface, context: int, eng
 
 
 def _write(directory: Path, session: Session) -> Path:
-    """Write all steps as one trajectory, into a shard of its own; returns its path."""
     from treadle.orchestration.store.rollout_store import write_shard
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -179,7 +176,6 @@ def _write(directory: Path, session: Session) -> Path:
 
 
 def run_view(options: argparse.Namespace) -> int:
-    """Serve the pages until Ctrl-C; returns 0."""
     paths = options.runs or [Path("runs")]
     for path in paths:
         if not path.is_dir():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
-from treadle.cli.options import Commands, add_command, add_json, add_run
+from treadle.cli.options import Commands, add_command
 from treadle.core.types import PLAYERS
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -49,20 +49,24 @@ _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "show", run_show, "print one recorded trajectory token by token", _SHOW_EXAMPLES)
-    add_run(parser)
+    parser = add_command(
+        commands,
+        "show",
+        run_show,
+        "print one recorded trajectory token by token",
+        _SHOW_EXAMPLES,
+        "run_directory",
+        "--json",
+    )
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
-    add_json(parser)
 
     parser = add_command(
-        commands, "top", run_top, "show what a run does now: learner, engines, rollouts", _TOP_EXAMPLES
+        commands, "top", run_top, "show what a run does now: learner, engines, rollouts", _TOP_EXAMPLES, "run_directory"
     )
-    add_run(parser)
     parser.add_argument("--once", action="store_true", help="print the table once, as without a terminal")
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """List trajectories, or print one."""
     console, run_path = Console(), options.run_directory
     ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
@@ -100,10 +104,7 @@ def _figure(value: float | None, form: str) -> str:
 def as_json(
     row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer, traces: Sequence[StepTrace] = ()
 ) -> dict[str, Any]:
-    """Return everything on record about a trajectory as plain data; the printed form shows the same.
-
-    traces: of its steps; of several updates that trained a step the last is shown.
-    """
+    """Return everything on record about a trajectory as plain data; the last of several traces of a step counts."""
     from treadle.orchestration.store.rollout_store import decoder, step_relations
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
@@ -192,7 +193,6 @@ def ending(row: dict[str, Any]) -> str:
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    """Print what the model read (dim) and wrote (bold), and how the trajectory ended."""
     from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, load_trajectory, step_relations
 
     row, steps = load_trajectory(run, trajectory_id)
@@ -266,7 +266,6 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
 
 
 def run_top(options: argparse.Namespace) -> int:
-    """Show the table until the run ends or Ctrl-C; returns 0. Raises RunError if the directory is not a run."""
     from treadle.orchestration.store.run_directory import RunDirectory
 
     directory, console, usage = RunDirectory.open(options.run_directory), Console(), _Usage()
@@ -286,7 +285,6 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
-    """Return lines, and a table while the run is in progress."""
     from treadle.orchestration.reporting.callbacks import RunStatus
 
     state, status = directory.state(), RunStatus.read(directory.status_file)

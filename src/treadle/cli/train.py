@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
-from treadle.cli.options import Commands, add_command, add_recipe, add_runs
+from treadle.cli.options import Commands, add_command
 from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError, RunError
+from treadle.core.processes import environment
 from treadle.data.config import sources_of
 from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe
@@ -51,10 +51,17 @@ The result is a Hugging Face directory: for transformers, for `model.path`, for 
 
 
 def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "train", run_train, "train a recipe, or resume a run", _TRAIN_EXAMPLES)
-    add_recipe(parser)
+    parser = add_command(
+        commands,
+        "train",
+        run_train,
+        "train a recipe, or resume a run",
+        _TRAIN_EXAMPLES,
+        "recipe",
+        "overrides",
+        "--runs",
+    )
     parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
-    add_runs(parser)
     parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
     parser.add_argument(
         "--resume-from", metavar="NAME", help="go back to an earlier checkpoint (or best); all after it is rolled back"
@@ -63,8 +70,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--dry-run", action="store_true", help=what)
 
     summary = "supervised learning on demonstrations: a recipe's warm start alone"
-    parser = add_command(commands, "sft", run_sft, summary, _SFT_EXAMPLES)
-    add_recipe(parser)
+    parser = add_command(commands, "sft", run_sft, summary, _SFT_EXAMPLES, "recipe", "overrides")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
 
 
@@ -127,10 +133,7 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 @contextmanager
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
-    """Yield a path for the run: as named, or a new directory of the default name.
-
-    It is removed if the run ends before it recorded anything that could be resumed.
-    """
+    """Yield a new path for the run, which is removed if the run ends before it recorded anything to resume."""
     path: Path = options.runs / options.name if options.name else make_directory(options.runs, config)
     new = not path.exists() or not any(path.iterdir())
     try:
@@ -156,9 +159,10 @@ def _is_stub(run: RunDirectory) -> bool:
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
-    """Check and print what the run needs; returns 0 if everything is there, 1 if something is missing."""
     console = Console()
-    with _offline():
+    with environment(
+        {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    ):  # which the hub's libraries read when imported
         from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
 
         result = dry_run(config, runs, Console(stderr=True).line)
@@ -168,19 +172,6 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
         style = "bold red" if check.is_missing else "green"
         console.line(f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), check.text)
     return 0 if result.is_complete else 1
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keep the hub's libraries, which read these variables when they are imported, from downloading."""
-    before = {variable: os.environ.get(variable) for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
-    os.environ.update(dict.fromkeys(before, "1"))
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            os.environ.pop(variable)
-            os.environ.update({} if value is None else {variable: value})
 
 
 def _print_prompt(console: Console, result: DryRun) -> None:
@@ -213,7 +204,6 @@ def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:
-    """Print a finished run's held-out results, two transcripts, and where everything is."""
     console = Console()
     results = summary["evaluations"]
     if results:
@@ -234,7 +224,6 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
 
 
 def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Table:
-    """Return a table of held-out success before and after training, sampled and greedy, by `data.table_by`."""
     first = config.data.table_by or "tasks"
     columns: dict[str, dict[str, Any]] = {}
     for temperature in dict.fromkeys(r["temperature"] for r in results):
@@ -251,10 +240,7 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
 
 
 def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:
-    """Print attempts at one held-out task before and after training, from failure to success if there is one.
-
-    They are sampled ones, or greedy ones where evaluations are greedy.
-    """
+    """Print attempts at one held-out task before and after training, from failure to success if there is one."""
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
     first, last = (f"e{result['update']:06d}{mark}" for result in (sampled[0], sampled[-1]))
@@ -267,7 +253,6 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
 
 
 def run_sft(options: argparse.Namespace) -> int:
-    """Train and write the model; returns 0."""
     config = load_recipe(options.recipe, options.overrides)
     _check_sft(config, options.recipe, options.out)
 
@@ -281,20 +266,14 @@ def run_sft(options: argparse.Namespace) -> int:
     console.line(f"model directory: {options.out}")
     evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
     console.line(f"evaluate it: treadle {evaluate}")
-    train = shlex.join(["train", options.recipe, *next_overrides(config, options.out)])
+    build = ["model.build=null"] if config.model.build is not None else []
+    where = "path" if config.training.lora is None else "adapter"
+    train = shlex.join(["train", options.recipe, *build, f"model.{where}={options.out}", "warm_start=null"])
     console.line(f"train from it: treadle {train}")
     return 0
 
 
-def next_overrides(config: RunConfig, directory: Path) -> list[str]:
-    """Return the overrides that make a run of this configuration start from the written model."""
-    build = ["model.build=null"] if config.model.build is not None else []
-    where = "path" if config.training.lora is None else "adapter"
-    return [*build, f"model.{where}={directory}", "warm_start=null"]
-
-
 def _check_sft(config: RunConfig, recipe: str, out: Path) -> None:
-    """Raise ConfigError for problems that would otherwise show only during or after the training."""
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     if out.exists():

@@ -238,63 +238,60 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
     try:
         return cls.model_validate_json(plain)
     except pydantic.ValidationError as error:
-        problems = dict.fromkeys(_problems(cls, plain, error))
-        without_overrides = _problems_of(cls, data) if overrides else problems
-        lines = [p.line(source if p in without_overrides else _blamed(p.path, overrides) or source) for p in problems]
+        before, lines = _problems(cls, data) if overrides else [], []
+        for problem in _problems(cls, changed):
+            touching = [o for o in overrides if problem not in before and overlap(problem.path, _key(o))]
+            origin = " ".join(_short(o, quote=False) for o in touching) or source
+            path = problem.path if problem.named and _key(origin) != problem.path else ""
+            lines.append(": ".join(part for part in (origin, path, problem.text) if part))
         raise ConfigError("\n".join(lines)) from error
 
 
 class _Problem(NamedTuple):
-    """What is wrong at a path, `_Problem("seed", "got 'x', expected a valid integer", True)`; "" is the whole.
-
-    named: whether the text has to follow the path; otherwise it names it itself.
-    """
+    """What is wrong at a path ("" is the whole). named: whether the path has to precede the text."""
 
     path: str
     text: str
     named: bool
 
-    def line(self, origin: str) -> str:
-        """Return `recipe.yaml: seed: got 'x', ...`, or `seed=x: got 'x', ...` where the origin names the path."""
-        path = self.path if self.named and origin.partition("=")[0].strip() != self.path else ""
-        return ": ".join(part for part in (origin, path, self.text) if part)
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
-def _problems_of(cls: type[Config], data: Mapping[str, Any]) -> dict[_Problem, None]:
-    plain = pydantic_core.to_json(data)
-    try:
-        cls.model_validate_json(plain)
-    except pydantic.ValidationError as error:
-        return dict.fromkeys(_problems(cls, plain, error))
-    return {}
-
-
-def _blamed(path: str, overrides: Sequence[str]) -> str:
-    """The overrides that set the path, a part of it, or what it is a part of."""
-    touched = [o for o in overrides if _overlap(path, o.partition("=")[0].strip())]
-    return " ".join(_short(o, quote=False) for o in touched)
-
-
-def _overlap(path: str, other: str) -> bool:
+def overlap(path: str, other: str) -> bool:
     """Whether one is the other or lies within it; everything lies within the whole, which is ""."""
     return not path or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
-def _problems(cls: type[Config], plain: bytes, error: pydantic.ValidationError) -> Iterator[_Problem]:
+def _problems(cls: type[Config], data: Mapping[str, Any]) -> list[_Problem]:
     """One per key: the members of a union that all refused a value are joined by "or"."""
-    data = pydantic_core.from_json(plain)
+    plain = pydantic_core.to_json(data)
+    try:
+        cls.model_validate_json(plain)
+        return []
+    except pydantic.ValidationError as error:
+        details = error.errors(include_url=False)
+    problems: list[_Problem] = []
     refused: dict[str, tuple[str, list[str]]] = {}
-    for problem in error.errors(include_url=False):
-        keys = _keys(cls, data, problem["loc"])
+    for detail in details:
+        keys = _keys(cls, pydantic_core.from_json(plain), detail["loc"])
         path = ".".join(map(str, keys))
-        if problem["type"] == "extra_forbidden":
-            yield _Problem(path, _unknown_key(cls, keys), named=False)
-        elif problem["type"] == "missing":
-            yield _Problem(path, f"missing key {path!r}{_purpose(cls, keys)}", named=False)
-        else:
-            refused.setdefault(path, (_got(problem), []))[1].append(_expected(problem))
-    for path, (got, expected) in refused.items():
-        yield _Problem(path, f"{got}{' or '.join(dict.fromkeys(expected))}", named=True)
+        match detail["type"]:
+            case "extra_forbidden":
+                problems.append(_Problem(path, _unknown_key(cls, keys), named=False))
+            case "missing":
+                field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
+                purpose = f": {field.description}" if field is not None and field.description else ""
+                problems.append(_Problem(path, f"missing key {path!r}{purpose}", named=False))
+            case "value_error":  # a validator's own message, which names the value itself where one is to blame
+                refused.setdefault(path, ("", []))[1].append(str(detail["ctx"]["error"]))
+            case kind:
+                expected = detail["msg"].removeprefix("Input should be ") + " (quote it)" * (kind == "string_type")
+                refused.setdefault(path, (f"got {_short(detail['input'])}, expected ", []))[1].append(expected)
+    for path, (got, expectations) in refused.items():
+        problems.append(_Problem(path, f"{got}{' or '.join(dict.fromkeys(expectations))}", named=True))
+    return list(dict.fromkeys(problems))
 
 
 def _keys(cls: type[Config], data: Any, location: Location) -> Location:
@@ -309,18 +306,6 @@ def _keys(cls: type[Config], data: Any, location: Location) -> Location:
             continue
         keys.append(part)
     return tuple(keys)
-
-
-def _got(problem: Mapping[str, Any]) -> str:
-    """`got 'x', expected `; "" for a validator's own message, which names the value itself where one is to blame."""
-    return "" if problem["type"] == "value_error" else f"got {_short(problem['input'])}, expected "
-
-
-def _expected(problem: Mapping[str, Any]) -> str:
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    expected = str(problem["msg"]).removeprefix("Input should be ")
-    return expected + (" (quote it)" if problem["type"] == "string_type" else "")
 
 
 _ALIASES = {
@@ -348,13 +333,7 @@ def _short(value: Any, limit: int = 80, quote: bool = True) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _purpose(cls: type[Config], keys: Location) -> str:
-    field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
-    return f": {field.description}" if field is not None and field.description else ""
-
-
 def _unknown_key(cls: type[Config], keys: Location) -> str:
-    """The complaint about one unknown key, with the nearest key beside it and the same key elsewhere."""
     *parents, leaf = map(str, keys)
     section = _config_at(cls, keys[:-1])
     if instead := cls.removed_keys.get(".".join([*parents, leaf])) or (section and section.removed_keys.get(leaf)):
@@ -381,7 +360,6 @@ def _config_class(annotation: Any) -> type[Config] | None:
 
 
 def _fields_at(cls: type[Config], keys: Iterable[int | str]) -> dict[str, FieldInfo]:
-    """The fields below `keys`."""
     section = _config_at(cls, keys)
     return dict(section.model_fields) if section else {}
 
@@ -402,9 +380,18 @@ def _paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
             yield from _paths(nested, f"{prefix}{name}.")
 
 
-def describe(config: Config) -> list[FieldLine]:
-    """Return every leaf in order of declaration, nested Configs opened up; an absent optional Config is one leaf."""
-    return list(_leaves(config, None, ""))
+def describe(config: Config, defaults: Config | None = None, prefix: str = "") -> list[FieldLine]:
+    """Return every leaf in order of declaration. defaults: the parent's, which may differ from the class's own."""
+    lines: list[FieldLine] = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        standard = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
+        if isinstance(value, Config):
+            lines += describe(value, standard if type(standard) is type(value) else None, f"{prefix}{name}.")
+        else:
+            is_default = standard is not REQUIRED and bool(value == standard)
+            lines.append(FieldLine(prefix + name, value, is_default, field.description or "", standard))
+    return lines
 
 
 def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
@@ -416,16 +403,3 @@ def describe_sections(config: Config, prefix: str = "") -> dict[str, str]:
             sections[prefix + name] = field.description or ""
             sections |= describe_sections(value, f"{prefix}{name}.")
     return sections
-
-
-def _leaves(config: Config, defaults: Config | None, prefix: str) -> Iterator[FieldLine]:
-    """`defaults`: what the parent would have put here, which may differ from the class's own defaults."""
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        standard = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
-        if isinstance(value, Config):
-            same_kind = standard if type(standard) is type(value) else None
-            yield from _leaves(value, same_kind, f"{prefix}{name}.")
-        else:
-            is_default = standard is not REQUIRED and bool(value == standard)
-            yield FieldLine(prefix + name, value, is_default, field.description or "", standard)

@@ -34,10 +34,7 @@ class Stream(IntEnum):
 def philox4x32(
     counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[ArrayLike, ArrayLike]
 ) -> tuple[Words, Words, Words, Words]:
-    """Run ten rounds of Philox4x32 on broadcastable uint64 arrays that hold 32-bit words.
-
-    Returns four uint64 arrays of the broadcast shape, each holding 32-bit words.
-    """
+    """Run ten rounds of Philox4x32 on broadcastable uint64 arrays that hold 32-bit words; return four such arrays."""
     c0, c1, c2, c3, k0, k1 = np.broadcast_arrays(*(np.asarray(w, np.uint64) for w in (*counter, *key)))
     for _ in range(10):
         p0, p1 = _M0 * c0, _M1 * c2
@@ -47,10 +44,7 @@ def philox4x32(
 
 
 def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, step: int) -> int:
-    """Return the 63-bit seed of one engine call, addressed by where the call stands in the run.
-
-    Any engine that takes a seed per request can honour it; it fits a signed 64-bit integer.
-    """
+    """Return the 63-bit seed of one engine call, addressed by where the call stands in the run."""
     high, low, _, _ = philox4x32((epoch, task, attempt, step), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)))
     return (int(high) << 31 | int(low) >> 1) & 0x7FFFFFFFFFFFFFFF
 
@@ -70,10 +64,7 @@ def token_uniforms(seeds: Words, token: ArrayLike) -> NDArray[np.float64]:
 def permutation(
     size: int, seed: int, epoch: int, stream: Stream = Stream.SHUFFLE, source: int = 0
 ) -> NDArray[np.int64]:
-    """Return the shuffle of `size` items for one epoch, int64[size]: each epoch has its own, derived from the seed.
-
-    source: number of a mixture's source; sources of one size have different shuffles.
-    """
+    """Return an epoch's shuffle of a source's `size` items, int64[size]. source: its number in a mixture."""
     high, low, _, _ = philox4x32(
         (np.arange(size, dtype=np.uint64), epoch, source, 0), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24))
     )

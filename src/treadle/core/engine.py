@@ -62,11 +62,9 @@ class Engine(Protocol):
 
     def open_session(self, session: str) -> None:
         """Announce a session. Sessions opened earlier come first in the canonical order."""
-        ...
 
     def close_session(self, session: str) -> None:
         """End a session, which makes no further calls. Unknown or closed sessions are ignored."""
-        ...
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -75,19 +73,15 @@ class Engine(Protocol):
 
         cache_salt: calls of different salts share no cached prefix. Raises EngineError.
         """
-        ...
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
-        ...
 
     def status(self) -> Sequence[ComponentStatus]:
         """Return the current load, one entry for each engine. Never blocks; thread-safe."""
-        ...
 
     async def close(self) -> None:
         """Release everything. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,7 @@ class Cause(StrEnum):
 
 
 class TrajectoryFailure(TreadleError, RuntimeError):
-    """Raised when one attempt fails. It ends that trajectory, never the run; `cause` decides what happens next.
-
-    traceback: of the user code that raised, as text. Raises DataError for a cause that is not a `Cause`.
-    """
+    """Raised when one attempt fails, which ends that trajectory, never the run. traceback: of user code."""
 
     def __init__(self, cause: Cause, message: str, traceback: str = "") -> None:
         super().__init__(cause, message, traceback)
@@ -97,10 +94,7 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 
 
 class ContextExceeded(TreadleError, RuntimeError):
-    """Raised for a prompt longer than a limit: `rollout.max_input_tokens`, or the model's context.
-
-    context: of the model, if that is the limit.
-    """
+    """Raised for a prompt longer than `rollout.max_input_tokens`, or than the model's `context` if that is given."""
 
     def __init__(self, prompt_tokens: int, max_input_tokens: int, context: int | None = None) -> None:
         super().__init__(prompt_tokens, max_input_tokens, context)

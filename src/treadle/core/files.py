@@ -24,10 +24,7 @@ from treadle.core.errors import DamageError, RemovedError
 
 
 def cache_directory() -> Path:
-    """Return the directory of warm starts and converted models: `$TREADLE_CACHE`, or `treadle` in the user's cache.
-
-    The user's cache is `$XDG_CACHE_HOME`, which must be absolute to count, or `~/.cache`.
-    """
+    """Return the cache's directory: `$TREADLE_CACHE`, or `treadle` in an absolute `$XDG_CACHE_HOME` or `~/.cache`."""
     if directory := os.environ.get("TREADLE_CACHE"):
         return Path(directory)
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -66,15 +63,11 @@ def sync_file(path: Path) -> str:
 
 
 def sha256_of(content: bytes) -> str:
-    """Return the hex digest of these bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> str:
-    """Write a temporary file, fsync, rename, fsync; returns the content's SHA-256.
-
-    Raises OSError; the temporary file is then removed.
-    """
+    """Write a temporary file, fsync, rename, fsync; returns the content's SHA-256. Raises OSError."""
     temporary = _beside(path)
     try:
         write_durably(temporary, content)
@@ -103,10 +96,7 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def read_proven(path: Path, sha256: str, remedy: str) -> bytes:
-    """Return the content of a file that has this SHA-256.
-
-    Raises DamageError, which ends with the remedy, for any other content and for a file that is missing or unreadable.
-    """
+    """Return the content of a file that has this SHA-256. Raises DamageError, which ends with the remedy."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -139,7 +129,6 @@ class NewDirectory:
             self._sha256[name] = sync_file(path)
 
     def note(self, name: str, sha256: str) -> None:
-        """List a file of the directory that something else has written durably."""
         self._sha256[name] = sha256
 
     @property
@@ -148,7 +137,6 @@ class NewDirectory:
 
     @property
     def manifest_sha256(self) -> str:
-        """Return the manifest's own digest, for a ledger."""
         return sha256_of(self.manifest)
 
 
@@ -183,10 +171,7 @@ def remove_at_once(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a directory that was written by `new_directory`, each with its SHA-256.
-
-    remedy: ends the message about anything damaged.
-    """
+    """Files that `new_directory` wrote, each with its SHA-256. remedy: ends the message about anything damaged."""
 
     directory: Path
     sha256: Mapping[str, str]
@@ -237,10 +222,7 @@ class Manifest:
 
 
 def prove_files(directory: Path, names: Iterable[str], remedy: str = "") -> None:
-    """Check those of these files that exist or are listed, in a directory of any origin.
-
-    Without a manifest there is nothing to check. Raises DamageError, which ends with the remedy.
-    """
+    """Check those files that exist or are listed; without a manifest, nothing. Raises DamageError with the remedy."""
     if (directory / MANIFEST).is_file():
         manifest = Manifest.load(directory, remedy=remedy)
         manifest.prove(name for name in names if name in manifest.sha256 or (directory / name).exists())

@@ -96,7 +96,6 @@ class Tally:
 
 
 def _folded(metric: Metric, values: list[float]) -> float:
-    """Return the largest, smallest or sum (for a mean, too) of at least one value."""
     match metric.aggregation:
         case "max":
             return max(values)

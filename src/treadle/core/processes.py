@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
@@ -35,6 +36,19 @@ def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> Popen
         pass_fds=[channel.fileno()],
         start_new_session=True,
     )
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables within, here and in processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
 
 
 def parent_has_ended() -> bool:
@@ -61,7 +75,6 @@ def end_with_parent(folders: Sequence[str] = ()) -> None:
 
 
 def exit_in_words(code: int) -> str:
-    """Return how a process ended: `code -9 (Killed)`."""
     return f"code {code}" + (f" ({signal.strsignal(-code)})" if code < 0 else "")
 
 
@@ -70,10 +83,7 @@ _LARGE = 4 << 20
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that glibc keeps to the operating system; no-op with other C libraries.
-
-    Sampling and training need gigabytes each, and cannot reuse the fragments that the other leaves.
-    """
+    """Return freed memory that glibc keeps to the system: sampling cannot reuse fragments that training leaves."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

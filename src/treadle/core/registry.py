@@ -37,14 +37,14 @@ def resolve(group: str, name: str, setting: str = "") -> Any:
     `resolve("environments", "my_module:Outer.Inner")` imports `my_module`, also from the current directory.
     Raises ConfigError: an unknown name, a module that cannot be imported, a missing attribute.
     """
-    where = _where(group, name, setting)
+    where = f"{setting or group}: {name!r}"
     return _load(name if ":" in name else _target(group, name, where), where)
 
 
 def check_name(group: str, name: str, setting: str = "") -> None:
     """Raise ConfigError, as `resolve` does, for a name that is not registered. Imports nothing."""
     if ":" not in name:
-        _target(group, name, _where(group, name, setting))
+        _target(group, name, f"{setting or group}: {name!r}")
 
 
 def build_options(options_type: type[C], options: Mapping[str, Any], setting: str, name: str) -> C:
@@ -60,10 +60,6 @@ def build_options(options_type: type[C], options: Mapping[str, Any], setting: st
     return build(options_type, options, setting)
 
 
-def _where(group: str, name: str, setting: str) -> str:
-    return f"{setting or group}: {name!r}"
-
-
 def _target(group: str, name: str, where: str) -> str:
     registered = _registered(group)
     if name not in registered:
@@ -75,7 +71,6 @@ def _target(group: str, name: str, where: str) -> str:
 
 
 def names(group: str) -> list[str]:
-    """Return all registered names of `group`, sorted."""
     return sorted(_registered(group))
 
 
@@ -146,30 +141,22 @@ _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 def extra_of(module: str) -> str | None:
     """Return the smallest extra of Treadle that brings a module: "agents" for `openai`; None if there is none."""
+    try:
+        requirements = importlib.metadata.requires("treadle") or []
+    except importlib.metadata.PackageNotFoundError:  # running from a source tree
+        return None
     members = defaultdict(set)
-    for requirement in _requirements():
+    for requirement in requirements:
         if match := _REQUIREMENT.fullmatch(requirement):
             members[match[2]].add(match[1])
     package = module.partition(".")[0]
     if (preferred := _PREFERRED.get(package)) in members:
         return preferred
     extras = [extra for extra, packages in members.items() if _BRINGS.get(package, package) in packages]
-    return min(
-        (extra for extra in extras if extra != "dev"), key=lambda extra: (len(members[extra]), extra), default=None
-    )
+    return min((e for e in extras if e != "dev"), key=lambda extra: (len(members[extra]), extra), default=None)
 
 
 def how_to_install(module: str) -> str:
-    """Return what to do about a missing module: "pip install 'treadle[agents]'" for `openai`.
-
-    pip then adds to the Treadle that is installed, from wherever it came.
-    """
+    """Return what to do about a missing module: "pip install 'treadle[agents]'" for `openai`."""
     extra = extra_of(module)
     return f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {module.partition('.')[0]!r}"
-
-
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires("treadle") or []
-    except importlib.metadata.PackageNotFoundError:  # running from a source tree
-        return []

@@ -84,7 +84,6 @@ class Reward:
 
     @property
     def by_name(self) -> dict[str, float]:
-        """Return every component by name, `tokens` among them if single tokens have rewards."""
         return {**self.components, **({} if self.tokens is None else {TOKENS: self.token_sum})}
 
     def plus(self, other: Reward) -> Reward:
@@ -143,12 +142,10 @@ def reward_sum(values: Iterable[float]) -> float:
 
 
 def is_reward(value: object) -> bool:
-    """Return whether the value is a number that can be a reward."""
     return is_finite(value) and abs(cast(float, value)) <= LARGEST
 
 
 def is_finite(value: object) -> bool:
-    """Return whether the value is a finite number."""
     try:
         return isinstance(value, Real | np.bool_) and math.isfinite(value)
     except OverflowError:  # an integer beyond any float

@@ -96,7 +96,6 @@ class WeightsDestination(Protocol[R_co]):
         described: an object with dtype and shape for each name. Consume all pairs: a sharded tensor is gathered when
         it is read. Tensors belong to the trainer; copy them to keep them. Raises EngineError.
         """
-        ...
 
 
 class WeightSource(Protocol):
@@ -105,11 +104,9 @@ class WeightSource(Protocol):
     @property
     def model(self) -> ModelInfo:
         """Return the model's sizes and the shapes of its published weights."""
-        ...
 
     async def stage(self, destination: WeightsDestination[R]) -> R:
         """Have the destination write the published weights; returns what it returns, and raises what it raises."""
-        ...
 
     async def score(self, ids: Ids) -> Floats:
         """Return the log-probability of ids[1:] under the published weights: int32[T] -> float32[T - 1].
@@ -117,7 +114,6 @@ class WeightSource(Protocol):
         Computed in float32 whatever the precision of training, whose rounding might hide other weights; with
         `training.precision` bfloat16_pure in bfloat16.
         """
-        ...
 
     async def export(self, directory: Path, more: Mapping[str, bytes] | None = None) -> None:
         """Write the saved weights as a new directory that transformers and `model.path` load.
@@ -125,7 +121,6 @@ class WeightSource(Protocol):
         The directory is complete, with tokenizer and manifest, or absent. more: further files, by name.
         Raises CheckpointError if the directory exists or the disk refuses.
         """
-        ...
 
 
 class Trainer(WeightSource, Protocol):
@@ -138,14 +133,12 @@ class Trainer(WeightSource, Protocol):
     @property
     def checkpoint_bytes(self) -> int:
         """Return about how many bytes one checkpoint needs on disk."""
-        ...
 
     async def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         """Apply the updates between two publications to the trained weights; returns one result an update.
 
         Raises TrainingStopped where an update cannot be made; the weights are then those before it.
         """
-        ...
 
     async def supervised_step(self, conversations: Sequence[Conversation], step: int) -> float:
         """Apply one step of the warm start to the trained weights, on assistant tokens only.
@@ -153,18 +146,12 @@ class Trainer(WeightSource, Protocol):
         step: from 0; the optimizer is that of the warm start, and lasts from the first step to the last.
         Returns the mean loss before the step, in nats a token. Raises TrainingStopped as `train_batch` does.
         """
-        ...
 
     async def experts(self, ids: Ids) -> Routing:
-        """Return the experts that the routers choose for each token: int32[T] -> int16[T, M, k].
-
-        Computed as `score`. Asked only of models with `ModelInfo.expert_layers`, whose number is M.
-        """
-        ...
+        """Return the experts chosen for each token, computed as `score`: int32[T] -> int16[T, M, k], M layers."""
 
     async def digest(self) -> str:
         """Return the SHA-256 (hex) of the published weights: names, dtypes, shapes and bytes, in the order of names."""
-        ...
 
     async def save(self, directory: Path) -> str:
         """Write a checkpoint: the saved weights and all else that `load` needs to continue bit for bit.
@@ -172,7 +159,6 @@ class Trainer(WeightSource, Protocol):
         The directory is complete, with its manifest, or absent; one of that name that nothing points to is replaced.
         Returns the manifest's digest. Raises CheckpointError; then nothing of it is left.
         """
-        ...
 
     async def load(self, saved: Manifest) -> None:
         """Continue from what `save` wrote, or start with the weights that `export` wrote.
@@ -180,15 +166,12 @@ class Trainer(WeightSource, Protocol):
         Raises DamageError for files that are damaged, CheckpointError for those of another model or tokenizer; a
         trainer that raised must not be used any more.
         """
-        ...
 
     def status(self) -> Sequence[ComponentStatus]:
         """Return the current load, one entry for each process. Never blocks; thread-safe."""
-        ...
 
     def close(self) -> None:
         """Release threads, processes and memory. Idempotent."""
-        ...
 
 
 class WeightSync(Protocol):
@@ -210,8 +193,4 @@ class WeightSync(Protocol):
     """
 
     async def publish(self, version: int) -> None:
-        """Make every engine serve the weights that the trainer has now, as this version.
-
-        Returns when they are admitted. Raises EngineError, as described above.
-        """
-        ...
+        """Make every engine serve the trainer's weights as this version; returns once admitted. Raises EngineError."""

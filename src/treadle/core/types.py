@@ -318,7 +318,6 @@ class Step:
             raise DataError(f"Step.given rewards {len(self.given.tokens)} tokens, the completion has {length}")
 
     def __reduce__(self) -> tuple[type[Step], tuple[Any, ...]]:
-        """Copy and unpickle through the constructor: numpy would hand back writeable arrays."""
         return Step, tuple(getattr(self, f.name) for f in fields(self))
 
     @property
@@ -369,16 +368,12 @@ class Trajectory:
 
     @property
     def engine_seconds(self) -> float:
-        """Return the seconds spent in engine calls; concurrent ones add up."""
         return math.fsum(step.seconds for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The trajectories of one task made for one update, in attempt order.
-
-    index: submission number in the run (the canonical order). epoch, position: where the task came from.
-    """
+    """The trajectories of one task made for one update, in attempt order. index: submission number in the run."""
 
     group_id: str
     index: int

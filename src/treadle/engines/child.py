@@ -1,6 +1,8 @@
 """Processes of this machine that answer calls of an object's methods.
 
-ChildProcess.call(method, *arguments) --pickle--> child_worker: await object.method(*arguments)
+ChildProcess.call(method, *arguments) --pickle--> serve: await object.method(*arguments)
+
+`python -m treadle.engines.child FD` is such a process.
 """
 
 from __future__ import annotations
@@ -8,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
+import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from subprocess import Popen
@@ -17,9 +22,9 @@ from typing import Any
 
 from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
-from treadle.core.processes import exit_in_words, start_child
+from treadle.core.processes import end_with_parent, exit_in_words, start_child
 
-_MODULE = "treadle.engines.child_worker"
+_MODULE = "treadle.engines.child"
 _PATIENCE = 20.0  # seconds for a process that closed its channel to end
 _TAIL = 15  # lines of the log that an error shows
 _BUFFER = 2**20  # bytes read ahead
@@ -50,7 +55,6 @@ class Channel:
             raise EOFError("the other end was closed") from error
 
     def close(self) -> None:
-        """Close this end; what the other end has not read is lost."""
         self._writer.transport.abort()
 
 
@@ -72,7 +76,6 @@ class ChildProcess:
         self._listener: asyncio.Task[None]
 
     async def open(self) -> None:
-        """Start the process. Raises PlacementError."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._channel = await Channel.open(ours)
@@ -105,17 +108,14 @@ class ChildProcess:
             del self._calls[number]
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Call a method whose answer nobody waits for."""
         self._channel.send((next(self._numbers), method, arguments))
 
     async def close(self) -> None:
-        """End the process at once. Idempotent."""
         if self._child is not None:
             self._child.kill()
             await asyncio.wait([self._listener])
 
     def tail(self) -> str:
-        """Return the end of its log, to end an error with."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
         return "\n".join([f"\nIts log {self._log} ends:", *lines])
 
@@ -150,3 +150,49 @@ async def _reap(child: Popen[bytes]) -> int:
     if not (await asyncio.wait([ending], timeout=_PATIENCE))[0]:
         child.kill()
     return await ending
+
+
+class Calls:
+    """Calls of an object's asynchronous methods; answers are sent as they are there."""
+
+    def __init__(self, served: Any, channel: Channel) -> None:
+        self._served, self._channel = served, channel
+        self._running: dict[int, asyncio.Task[Any]] = {}
+
+    def take(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Start a call, or without a method cancel it."""
+        if not method:
+            if number in self._running:
+                self._running[number].cancel()
+            return
+        call = asyncio.get_running_loop().create_task(getattr(self._served, method)(*arguments))
+        self._running[number] = call
+        call.add_done_callback(partial(self._answer, number))
+
+    def _answer(self, number: int, call: asyncio.Task[Any]) -> None:
+        del self._running[number]
+        if call.cancelled():
+            return
+        error = call.exception()
+        if error is None:
+            self._channel.send((number, call.result(), None))
+        elif isinstance(error, TreadleError):
+            self._channel.send((number, None, error))
+        else:
+            traceback.print_exception(error)
+            self._channel.send((number, None, f"{type(error).__name__}: {error}"))
+
+
+async def serve(end: socket.socket) -> None:
+    """Answer calls until the channel closes. The first message makes the object."""
+    channel = await Channel.open(end)
+    with suppress(EOFError):
+        make = await channel.receive()
+        calls = Calls(make(), channel)
+        while True:
+            calls.take(*await channel.receive())
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))

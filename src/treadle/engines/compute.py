@@ -30,7 +30,6 @@ class Compute:
 
     @property
     def is_inline(self) -> bool:
-        """Return whether functions run on the caller's thread."""
         return self._name is None
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

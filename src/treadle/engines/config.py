@@ -53,12 +53,10 @@ class VLLMConfig(Config):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return the URLs of servers that run already."""
         return self.servers if isinstance(self.servers, tuple) else ()
 
     @property
     def count(self) -> int:
-        """Return the number of servers."""
         return self.servers if isinstance(self.servers, int) else len(self.servers)
 
 
@@ -117,12 +115,10 @@ class EngineConfig(Config):
 
     @property
     def vllm(self) -> VLLMConfig:
-        """Return the options of kind vllm."""
         return build_options(VLLMConfig, self.options, "engine.options", self.kind)
 
     @property
     def count(self) -> int:
-        """Return the number of engines: servers, or one."""
         return self.vllm.count if self.kind == "vllm" else 1
 
     @property
@@ -132,7 +128,6 @@ class EngineConfig(Config):
 
     @property
     def tolerance(self) -> float:
-        """Return by how much log-probabilities of one policy may differ from the learner's, on average."""
         return tolerance_of(self.dtype)
 
 

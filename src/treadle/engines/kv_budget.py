@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from treadle.core.engine import Completion, ComponentStatus, Engine
-from treadle.core.errors import ConfigError, EngineError
+from treadle.core.errors import ConfigError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
 
@@ -28,7 +28,6 @@ class Episode:
 
     @property
     def remaining(self) -> int:
-        """Return how many tokens it is expected to grow by."""
         return self.final - self.held
 
 
@@ -59,60 +58,36 @@ class KVBudget:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity <= 0:
-            raise EngineError(f"a KV budget of {capacity} tokens admits nothing; give the tokens that the cache holds")
         self.capacity = capacity
-        self._admitted: dict[str, Episode] = {}
-        self._waiting: dict[str, Episode] = {}  # in order of arrival
-
-    @property
-    def peak(self) -> int:
-        """Return the most tokens that the admitted episodes will hold at a time."""
-        return peak_tokens(self._admitted.values())
-
-    @property
-    def admitted(self) -> int:
-        """Return how many episodes are admitted."""
-        return len(self._admitted)
-
-    @property
-    def waiting(self) -> int:
-        """Return how many episodes wait."""
-        return len(self._waiting)
+        self.admitted: dict[str, Episode] = {}
+        self.waiting: dict[str, Episode] = {}  # in order of arrival
 
     def request(self, name: str, episode: Episode) -> list[str]:
-        """Queue an episode; return the names of those admitted now, in order.
-
-        Raises EngineError for one that is here already, or will hold no token.
-        """
-        if name in self._admitted or name in self._waiting:
-            raise EngineError(f"episode {name!r} has asked for its share of the KV budget already; release it first")
-        if not 0 <= episode.held <= episode.final or not episode.final:
-            raise EngineError(f"episode {name!r}: {episode}: it must hold some tokens, most of them at its end")
-        self._waiting[name] = episode
+        """Queue an episode; return the names of those admitted now, in order."""
+        self.waiting[name] = episode
         return self._admit()
 
     def update(self, name: str, episode: Episode) -> list[str]:
         """Note how an admitted episode has grown; it is not stopped. Return those admitted now: others may have less
         left than was thought."""
-        self._admitted[name] = episode
+        self.admitted[name] = episode
         return self._admit()
 
     def release(self, name: str) -> list[str]:
         """End an episode, admitted or waiting; return those admitted in its place. Unknown ones are ignored."""
-        self._admitted.pop(name, None)
-        self._waiting.pop(name, None)
+        self.admitted.pop(name, None)
+        self.waiting.pop(name, None)
         return self._admit()
 
     def _admit(self) -> list[str]:
         names: list[str] = []
-        for name, episode in self._waiting.items():
-            if self._admitted and peak_tokens([*self._admitted.values(), episode]) > self.capacity:
+        for name, episode in self.waiting.items():
+            if self.admitted and peak_tokens([*self.admitted.values(), episode]) > self.capacity:
                 break
-            self._admitted[name] = episode
+            self.admitted[name] = episode
             names.append(name)
         for name in names:
-            del self._waiting[name]
+            del self.waiting[name]
         return names
 
 
@@ -133,7 +108,6 @@ class ExpectedTokens:
         return math.ceil(sum(longer) / len(longer)) if longer else held
 
     def note(self, tokens: int) -> None:
-        """Learn from an episode that has ended."""
         if self._missing:
             self._missing -= 1
             self._ended.popleft()
@@ -173,7 +147,6 @@ class BudgetedEngine:
         self._engine.open_session(session)
 
     def close_session(self, session: str) -> None:
-        """Close the session; others may start in its place."""
         if (admission := self._admission.pop(session, None)) is not None:
             admission.set()  # calls that wait go on to the engine, which refuses them
             if tokens := self._held.pop(session, 0):
@@ -203,18 +176,15 @@ class BudgetedEngine:
         return Episode(held, max(prompt + completion, self._expected.final(held)))
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return the log-probability of ids[1:]."""
         return await self._engine.score(ids, temperature=temperature)
 
     def status(self) -> list[ComponentStatus]:
-        """Return what the engine does now, and how many episodes are admitted, and wait."""
-        budget = self._budget
-        share = budget.peak / budget.capacity
-        status = ComponentStatus("budget", "episodes", running=budget.admitted, waiting=budget.waiting, cache=share)
+        admitted, waiting = self._budget.admitted, self._budget.waiting
+        share = peak_tokens(admitted.values()) / self._budget.capacity
+        status = ComponentStatus("budget", "episodes", running=len(admitted), waiting=len(waiting), cache=share)
         return [*self._engine.status(), status]
 
     async def close(self) -> None:
-        """Close the engine. Idempotent."""
         await self._engine.close()
 
     def _admit(self, sessions: Sequence[str]) -> None:

@@ -24,29 +24,23 @@ class Member(Engine, Protocol):
     @property
     def is_down(self) -> bool:
         """Return whether it has no process now."""
-        ...
 
     @property
     def over(self) -> str | None:
         """Return why it will have no process any more; None if it may have one."""
-        ...
 
     @property
     def route(self) -> Any:
         """Return what reaches it from other processes, without this one; None if nothing does."""
-        ...
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
         """Serve what `stage` returns as this version. Raises EngineError."""
-        ...
 
     async def sleep(self) -> None:
         """Give back memory until weights are published, or `wake`. Raises EngineError."""
-        ...
 
     async def wake(self) -> None:
         """Serve again what was published last. Raises EngineError."""
-        ...
 
 
 class EnginePool:
@@ -65,7 +59,6 @@ class EnginePool:
         self._sessions: dict[str, Member] = {}
 
     def open_session(self, session: str) -> None:
-        """Open the session on the engine that has the fewest."""
         if session in self._sessions:
             raise EngineError(f"session {session!r} is open already")
         engine = self._least_busy()
@@ -73,7 +66,6 @@ class EnginePool:
         self._sessions[session] = engine
 
     def close_session(self, session: str) -> None:
-        """Close the session on its engine."""
         if engine := self._sessions.pop(session, None):
             engine.close_session(session)
 
@@ -101,7 +93,6 @@ class EnginePool:
         return self._sessions[session].route
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return the log-probability of ids[1:], from the engine with the fewest sessions."""
         return await self._least_busy().score(ids, temperature=temperature)
 
     async def update_weights(self, staged: Staged, version: int) -> None:
@@ -124,15 +115,12 @@ class EnginePool:
             self._least_busy()  # raises
 
     async def sleep(self) -> None:
-        """Have every engine give back its memory until weights are published, or `wake`. Raises EngineError."""
         await asyncio.gather(*(engine.sleep() for engine in self._usable()))
 
     async def wake(self) -> None:
-        """Have every engine serve again what was published last. Raises EngineError."""
         await asyncio.gather(*(engine.wake() for engine in self._usable()))
 
     def status(self) -> list[ComponentStatus]:
-        """Return what each engine does now, by number."""
         return [
             replace(component, name=str(number))
             for number, engine in enumerate(self._engines)
@@ -140,7 +128,6 @@ class EnginePool:
         ]
 
     async def close(self) -> None:
-        """End all processes; calls that wait or run fail. Idempotent."""
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     def _engine(self, session: str) -> Member:

@@ -26,17 +26,15 @@ from treadle.core.errors import EngineEnded, EngineError, PlacementError, Treadl
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.child import ChildProcess
 from treadle.engines.config import tolerance_of
-from treadle.engines.limits import Limits
-from treadle.engines.lock_step import everybody_waits
 from treadle.engines.staging import Staged
 from treadle.engines.supervised import SILENCE, Supervised, Worker
-from treadle.engines.torch.engine import TorchEngine
-from treadle.engines.torch.exported import load_engine
+from treadle.engines.torch.engine import Limits, everybody_waits
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.engines.torch.pinned import LocalEngine, load_engine
 
 _PROBE = 64  # tokens that an engine which replaces another one is proven with
 
-MakeEngine = Callable[[], TorchEngine]
+MakeEngine = Callable[[], LocalEngine]
 
 
 class Call(NamedTuple):
@@ -53,23 +51,20 @@ class EngineService:
     """What answers the calls of a `RemoteEngine`, where its engine is. A session is opened there by its first call."""
 
     def __init__(self) -> None:
-        self._engine: TorchEngine
+        self._engine: LocalEngine
         self._sessions: set[str] = set()
         self._wave: dict[int, asyncio.Task[None]] = {}
 
     async def load(self, make: MakeEngine) -> Limits:
-        """Load the engine."""
         self._engine = make()
         return self._engine.limits
 
     async def ping(self) -> ComponentStatus:
-        """Return what the engine does now."""
-        return self._engine.status()[0]
+        return self._engine.status()[-1]
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
     ) -> Completion:
-        """Sample one completion. Raises EngineError."""
         self._open(session)
         return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
@@ -101,12 +96,10 @@ class EngineService:
         return answers
 
     async def cancel(self, number: int) -> None:
-        """Cancel a call of the wave."""
         if number in self._wave:
             self._wave[number].cancel()
 
     async def close_sessions(self, sessions: Sequence[str]) -> None:
-        """Forget sessions and their caches."""
         for session in sessions:
             self._sessions.discard(session)
             self._engine.close_session(session)
@@ -117,11 +110,9 @@ class EngineService:
         return await self._engine.score(probe)
 
     async def score(self, ids: Ids, temperature: float) -> Floats:
-        """Return the log-probability of ids[1:]. Raises EngineError."""
         return await self._engine.score(ids, temperature=temperature)
 
     async def sleep(self) -> None:
-        """Give back memory until weights are published. Raises EngineError while calls run."""
         await self._engine.sleep()
 
     def _open(self, session: str) -> None:
@@ -217,7 +208,6 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """Sample one completion. Raises as `TorchEngine` does."""
         if self.over:
             raise EngineEnded(self.over)
         if session not in self._sessions:

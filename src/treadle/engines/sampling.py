@@ -31,7 +31,6 @@ class Rules:
 
 
 def rules(params: Sequence[SamplingParams], device: torch.device | None = None) -> Rules:
-    """Return the rules of rows with these parameters."""
 
     def column(values: list[float] | list[int], neutral: float, dtype: torch.dtype) -> Tensor | None:
         return torch.tensor(values, dtype=dtype, device=device)[:, None] if set(values) != {neutral} else None

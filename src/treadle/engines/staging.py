@@ -1,9 +1,13 @@
-"""Where engines find published weights: in this process, or in a file in shared memory that other processes read."""
+"""Where engines find published weights: in this process, or in a file in shared memory that other processes read.
+
+Directories for weights live as long as the process which made them; a killed one's are removed by others.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +21,11 @@ from torch import Tensor
 
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
-from treadle.engines.temporary import temporary_directory, with_key
 from treadle.models.tensor_file import write_tensors
 
 _SHARED_MEMORY = Path("/dev/shm")
+_KIND = "treadle_weights-"
+_PREFIX = f"{_KIND}{socket.gethostname()}-"
 
 
 class InProcess:
@@ -36,11 +41,9 @@ class Staged(Protocol):
 
     async def fetch(self) -> Mapping[str, Tensor]:
         """Return the weights by name, in the process of an engine. Raises EngineError."""
-        ...
 
     def discard(self) -> None:
         """Release them. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,9 @@ class StagedFile:
     shapes: Mapping[str, tuple[int, ...]]
 
     async def fetch(self) -> Mapping[str, Tensor]:
-        """Read the file."""
         return load_file(self.path)
 
     def discard(self) -> None:
-        """Remove the file. Idempotent."""
         shutil.rmtree(self.path.parent, ignore_errors=True)
 
 
@@ -63,21 +64,26 @@ class StagedFile:
 class WeightsFile:
     """Writes weights to one safetensors file, complete or absent (a `WeightsDestination`).
 
-    dtype: that floating-point weights are written in; None: their own. directory: where it lies; None: in shared
-    memory, or with temporary files where that lacks room or does not exist. private: other users of the machine cannot
-    read it. remedy: ends the message about a file that cannot be written. key: of the directory made for it alone.
+    It lies in shared memory, or with temporary files where that lacks room or does not exist.
+
+    dtype: of floating-point weights; None: their own. private: other users of the machine cannot read it.
+    remedy: ends the message about a file that cannot be written. key: of the directory made for it alone.
     """
 
     dtype: torch.dtype | None = None
-    directory: str | None = None
     private: bool = True
     remedy: str = "make room there, or set TMPDIR"
     key: str = field(default_factory=lambda: uuid4().hex)
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
         """Write the file, in the process that has the weights, one after the other. Raises EngineError."""
-        written = {name: _as_written(tensor, self.dtype) for name, tensor in described.items()}
-        folder = self._folder(sum(tensor.numel() * tensor.element_size() for tensor in written.values()))
+        written = {
+            name: torch.empty(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device="meta")
+            for name, tensor in described.items()
+        }
+        size = sum(tensor.numel() * tensor.element_size() for tensor in written.values())
+        *preferred, last = _folders()
+        folder = next((folder for folder in preferred if shutil.disk_usage(folder).free > 2 * size), last)
         try:
             path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
             write_tensors(
@@ -88,22 +94,15 @@ class WeightsFile:
         return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in written.items()})
 
     def discard(self) -> None:
-        """Remove what was written of the file."""
-        for folder in self._folders():
-            for directory in with_key(folder, self.key):
+        for folder in _folders():
+            for directory in folder.glob(f"{_KIND}*-{self.key}"):  # of whichever process
                 shutil.rmtree(directory, ignore_errors=True)
 
-    def _folders(self) -> Iterator[Path]:
-        if self.directory is not None:
-            yield Path(self.directory)
-            return
-        if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
-            yield _SHARED_MEMORY
-        yield Path(tempfile.gettempdir())
 
-    def _folder(self, size: int) -> Path:
-        *preferred, last = self._folders()
-        return next((folder for folder in preferred if shutil.disk_usage(folder).free > 2 * size), last)
+def _folders() -> Iterator[Path]:
+    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
+        yield _SHARED_MEMORY
+    yield Path(tempfile.gettempdir())
 
 
 async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
@@ -115,12 +114,38 @@ async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
         raise
 
 
-def _as_written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return type and shape of what `to_host` makes of a tensor, in no memory."""
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=kind, device="meta")
-
-
 def to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the tensor on the CPU, contiguous, a floating-point one in `dtype`; no copy if it is all this already."""
-    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+    return tensor.detach().to("cpu", _dtype_of(tensor, dtype)).contiguous()
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
+    """Make a directory that lives as long as this process at most, and remove those of processes that were killed.
+
+    key: unique. mode: permissions; default: this user's alone.
+    """
+    for path in folder.glob(f"{_PREFIX}*-*"):
+        if not is_running(int(path.name.removeprefix(_PREFIX).split("-")[0])):
+            shutil.rmtree(path, ignore_errors=True)
+    directory = folder / f"{_PREFIX}{os.getpid()}-{key or uuid4().hex}"
+    directory.mkdir(mode=mode)
+    return directory
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended; one that has, and that nobody has waited for, keeps its number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:  # it ends just now, or the system does not tell
+        return not Path("/proc/self/stat").exists()
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

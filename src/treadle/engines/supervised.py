@@ -27,27 +27,21 @@ class Worker(Protocol):
     @property
     def process(self) -> ProcessId | None:
         """The process; None before `open` has returned."""
-        ...
 
     async def open(self) -> None:
         """Wait until it runs. Raises WorkerLost."""
-        ...
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the answer; cancelling this cancels the call. Raises Treadle's errors as raised there, WorkerLost."""
-        ...
 
     async def close(self) -> None:
         """End it at once. Idempotent."""
-        ...
 
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer nobody waits for."""
-        ...
 
     def tail(self) -> str:
         """Return the end of its output, or where that is, to end an error with."""
-        ...
 
 
 W = TypeVar("W", bound=Worker)
@@ -86,7 +80,6 @@ class Supervised(Generic[W]):
 
     @property
     def worker(self) -> W | None:
-        """The worker that is there now."""
         return self._worker.result() if self.is_up else None
 
     @property
@@ -109,7 +102,6 @@ class Supervised(Generic[W]):
         return answer
 
     async def close(self) -> None:
-        """End the worker. Idempotent."""
         self.error = self.error or f"{self._name} was closed"
         self._keeping.cancel()
         await asyncio.wait([self._keeping])

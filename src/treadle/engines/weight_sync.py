@@ -9,33 +9,24 @@ from safetensors.torch import load_file
 from treadle.core.trainer import WeightSource
 from treadle.engines.remote import RemoteEngine
 from treadle.engines.staging import InProcess, WeightsFile, stage_file
-from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.pinned import LocalEngine
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSync:
-    """Publishes to an engine in this process, which copies the trainer's own tensors between two tokens."""
+    """Publishes to an engine in this process, between two tokens. Weights that do not fit change nothing.
+
+    by_file: the source's tensors are in other processes, and come by a file in shared memory.
+    """
 
     source: WeightSource
-    engine: TorchEngine
+    engine: LocalEngine
+    by_file: bool = False
 
     async def publish(self, version: int) -> None:
-        """Make the engine serve the trainer's weights as this version. Weights that do not fit change nothing."""
-        await self.engine.update_weights(await self.source.stage(InProcess()), version)
-
-
-@dataclass(frozen=True, slots=True)
-class FileSync:
-    """Publishes to an engine in this process what a trainer in others has, by a file in shared memory."""
-
-    source: WeightSource
-    engine: TorchEngine
-
-    async def publish(self, version: int) -> None:
-        """Make the engine serve the trainer's weights as this version.
-
-        Weights that do not fit, or cannot be written, change nothing.
-        """
+        if not self.by_file:
+            await self.engine.update_weights(await self.source.stage(InProcess()), version)
+            return
         file = await stage_file(self.source, WeightsFile())
         try:
             await self.engine.update_weights(load_file(file.path), version)
@@ -45,14 +36,13 @@ class FileSync:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySync:
-    """Publishes to an engine in another process by a file in shared memory, kept for a process that may replace it."""
+    """Publishes to an engine in another process by a file in shared memory, kept for a process that may replace it.
+
+    Weights that do not fit, or cannot be written, change nothing.
+    """
 
     source: WeightSource
     engine: RemoteEngine
 
     async def publish(self, version: int) -> None:
-        """Make the engine serve the trainer's weights as this version.
-
-        Weights that do not fit, or cannot be written, change nothing.
-        """
         await self.engine.update_weights(lambda: stage_file(self.source, WeightsFile()), version)

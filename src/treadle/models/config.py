@@ -19,6 +19,9 @@ class LoraConfig(Config):
     targets: Literal["all-linear", "attention", "mlp"] | tuple[str, ...] = Field(
         "all-linear", description="linear layers that get one: all but the head, or names such as [q_proj, v_proj]"
     )
+    pin_attempts: bool = Field(
+        False, description="asynchronous runs: an attempt's calls are all sampled by the version of its first one"
+    )
     rank_stabilized: bool = Field(False, description="scale by alpha / sqrt(rank) instead (rsLoRA)")
 
     @property

@@ -25,7 +25,7 @@ from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
-from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
+from treadle.rollout.drivers.environment import EnvironmentFactory
 
 Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
 

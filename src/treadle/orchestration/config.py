@@ -274,6 +274,11 @@ class RunConfig(Config):
             raise ValueError(
                 "training.lora and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
             )
+        if self.training.lora.pin_attempts and not self.orchestration.max_staleness:
+            raise ValueError(
+                "training.lora.pin_attempts is for asynchronous runs, and orchestration.max_staleness is 0, so that "
+                "weights never change during an attempt; leave it out"
+            )
         if self.engine.kind == "vllm":
             raise ValueError("training.lora is not published to vLLM yet; set engine.kind to torch")
         return self
@@ -284,6 +289,12 @@ class RunConfig(Config):
         if least is not None and least > size:
             raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
         return self
+
+    @property
+    def pinned(self) -> int | None:
+        """Return how many versions an attempt that keeps its first one may be behind; None: it does not keep it."""
+        lora = self.training.lora
+        return self.orchestration.max_staleness if lora is not None and lora.pin_attempts else None
 
     @property
     def player(self) -> tuple[str, str]:

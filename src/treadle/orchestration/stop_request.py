@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrainingStopped
-from treadle.rollout.isolation.interrupts import handled
+from treadle.rollout.isolation.event_loop import handled
 
 T = TypeVar("T")
 

@@ -33,10 +33,7 @@ class Placed:
 
 
 class Actor:
-    """Reaches one actor, from any process of the run (a `Worker`).
-
-    process: where it runs, once `open` has returned.
-    """
+    """Reaches one actor, from any process of the run (a `Worker`). process: where it runs, once opened."""
 
     def __init__(self, name: str, kind: type[Placed], options: Mapping[str, Any], *arguments: Any) -> None:
         """Start an actor. name: in errors. options: of its place."""
@@ -46,14 +43,10 @@ class Actor:
         self.log = ""
 
     async def open(self) -> None:
-        """Wait until the actor runs. Raises WorkerLost."""
         self.process, self.log = await self.call("process")
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the actor's answer; cancelling this cancels the call.
-
-        Raises Treadle's errors as they were raised there, WorkerLost, and PlacementError for any other exception.
-        """
+        """Return the actor's answer, or raise its error, WorkerLost or PlacementError; cancelled with its caller."""
         answer = getattr(self.handle, method).remote(*arguments)
         try:
             return await answer
@@ -67,7 +60,6 @@ class Actor:
         getattr(self.handle, method).remote(*arguments)
 
     def translate(self, error: RayError) -> TreadleError:
-        """Return the error as one of Treadle's."""
         if not isinstance(error, RayTaskError):
             return WorkerLost(f"{self.name} ended: {str(error).splitlines()[0]}{self.tail()}")
         if isinstance(error.cause, TreadleError):

@@ -7,26 +7,37 @@ EnginePool -> RemoteEngine --(wave, publish)--> EngineActor -> TorchEngine
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import ray
 import torch
+from ray.exceptions import RayError
+from torch import Tensor
 from transformers.utils import logging as hf_logging
 
-from treadle.core.engine import Engine
-from treadle.core.errors import ConfigError
+from treadle.core.engine import Completion, Engine
+from treadle.core.errors import ConfigError, EngineError, PlacementError, TreadleError
 from treadle.core.trainer import WeightSync
+from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig, tolerance_of
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
-from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.staging import to_host
+from treadle.engines.torch.pinned import LocalEngine
+from treadle.engines.torch.pinned import make_engine as make_local_engine
+from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import load_chat_interface
-from treadle.orchestration.setup.engines import EngineSpec, torch_options
+from treadle.orchestration.setup.engines import EngineSpec, open_vllm, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
-from treadle.placement.server_actors import open_servers
-from treadle.placement.stored_weights import ObjectStore
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
 from treadle.training.make import load_model
 
@@ -37,10 +48,11 @@ def make_engine(
     lora: LoraConfig | None,
     seed: int,
     routing: bool,
+    pinned: int | None,
     threads: int,
     deterministic: bool,
     device: str,
-) -> TorchEngine:
+) -> LocalEngine:
     """Return an engine in this process. threads, deterministic, device: how and where it computes."""
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -48,7 +60,7 @@ def make_engine(
     chat = load_chat_interface(model)
     loaded = load_model(model, seed, lora)
     loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return TorchEngine(loaded, torch_options(config, chat, routing), decode=chat.decode)
+    return make_local_engine(loaded, torch_options(config, chat, routing, pinned), chat.decode)
 
 
 class EngineActor(Placed, EngineService):
@@ -56,10 +68,7 @@ class EngineActor(Placed, EngineService):
 
 
 async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open an engine at each of its places; see `OpenEngine`. config: whose model they serve.
-
-    Beside a trainer that takes turns, they are loaded in theirs.
-    """
+    """Open an engine at each of its places (`OpenEngine`); beside a trainer that takes turns, in theirs."""
     if spec.config.kind == "vllm":
         return await open_servers(config, reservation, spec)
     if spec.config.kind != "torch":
@@ -74,6 +83,7 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
         config.training.lora,
         config.seed,
         spec.routing,
+        spec.pinned,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu",
@@ -105,3 +115,170 @@ async def _open_all(make: MakeEngine, reservation: Reservation, spec: EngineSpec
         await asyncio.gather(*(each.close() for each in engines))
         raise
     return engines
+
+
+_LOOK = 1.0  # seconds between looks at whether the server runs
+_STOPPING = 30.0  # seconds for a server to end by itself
+
+
+class ServerActor(Placed):
+    """Starts a server, which ends when this process does, and makes rollout workers' calls of it.
+
+    stop_token_ids: tokens that end a completion. expert_layers: those whose experts completions report.
+    Invariant: calls begin and return only while it is told to be open.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        config: EngineConfig,
+        log: Path,
+        stop_token_ids: Sequence[int],
+        expert_layers: Sequence[int] | None = None,
+    ) -> None:
+        self._process = ServerProcess(model, config, log, ray.util.get_node_ip_address())
+        self._stop, self._expert_layers = sorted(stop_token_ids), expert_layers
+        self._admission = Admission()
+        self._server: Server | None = None  # once it serves
+
+    async def url(self) -> str:
+        return self._process.url
+
+    async def hold(self) -> None:
+        """Let no call begin or return until `open`."""
+        self._admission.hold()
+
+    async def open(self, admitted: Admitted) -> None:
+        """Let calls go on, under these weights. Raises EngineError."""
+        if self._server is None:
+            server = Server(self._process.url, self._process)
+            await server.read_context()
+            self._server = server
+        self._admission.open(admitted)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+    ) -> Completion:
+        """Sample for a rollout worker. Raises EngineError; ServerLost if another server is to do it."""
+        await self._admission.settled()
+        assert self._server is not None
+        check_call(len(prompt_ids), sampling, self._server.context)
+        return await sample(
+            self._server, self._admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
+        )
+
+    async def ended(self) -> None:
+        """Return once the server has ended, or calls of it fail."""
+        while self._process.running and not (self._server and self._server.is_lost):
+            await asyncio.sleep(_LOOK)
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+
+class PlacedServer:
+    """A server that an actor started (`Started`). log: in a directory that all nodes see."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        model: Path,
+        config: EngineConfig,
+        log: Path,
+        stop_token_ids: Sequence[int],
+        expert_layers: Sequence[int] | None = None,
+    ) -> None:
+        log.touch()
+        self.log = log
+        arguments = model.absolute(), config, log.absolute(), stop_token_ids, expert_layers
+        self.route = Actor("the actor of a vLLM server", ServerActor, options, *arguments)
+        try:
+            self.url: str = ray.get(self.route.handle.url.remote())
+        except RayError as error:
+            raise EngineError(f"a vLLM server was not started: {self.route.translate(error)}") from error
+        self._ended = self.route.handle.ended.remote()
+
+    @property
+    def running(self) -> bool:
+        ended, _ = ray.wait([self._ended], timeout=0)
+        return not ended
+
+    async def hold(self) -> None:
+        await self._call("hold")
+
+    async def open(self, admitted: Admitted) -> None:
+        await self._call("open", admitted)
+
+    async def stop(self) -> None:
+        """End the server, and the actor. Idempotent."""
+        with suppress(TreadleError, TimeoutError):
+            async with asyncio.timeout(_STOPPING):
+                await self.route.call("stop")
+        self.route.kill()
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            await self.route.call(method, *arguments)
+        except PlacementError as error:
+            raise EngineError(str(error)) from error
+
+
+async def open_servers(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    """Open a vLLM server at each engine's place; see `OpenEngine`. Raises ConfigError for servers that run already."""
+    if spec.config.vllm.urls:
+        raise ConfigError(
+            "engine.options.servers names servers that run, and placement.kind 'ray' starts its own; leave it out"
+        )
+    places = [reservation.options(bundle) for bundle in reservation.of("engine")]
+    gpus = config.placement.engines.gpus
+    args = {**({"tensor-parallel-size": gpus} if gpus > 1 else {}), **spec.config.vllm.args}
+    options = {**spec.config.options, "servers": len(places), "args": args}
+
+    def serve(number: int, model: Path, config: EngineConfig, log: Path) -> PlacedServer:
+        return PlacedServer(
+            places[number], model, config, log, spec.chat.stop_token_ids, spec.source.model.expert_layers
+        )
+
+    spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
+    return await open_vllm(spec, serve, spec.log_directory())
+
+
+_BUCKET = 64 * 2**20  # bytes of tensors that make one object
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """References to dictionaries of tensors, which exist as long as anybody holds them (`engines.staging.Staged`)."""
+
+    references: tuple[Any, ...]
+
+    def discard(self) -> None:
+        """Do nothing: others may hold the references."""
+
+    async def fetch(self) -> dict[str, Tensor]:
+        """Return the weights by name, once they are on this node. Raises EngineError if they are gone."""
+        weights: dict[str, Tensor] = {}
+        try:
+            for reference in self.references:
+                weights |= await reference
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"published weights could not be fetched: {error}") from error
+        return weights
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """Writes weights as objects (a `WeightsDestination`). dtype: that floating-point weights are written in."""
+
+    dtype: torch.dtype
+
+    def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StoredWeights:
+        """Put the weights, some tensors at a time, so that no copy of all of them is made here."""
+        references: list[Any] = []
+        bucket: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            bucket[name] = to_host(tensor, self.dtype)
+            if sum(each.nbytes for each in bucket.values()) >= _BUCKET:
+                references.append(ray.put(bucket))
+                bucket = {}
+        return StoredWeights((*references, ray.put(bucket)))

@@ -12,7 +12,6 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from inspect import isawaitable
@@ -37,16 +36,6 @@ from treadle.training.sharding import join
 
 _MEETING = 60.0  # seconds for a rank to reach the first one
 _GRACE = 2.0  # seconds for the other ranks to fail, too, before all are ended
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """How ranks meet: at a store that the first one opens. See `sharding.join`."""
-
-    size: int
-    replicas: int
-    device: str
-    limit: float
 
 
 class RankActor(Placed):
@@ -75,30 +64,28 @@ class RankActor(Placed):
         return host, port
 
     async def start(
-        self, meeting: Meeting, address: tuple[str, int], make: Callable[[Ranks], Any]
+        self, size: int, address: tuple[str, int], make: Callable[[Ranks], Any], *more: Any
     ) -> list[tuple[type[Warning], str]]:
-        """Meet the other ranks at the address, and make the object that answers calls; return what that warned of."""
+        """Meet the other ranks, make the object that answers calls; return its warnings. more: see `sharding.join`."""
         with warnings.catch_warnings(record=True) as caught:
-            self._served = make(self._meet(meeting, address))
+            self._served = make(self._meet(size, address, *more))
         return [(warning.category, str(warning.message)) for warning in caught]
 
     async def answer(self, name: str, arguments: tuple[Any, ...], threads: int, deterministic: bool) -> Any:
-        """Call a method of the object, with the caller's threads and choice of kernels."""
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
         answer = getattr(self._served, name)(*arguments)
         return await answer if isawaitable(answer) else answer
 
-    def _meet(self, meeting: Meeting, address: tuple[str, int]) -> Ranks:
+    def _meet(self, size: int, address: tuple[str, int], replicas: int, device: str, limit: float) -> Ranks:
         interface = _interface(ray.util.get_node_ip_address())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        store = self._store or self._reached(meeting, address)
-        return join(store, self._rank, meeting.size, meeting.replicas, meeting.device, meeting.limit)
+        return join(self._store or self._reached(size, address), self._rank, size, replicas, device, limit)
 
-    def _reached(self, meeting: Meeting, address: tuple[str, int]) -> TCPStore:
+    def _reached(self, size: int, address: tuple[str, int]) -> TCPStore:
         try:
-            return TCPStore(*address, meeting.size, wait_for_workers=False, timeout=timedelta(seconds=_MEETING))
+            return TCPStore(*address, size, wait_for_workers=False, timeout=timedelta(seconds=_MEETING))
         except RuntimeError as error:
             host, port = address
             raise RankError(
@@ -108,7 +95,6 @@ class RankActor(Placed):
 
 
 def _interface(address: str) -> str:
-    """Return the name of the network interface that has the address."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, places in interfaces if any(each.address == address for each in places)), "")
 
@@ -135,12 +121,11 @@ class RankActors:
         self.over: str | None = None
         self.busy = False
         self._actors = [Actor(f"learner rank {n}", RankActor, options, n) for n, options in enumerate(places)]
-        meeting = Meeting(len(places), replicas, device, limit)
         try:
             for actor, (process, log) in zip(self._actors, self._all("process"), strict=True):
                 actor.process, actor.log = process, log
-            [address] = self._answers([self._actors[0].handle.open_store.remote(meeting.size)])
-            warned, *_ = self._all("start", meeting, address, make)
+            [address] = self._answers([self._actors[0].handle.open_store.remote(len(places))])
+            warned, *_ = self._all("start", len(places), address, make, replicas, device, limit)
         except BaseException:
             self.kill()
             raise
@@ -154,7 +139,9 @@ class RankActors:
         self.busy = True
         try:
             stored = ray.put(arguments)  # once for all
-            return self._all("answer", name, stored, torch.get_num_threads(), _is_deterministic())
+            return self._all(
+                "answer", name, stored, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            )
         except TreadleError:
             raise
         except BaseException:  # interrupted: the ranks are in the middle of it
@@ -170,7 +157,6 @@ class RankActors:
             actor.kill()
 
     def close(self) -> None:
-        """End the ranks. Idempotent."""
         self.over = self.over or "the ranks were closed"
         self.kill()
 
@@ -209,15 +195,8 @@ def _translated(actor: Actor, error: RayError) -> TreadleError:
     return failure
 
 
-def _is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
-
-
 def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
-    """Return a trainer whose ranks are actors; it takes turns with engines beside it.
-
-    Raises what making a trainer raises, and RankError.
-    """
+    """Return a trainer whose ranks are actors; it takes turns with engines beside it. Raises RankError."""
     section = spec.placement
     ranks = RankActors(
         partial(make_rank_trainer, spec),

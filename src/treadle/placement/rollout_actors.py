@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -43,10 +42,7 @@ Request = tuple[Any, ...]
 
 
 class WorkerEngine:
-    """The `Engine` of a worker: calls the session's route, or has the run's process make the call.
-
-    routes: session that the run's process has opened -> the `EngineActor` or `ServerActor` that samples for it, if any.
-    """
+    """The `Engine` of a worker: calls the session's route, an engine's actor, or asks the run's process to."""
 
     def __init__(self) -> None:
         self.routes: dict[str, Actor | None] = {}
@@ -124,17 +120,6 @@ class WorkerEngine:
             del self._answers[number]
 
 
-@dataclass(frozen=True, slots=True)
-class Plays:
-    """What a worker plays with: the arguments of `open_rollouts`."""
-
-    renderer: ChatRenderer
-    players: Players
-    config: RolloutConfig
-    rewards: RewardsConfig
-    directory: Path | None
-
-
 class RolloutActor(Placed):
     """One worker, in a process of its own."""
 
@@ -143,31 +128,25 @@ class RolloutActor(Placed):
         self._opened = AsyncExitStack()
         self._rollouts: Rollouts
 
-    async def open(self, plays: Plays) -> None:
-        """Open what it plays with. Raises what `open_rollouts` raises."""
+    async def open(self, make: Callable[..., AbstractAsyncContextManager[Rollouts]]) -> None:
+        """Open what it plays with. make: `open_rollouts`, but for the engine and the log. Raises what that raises."""
         loop = asyncio.get_running_loop()
 
         def log(line: str) -> None:  # perhaps from another thread
             loop.call_soon_threadsafe(self._engine.ask, "log", line)
 
-        rollouts = open_rollouts(
-            self._engine, plays.renderer, plays.players, plays.config, plays.rewards, log, plays.directory
-        )
-        self._rollouts = await self._opened.enter_async_context(rollouts)
+        self._rollouts = await self._opened.enter_async_context(make(engine=self._engine, log=log))
 
     async def requests(self) -> AsyncIterator[list[Request]]:
-        """Yield what is asked of the run's process."""
         async for requests in self._engine.requests():
             yield requests
 
     async def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
-        """Take answers to calls."""
         self._engine.answer(answers)
 
     async def play(
         self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, route: Actor | None
     ) -> Trajectory:
-        """Play one attempt. route: of its session."""
         name = trajectory_id(group_id, address.attempt)
         self._engine.routes[name] = route
         try:
@@ -177,11 +156,9 @@ class RolloutActor(Placed):
             del self._engine.routes[name]
 
     async def check(self, tasks: Sequence[Task]) -> None:
-        """Check that the drivers can play; see `Rollouts.check`."""
         await self._rollouts.check(tasks)
 
     async def close(self) -> None:
-        """End what it plays with."""
         await self._opened.aclose()
 
 
@@ -219,7 +196,6 @@ class RolloutPool:
         await self._workers[0].place.call("check", list(firsts.values()))
 
     def status(self) -> list[ComponentStatus]:
-        """Return what each worker does now."""
         return [worker.status(str(number)) for number, worker in enumerate(self._workers)]
 
 
@@ -235,11 +211,13 @@ async def open_workers(
     directory: Path | None,
 ) -> AsyncIterator[RolloutPool]:
     """Open workers at their places; see `open_rollouts`. Raises what that raises, and PlacementError."""
-    plays = ray.put(Plays(renderer, players, config, rewards, directory and directory.absolute()))
+    where = directory and directory.absolute()
+    made = partial(open_rollouts, renderer=renderer, players=players, config=config, rewards=rewards, directory=where)
+    make = ray.put(made)
     async with AsyncExitStack() as opened:
         workers = []
         for bundle in reservation.of("rollout worker"):
-            workers.append(_Worker(str(bundle), reservation.options(bundle), plays, engine, log))
+            workers.append(_Worker(str(bundle), reservation.options(bundle), make, engine, log))
             opened.push_async_callback(workers[-1].close)
         await asyncio.gather(*(worker.place.ready() for worker in workers))
         yield RolloutPool(workers, config.sampling)
@@ -249,9 +227,9 @@ class _Worker:
     """One place of a worker: the actor that is there now, and what it asks for."""
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], plays: Any, engine: Engine, log: Callable[[str], None]
+        self, name: str, options: Mapping[str, Any], make: Any, engine: Engine, log: Callable[[str], None]
     ) -> None:
-        self._name, self._plays, self._engine, self.log = name, plays, engine, log
+        self._make, self._engine, self.log = make, engine, log
         self.playing = 0
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._answers: list[tuple[int, Any]] = []
@@ -280,7 +258,6 @@ class _Worker:
         )
 
     async def close(self) -> None:
-        """End the worker and what it has started."""
         if actor := self.place.worker:
             with suppress(TreadleError, TimeoutError):
                 async with asyncio.timeout(_CLOSING):
@@ -318,10 +295,9 @@ class _Worker:
     async def _prepare(self, actor: Actor) -> None:
         self._forget()
         self._serving = asyncio.get_running_loop().create_task(self._serve(actor))
-        await actor.call("open", self._plays)
+        await actor.call("open", self._make)
 
     async def _serve(self, actor: Actor) -> None:
-        """Do what the actor asks for until it ends."""
         with suppress(RayError):
             async for requests in actor.handle.requests.options(num_returns="streaming").remote():
                 for method, *arguments in await requests:

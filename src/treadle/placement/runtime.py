@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from treadle.core.errors import PlacementError
+from treadle.core.processes import environment
+from treadle.engines.staging import is_running
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.runtime import Runtime
-from treadle.placement.checks import Place, check_places
-from treadle.placement.cluster import connected
-from treadle.placement.reserve import Reservation, bundles_of, reserve
+from treadle.placement.reserve import Bundle, Place, Reservation, bundles_of, check_places, reserve, shortage
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +79,121 @@ def open_ray(config: RunConfig, path: Path, log: Callable[[str], None]) -> Itera
         if config.placement.rollout.workers:
             runtime = replace(runtime, open_rollouts=partial(open_workers, reservation))
         yield runtime
+
+
+_CONNECTING = 5.0  # seconds
+_OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_SETTINGS: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Ray ends processes of the cluster where a machine runs short of memory, whoever's programs use it
+    "RAY_memory_monitor_refresh_ms": "0",
+    # read when ray is imported. The default of macOS: every server binds the loopback interface
+    _LOOPBACK: "0",
+    # trajectories come with the answers (bytes): the object store takes the driver longer than a copy
+    "RAY_max_direct_call_object_size": str(4 << 20),
+}
+
+
+@contextmanager
+def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
+    """Be connected to the cluster within. Raises PlacementError.
+
+    address: of a running cluster; None: one is started here, on the loopback interface, without dashboard and usage
+    report, which offers all that the bundles want of CPUs: on a machine of one's own, processes take turns.
+    """
+    if address is None:
+        with _local(bundles, log):
+            yield
+        return
+    _check_listens(address)
+    import ray
+
+    try:
+        ray.init(address=address, **_common())
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PlacementError(
+            f"placement.address {address!r}: no connection to a Ray cluster there: {error}; correct it, or leave it "
+            "out for one of this machine's own; if it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            "~/.ray/auth_token to the cluster's"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Raise PlacementError where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PlacementError(f"placement.address {address!r} is not an address and port; write it as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+    except OSError as error:
+        raise PlacementError(
+            f"placement.address {address!r}: nobody answers there: {error}; start the cluster with `ray start --head`, "
+            "correct the address, or leave it out for a cluster of this machine's own"
+        ) from error
+
+
+@contextmanager
+def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
+    if any(bundle.resources.get("GPU") for bundle in bundles):
+        from torch.cuda import device_count  # what ranks and engines will see
+
+        if lacking := shortage(bundles, {"this machine": {"CPU": float("inf"), "GPU": device_count()}}):
+            raise PlacementError(f"{lacking}; lower `placement`, or set placement.address to a cluster that has it")
+    cores, wanted = os.cpu_count() or 1, int(sum(bundle.resources.get("CPU", 0) for bundle in bundles))
+    if wanted > cores:
+        log(f"placement wants {wanted} cores, and this machine has {cores}: processes take turns")
+    if "ray" in sys.modules and os.environ.get(_LOOPBACK) != "0":
+        log(f"ray was imported before: its cluster listens on all interfaces; set {_LOOPBACK}=0 to keep it on this one")
+    folder = _folder()
+    with environment(_SETTINGS):
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell that it made a token, which it asks for
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(cores, wanted),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE,
+                _temp_dir=str(folder),
+                **_common(),
+            )
+            yield
+        finally:
+            ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _common() -> dict[str, Any]:
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "runtime_env": {
+            "env_vars": {
+                "PYTHONPATH": path,
+                "OMP_WAIT_POLICY": "PASSIVE",
+                # Ray would kill children of a process that ends, but not theirs; Treadle's end what they have started
+                "RAY_kill_child_processes_on_worker_exit": "false",
+            }
+        },
+    }
+
+
+def _folder() -> Path:
+    """A new directory for Ray's logs and sockets, whose paths may have 107 bytes; those of killed processes go."""
+    parent = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    for path in parent.iterdir():
+        if path.name.isdigit() and not is_running(int(path.name)):
+            shutil.rmtree(path, ignore_errors=True)
+    folder = parent / str(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder

@@ -16,14 +16,21 @@ import numpy as np
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
-from treadle.rendering.complete import Shape, example, left_out
 from treadle.rendering.identity import flat, parsed
-from treadle.rendering.replies import AUTO, FORMATS, Parser, ReplyParser, harmony, parser_name, reply_parser
-from treadle.rendering.structure import Structure, any_of, encode_text
+from treadle.rendering.probes import PROBE, Shape, example, ignores_tools, left_out, probe_call, written_call
+from treadle.rendering.replies import (
+    AUTO,
+    FORMATS,
+    THOUGHT_TAGS,
+    Parser,
+    ReplyParser,
+    Tool,
+    harmony,
+    parser_name,
+    reply_parser,
+)
+from treadle.rendering.structure import Structure, TokenBytes, any_of, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
-from treadle.rendering.token_bytes import TokenBytes
-from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
-from treadle.rendering.tools import PROBE, ignores_tools, probe_call, written_call
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -80,7 +87,6 @@ class ChatRenderer:
         )
         self._compiled = lru_cache(maxsize=8)(self._compile)
         self.ends = lru_cache(maxsize=8)(self._ends)
-        self._ignores_tools = lru_cache(maxsize=8)(self._ignored)
         self._unreadable = lru_cache(maxsize=64)(self._unread)
         self.left_out = lru_cache(maxsize=4096)(self._left_out)
 
@@ -108,10 +114,9 @@ class ChatRenderer:
             return render(shown, generation_prompt=generation_prompt)
 
     def _left_out(self, setting: str, shape: Shape, asks: bool = True) -> tuple[tuple[int, str], ...]:
-        """Return what the template leaves out of a conversation of that shape (`complete.left_out`).
+        """Return what the template leaves out of a conversation of that shape; nothing if it refuses the example.
 
-        setting: tools and options as JSON. asks: whether to add the generation prompt; gpt-oss writes the last thought
-        only without it. Nothing if the template refuses the example.
+        setting: tools and options as JSON. asks: add the generation prompt; gpt-oss writes the last thought without it.
         """
         tools, options = json.loads(setting) if setting else ([], {})
         messages = example(shape, self.template(tools).arguments_as_text)
@@ -176,10 +181,10 @@ class ChatRenderer:
     def tools_problem(self, tools: Sequence[Tool] = (), parse: ReplyParser | None = None) -> str:
         """Return why calls with tools cannot work, in a sentence; "" if nothing speaks against it.
 
-        The template has to describe tools to the model, and the reply parser, if given, has to read a call as the
-        template writes it. tools: the first is tried if the template refuses an unknown tool.
+        The template has to describe tools to the model, and `parse` to read a call as the template writes it. tools:
+        the first is tried if the template refuses an unknown tool.
         """
-        if self._ignores_tools():
+        if self._ignores_tools:
             return (
                 f"{self._label} does not write tools, so that the model would never see them: leave them out, describe "
                 "them in a message, or use another template (model.chat_template; --chat-template of treadle serve)"
@@ -194,10 +199,7 @@ class ChatRenderer:
         )
 
     def parser(self, name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
-        """Return the reply parser of that name; `auto` chooses by what the template writes.
-
-        setting: what chose the name, for errors. Raises ConfigError as `reply_parser` does.
-        """
+        """Return the reply parser of that name; `auto` chooses by what the template writes. Raises ConfigError."""
         return reply_parser(name, setting) if name != AUTO else self._chosen
 
     @cached_property
@@ -214,7 +216,8 @@ class ChatRenderer:
                 return parser
         return Parser("auto", thoughts, tags=tags)
 
-    def _ignored(self) -> bool:
+    @cached_property
+    def _ignores_tools(self) -> bool:
         return ignores_tools(self.template([PROBE]), self.options)
 
     def _unread(self, parse: ReplyParser, probe: str) -> str | None:

@@ -1,7 +1,7 @@
 """`Conversation`: the prompts of one session, rendered from messages so that recorded ids are kept.
 
 messages -> which of them are recorded replies?            rendering/identity.py, _match
-         -> rendered by the chat template, with marks      rendering/template.py, marks.py
+         -> rendered by the chat template, with marks      rendering/template.py, splices.py
          -> where do the replies stand, are they kept?     rendering/splices.py
          -> recorded ids there, the rest encoded           rendering/structure.py, _assemble
          -> and if earlier ids could not be kept: why?     rendering/identity.py, _cause
@@ -26,87 +26,14 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import BreakCause, Ids, Message
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.complete import shape
-from treadle.rendering.marks import Marked, Marks
-from treadle.rendering.splices import Written, locate
+from treadle.rendering.identity import Prompt, Record, Rendering, Span
+from treadle.rendering.probes import shape
+from treadle.rendering.replies import THOUGHT
+from treadle.rendering.splices import Marked, Marks, locate
 from treadle.rendering.structure import any_of
 from treadle.rendering.template import ChatTemplate, Opening, Plain
-from treadle.rendering.tool_calls import THOUGHT
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    """What one call sends.
-
-    ids int32[P]. messages: what it was rendered from. break_cause: why it does not continue the ids of the call that
-    its messages continue; None if it does, or continues none. rendering: None for raw prompts.
-    """
-
-    ids: Ids
-    messages: tuple[Message, ...] = ()
-    break_cause: BreakCause | None = None
-    rendering: Rendering | None = None
-
-
-Span = tuple[int, int, int, int]
 _TAGS = re.compile(r"</?think>")  # templates read them in content
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rendering:
-    """How the ids of a prompt were made.
-
-    text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
-    end in the text, start, end in the ids) of each recorded reply that the prompt contains with its own ids; outside
-    them, the ids are those of the text.
-    turn: where in the ids the assistant's turn begins. head: the text with which it does, as far as history repeats it.
-    values, replies: what each message says, and which recorded reply it is. lost: why replies could not be kept.
-    setting: tools and options. opened: the text of the turn's message that is continued, "" if it is a new one.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
-    turn: int
-    head: str
-    values: tuple[identity.Value, ...]
-    replies: tuple[Record | None, ...]
-    lost: Mapping[int, BreakCause]
-    setting: str
-    opened: str = ""
-
-
-class Record:
-    """A recorded call, and the message as the agent sends it back.
-
-    ids: prompt and completion. turn: those of the assistant's turn, from its head on. stop: the end token, if sampled.
-    """
-
-    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str) -> None:
-        self.ids, self.rendering, self.message, self.stop = ids, rendering, message, stop
-        self.turn = ids[rendering.turn :]
-        self.written = Written(rendering.head, stop)
-        self.value = identity.value(message)
-        self.thought = identity.reasoning(message)
-        self.call_ids = identity.call_ids(message)
-        _role, content, calls = self.value
-        self.bare = bool(content) and not (calls or self.thought or rendering.opened)  # a new turn, content alone
-
-    @cached_property
-    def history(self) -> tuple[identity.Value, ...]:
-        """Values of the messages up to and including the reply."""
-        return (*self.rendering.values, self.value)
-
-    def opens(self, content: str) -> bool:
-        """Whether an assistant message with this content may be the reply, continued."""
-        return not self.call_ids and content.startswith(self.message["content"])
-
-    def begins(self, ids: Ids) -> bool:
-        return len(ids) >= len(self.ids) and bool((ids[: len(self.ids)] == self.ids).all())
-
-    def answers(self, values: tuple[identity.Value, ...], end: int) -> bool:
-        return len(self.rendering.values) == end and self.rendering.values == values[:end]
-
-
 _Rendered = tuple[Ids, BreakCause | None, Rendering]
 
 
@@ -417,15 +344,14 @@ class Conversation:
         replies = {number: record for number, record in enumerate(draft.replies) if record}
         if not replies:
             return [], {}
-        written = {number: record.written for number, record in replies.items()}
         ends = self._renderer.ends(draft.setting.template)
-        located = locate(text, draft.shown, written, draft.marked, ends)
+        splices, lost = locate(text, draft.shown, replies, draft.marked, ends)
         kept = []
-        for splice in located.splices:
+        for splice in splices:
             record = replies[splice.message]
             turn = record.turn if splice.stopped or not record.stop else record.turn[:-1]
             kept.append(_Kept(splice.start, splice.end, turn, int(turn[-1]) if splice.stopped else None))
-        return kept, located.lost
+        return kept, lost
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
         """Return why the ids do not begin with those of the call that the messages continue."""

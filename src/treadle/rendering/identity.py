@@ -1,13 +1,15 @@
-"""When two messages are the same one: by value, as clients send back what they got in other forms."""
+"""Records of calls, and when two messages are the same: by value, as clients send back what they got in other forms."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from treadle.core.text import read_json
-from treadle.core.types import BreakCause
+from treadle.core.types import BreakCause, Ids, Message
 
 Value = tuple[str, str, str]
 """(role, content, tool calls as canonical JSON): equal for messages that are the same."""
@@ -97,3 +99,75 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _canonical(item) for key, item in value.items()}
     return [_canonical(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What one call sends.
+
+    ids int32[P]. messages: what it was rendered from. break_cause: why it does not continue the ids of the call that
+    its messages continue; None if it does, or continues none. rendering: None for raw prompts.
+    """
+
+    ids: Ids
+    messages: tuple[Message, ...] = ()
+    break_cause: BreakCause | None = None
+    rendering: Rendering | None = None
+
+
+Span = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendering:
+    """How the ids of a prompt were made.
+
+    text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
+    end in the text, start, end in the ids) of each recorded reply that the prompt contains with its own ids; outside
+    them, the ids are those of the text.
+    turn: where in the ids the assistant's turn begins. head: the text with which it does, as far as history repeats it.
+    values, replies: what each message says, and which recorded reply it is. lost: why replies could not be kept.
+    setting: tools and options. opened: the text of the turn's message that is continued, "" if it is a new one.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    turn: int
+    head: str
+    values: tuple[Value, ...]
+    replies: tuple[Record | None, ...]
+    lost: Mapping[int, BreakCause]
+    setting: str
+    opened: str = ""
+
+
+class Record:
+    """A recorded call, and the message as the agent sends it back.
+
+    ids: prompt and completion. turn: those of the assistant's turn, which begins with `head`. stop: the end token, if
+    sampled.
+    """
+
+    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str) -> None:
+        self.ids, self.rendering, self.message, self.stop = ids, rendering, message, stop
+        self.turn, self.head = ids[rendering.turn :], rendering.head
+        self.value = value(message)
+        self.thought = reasoning(message)
+        self.call_ids = call_ids(message)
+        _role, content, calls = self.value
+        self.bare = bool(content) and not (calls or self.thought or rendering.opened)  # a new turn, content alone
+
+    @cached_property
+    def history(self) -> tuple[Value, ...]:
+        """Values of the messages up to and including the reply."""
+        return (*self.rendering.values, self.value)
+
+    def opens(self, content: str) -> bool:
+        """Whether an assistant message with this content may be the reply, continued."""
+        return not self.call_ids and content.startswith(self.message["content"])
+
+    def begins(self, ids: Ids) -> bool:
+        return len(ids) >= len(self.ids) and bool((ids[: len(self.ids)] == self.ids).all())
+
+    def answers(self, values: tuple[Value, ...], end: int) -> bool:
+        return len(self.rendering.values) == end and self.rendering.values == values[:end]

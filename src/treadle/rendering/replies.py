@@ -8,21 +8,280 @@ Where the prompt has opened a thought, the text begins with that `<think>`.
     I look it up.                                                 content           "I look it up."
     <tool_call>{"name": "look", "arguments": {"who": "Anna"}}</tool_call>      one tool call
 
-Ours put thoughts and tool calls (`tool_calls.py`) together; `auto` chooses each by what the chat template writes
-(`ChatRenderer.parser`).
+Ours put thoughts and tool calls together; `auto` chooses each by what the chat template writes (`ChatRenderer.parser`).
+Tool calls have one reader for each format, from the text of a call to its name and arguments:
+
+    json_call      {"name": "look", "arguments": {"who": "Anna"}}              in <tool_call> tags: Hermes, Qwen 2.5, 3
+    xml_call       <function=look><parameter=who>Anna</parameter></function>   in <tool_call> tags: Qwen 3.5, Nemotron
+    glm_call       look<arg_key>who</arg_key><arg_value>Anna</arg_value>       in <tool_call> tags: GLM 4.5
+
+A call is read as it was written, or not at all: not where a value may be one of several (`value_of`), and not where
+text is left that belongs to no value. What a value holds does not end it: `</parameter>` does where a parameter or the
+end of the call follows. (A value that holds a whole parameter, line breaks included, cannot be told from that one.)
+What stands in a thought, or in a call that cannot be read, calls nothing.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Any
 
 from treadle.core.errors import ConfigError
 from treadle.core.registry import resolve
-from treadle.core.types import Message, ToolCall
-from treadle.rendering.tool_calls import CALL, THOUGHT_TAGS, Tool, glm_call, json_call, named_call, tagged, xml_call
+from treadle.core.text import read_json
+from treadle.core.types import FunctionCall, Message, ToolCall
+
+Tool = Mapping[str, Any]
+"""A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""
+
+ReadCall = Callable[[str, Sequence[Tool]], ToolCall | None]
+"""The text of a call, without the tags around it -> the call.
+
+None if that is no whole call. Raises Ambiguous for one that can be read in several ways: more text is then no remedy.
+"""
+
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]")  # the latter are Mistral's
+CALL, _CLOSE = "<tool_call>", "</tool_call>"
+_BEGIN = re.compile(f"{CALL}|{THOUGHT}")
+_EITHER = re.compile(f"{CALL}|{_CLOSE}")
+_CLOSES = re.compile(_CLOSE)
+_MAX_ENDS = 32  # closing tags that are tried for one call
+_TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
+_PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_GLM = re.compile(r"\s*([^\s<]+)\s*(.*)", re.DOTALL)
+_ARGUMENT = re.compile(
+    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+)
+
+
+def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[ToolCall]]:
+    """Return the text without its tool calls, which stand in <tool_call> tags, and the calls.
+
+    All of it stays text if closing tags are left over: then a value holds some, and was cut.
+    """
+    calls: list[ToolCall] = []
+    kept: list[str] = []
+    at = 0
+    while begin := _BEGIN.search(text, at):
+        call = None
+        if begin[0] == CALL:
+            with suppress(Ambiguous):
+                for close in islice(_CLOSES.finditer(text, begin.end()), _MAX_ENDS):
+                    if call := read(text[begin.end() : close.start()], tools):
+                        break
+        stop = close.end() if call else _skipped(text, begin)
+        kept.append(text[at : begin.start() if call else stop])
+        calls += [call] if call else []
+        at = stop
+    rest = "".join([*kept, text[at:]])
+    if calls and any(rest.count(close) > rest.count(begin) for begin, close in _PAIRS):
+        return text, []
+    return rest, calls
+
+
+def _skipped(text: str, begin: re.Match[str]) -> int:
+    """Return where a thought, or a call that cannot be read, ends; the end of the text if it is cut."""
+    if begin[0] == THOUGHT:
+        end = text.find(THOUGHT_END, begin.end())
+        return end if end >= 0 else len(text)
+    depth = 0
+    for tag in _EITHER.finditer(text, begin.start()):
+        depth += 1 if tag[0] == CALL else -1
+        if depth == 0:
+            return tag.end()
+    return len(text)
+
+
+def json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
+    """Read `{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
+    call = _json(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    others = call.keys() - {"name", "id", "type"}
+    if len(others) > 1 or not others <= {"arguments", "parameters"}:
+        return None
+    arguments: Any = next((call[key] for key in others), {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    return _made(call["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
+    """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
+
+    One line break on either side of a value is the format's; where values differ in them, one was cut.
+    """
+    match = _FUNCTION.fullmatch(text)
+    pairs = _pairs(_PARAMETER, match[2]) if match else None
+    if match is None or pairs is None:
+        return None
+    frames = {value == "\n" or (value[:1] == "\n", value[-1:] == "\n") for _, value in pairs}
+    if len(frames) > 1:
+        raise Ambiguous(f"where the values of {text:.100} end")
+    return _typed(match[1], [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in pairs], tools)
+
+
+def glm_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
+    """Read `NAME`, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument."""
+    match = _GLM.fullmatch(text)
+    pairs = _pairs(_ARGUMENT, match[2]) if match else None
+    return None if match is None or pairs is None else _typed(match[1], pairs, tools)
+
+
+def _made(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id="", type="function", function=FunctionCall(name=name, arguments=text))
+
+
+def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
+    """Return key and value of each argument.
+
+    None if that is not all of the text, or a value contains a call that does not end in it. Raises Ambiguous for a
+    repeated key.
+    """
+    if text.count(CALL) > text.count(_CLOSE):
+        return None
+    pairs: list[tuple[str, str]] = []
+    at = 0
+    while text[at:].strip():
+        match = pattern.match(text, at)
+        if match is None:
+            return None
+        pairs.append((match[1], match[2]))
+        at = match.end()
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise Ambiguous(f"one of the arguments {[key for key, _ in pairs]!r:.200} is given twice")
+    return pairs
+
+
+def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> ToolCall | None:
+    """Make a call with values of the types that the tool's schema allows. Raises Ambiguous."""
+    functions = [tool.get("function", {}) for tool in tools]
+    root = next((function.get("parameters") for function in functions if function.get("name") == name), None)
+    return _made(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
+
+
+def _schema_of(key: str, root: Any) -> Any:
+    """Return the schema of an argument; without one, anything is allowed."""
+    if not isinstance(root, Mapping):
+        return True
+    properties = root.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    others = root.get("additionalProperties", True)
+    return True if others is False or root.get("patternProperties") else others
+
+
+def _json(text: str) -> Any:
+    """Read JSON; None for text that is none, or repeats a key."""
+    try:
+        return read_json(text, strict=False, unique=True)
+    except ValueError:
+        return None
+
+
+_PYTHON = {"True": True, "False": False, "None": None}
+_DEEPEST = 8  # levels of $ref, anyOf and so on, which may refer to themselves, and several times
+_OF_TYPE: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+    "integer": (int,),
+    "number": (int, float),
+}
+
+
+class Ambiguous(ValueError):
+    """Raised for text that may stand for several values."""
+
+
+def value_of(text: str, schema: Any, root: Any) -> Any:
+    """Return the value of an argument whose text does not say its type: as the schema allows it, or not at all.
+
+    Formats with tags write `5` for the number and for the text, and templates write `true` as JSON or as Python does.
+    The text is read in each way; what the schema does not allow is out:
+
+        5    {"type": "integer"}             -> 5
+        5    {"type": "string"}              -> "5"
+        5    {"type": ["string", "integer"]} -> Ambiguous: a tool must not get what was not meant
+
+    Text that the schema allows in no reading is JSON if it can be read as such, else text. root: the schema of all
+    arguments, for references.
+    """
+    readings = list(_readings(text))
+    allowed = [reading for reading in readings if _allows(schema, reading, root)]
+    if len(allowed) > 1:
+        raise Ambiguous(f"{text:.40} may be one of {allowed!r:.200}")
+    return (allowed or readings[1:] or readings)[0]
+
+
+def _readings(text: str) -> Iterator[Any]:
+    yield text
+    if text.strip() in _PYTHON:
+        yield _PYTHON[text.strip()]
+        return
+    try:
+        value = read_json(text, strict=False, unique=True)
+    except ValueError:
+        return
+    if not isinstance(value, str):  # texts are written as they are, never as JSON
+        yield value
+
+
+def _allows(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
+    """Whether a schema allows a value, by types, enums, references and combinations; other keywords are ignored."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return schema is not False
+    if value is None and schema.get("nullable") is True:  # OpenAPI's
+        return True
+    if "$ref" in schema and not _allows(_referred(schema["$ref"], root), value, root, depth + 1):
+        return False
+    types = schema.get("type")
+    names = [types] if isinstance(types, str) else types if isinstance(types, Sequence) else []
+    if names and not any(_is(value, name) for name in names):
+        return False
+    if isinstance(schema.get("enum"), list) and not any(_same(value, one) for one in schema["enum"]):
+        return False
+    if "const" in schema and not _same(value, schema["const"]):
+        return False
+    for key, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        parts = schema.get(key)
+        if isinstance(parts, list) and parts and not enough(_allows(part, value, root, depth + 1) for part in parts):
+            return False
+    return True
+
+
+def _is(value: object, name: object) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _OF_TYPE.get(name, ()) if isinstance(name, str) else ())
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are the same JSON: 1 is 1.0, and not true."""
+    return isinstance(a, bool) is isinstance(b, bool) and bool(a == b)
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """Resolve `#/$defs/name`; a reference to nothing allows anything."""
+    path, schema = str(reference), root
+    for step in path.removeprefix("#").strip("/").split("/") if path.startswith("#") else ["?"]:
+        schema = schema.get(step.replace("~1", "/").replace("~0", "~"), True) if isinstance(schema, Mapping) else True
+    return schema
+
 
 ReplyParser = Callable[[str, Sequence[Tool]], Message]
 """What the model wrote -> the assistant message that the agent gets. Without tools, tool calls are content."""
@@ -96,9 +355,9 @@ def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
     for part in _TURNS.split(text):
         match = _CHANNEL.fullmatch(part)
         recipient = _RECIPIENT.search(match[1] + match[3]) if match else None
-        call = named_call(recipient[1], match[4]) if match and recipient and tools else None
-        if call is not None:
-            calls.append(call)
+        arguments = _json(match[4]) if match and recipient and tools else None
+        if recipient and isinstance(arguments, dict):
+            calls.append(_made(recipient[1], arguments))
         elif match and not recipient and match[2] == "analysis":
             thoughts.append(match[4])
         else:
@@ -123,7 +382,6 @@ def reply_parser(name: str, setting: str = "rollout.reply_parser") -> ReplyParse
 
 
 def parser_name(parser: ReplyParser) -> str:
-    """Return what a parser is called in error messages."""
     return parser.name if isinstance(parser, Parser) else str(getattr(parser, "__qualname__", parser))
 
 

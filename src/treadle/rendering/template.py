@@ -1,26 +1,29 @@
 """`ChatTemplate`: a Jinja chat template, rendered to text, and the facts about it that rendering needs.
 
 The structural strings in a template's own constants are replaced by private names (`Structure.claim`) when it is
-compiled; what it is given holds none. Some templates put them together from roles: `roles.py`.
+compiled; what it is given holds none. Some templates put them together from roles: `Composed`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.rendering.roles import Composed, Role
-from treadle.rendering.sandbox import sandbox
-from treadle.rendering.structure import Structure
+from treadle.rendering.structure import Structure, any_of, secret_text
 
 Variables = Mapping[str, Any]
 Plain = dict[str, Any]
@@ -172,3 +175,97 @@ def _claimed(value: Any, structure: Structure) -> Any:
     if isinstance(value, str):
         return structure.claim(value)
     return [_claimed(item, structure) for item in value] if isinstance(value, list | tuple) else value
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+_SECRET = secret_text()
+
+
+class Role(str):
+    """Marks a role, so that it is recognised where it was written; as a value it is just its word."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, role: str) -> str:
+        """Make a Role of the word if it is one."""
+        return cls(role) if role in _ROLES else role
+
+    def __str__(self) -> str:
+        return f"{_SECRET}{str.__str__(self)}{_SECRET}"
+
+    def __format__(self, form: str) -> str:
+        return format(str(self), form)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+class Composed:
+    """Finds structural strings that a template puts together from roles: `'<|' + message['role'] + '|>'` is `<|user|>`.
+
+    A role is a word that the template expects, and the only text of a message that may be part of structure. It is
+    passed to such templates as a `Role`. A structural string is the template's if it consists of a role between two
+    halves that are constants of the template:
+
+        <|        user        |>         marked:  <|M  MuserM  M|>  -->  the private name of `<|user|>`
+        a constant's end   a constant's beginning
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        split = [(name, *usual.partition(role)) for usual, name in structure.names.items() for role in _ROLES]
+        parts = [(name, before, role, after) for name, before, role, after in split if before and role and after]
+        self._names = {f"{a}{_SECRET * 2}{role}{_SECRET * 2}{b}": name for name, a, role, b in parts}
+        self._pattern = any_of(self._names)
+        before, after = any_of({a for _, a, _, _ in parts}), any_of({b for *_, b in parts})
+        self._halves = re.compile(rf"(?P<before>(?:{before.pattern})\Z)|(?P<after>\A(?:{after.pattern}))")
+
+    def constant(self, text: str) -> str:
+        """Make a Role of a template's constant, or mark where it can stand beside one."""
+        if text in _ROLES:
+            return Role(text)
+        return self._halves.sub(lambda m: m[0] + _SECRET if m.lastgroup == "before" else _SECRET + m[0], text)
+
+    def read(self, text: str) -> str:
+        """Write rendered text with private names, without marks."""
+        return self._pattern.sub(lambda match: self._names[match[0]], text).replace(_SECRET, "")
+
+
+@lru_cache(maxsize=1)
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """Return Jinja as transformers sets it up for chat templates (`transformers.utils.chat_template_utils`).
+
+    A template comes with a model and is trusted as the model's directory is: the sandbox keeps it from Python's
+    internals, nothing bounds the time or memory of a rendering.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.extend(role=Role)  # for `_ConstantRoles`
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model writes, for training masks; in text it leaves no trace."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

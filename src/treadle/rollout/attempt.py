@@ -21,13 +21,12 @@ from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.agent import Agent
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.agent import AgentDriver
 from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverSetup
-from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.drivers.environment import EnvironmentDriver, EnvironmentFactory
+from treadle.rollout.drivers.gateway import AgentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
-from treadle.rollout.gateway.shared import SharedGateway
-from treadle.rollout.isolation.blocked_loop import watched_event_loop
-from treadle.rollout.isolation.isolated_environment import EnvironmentFactory
+from treadle.rollout.gateway.gateway import SharedGateway
+from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec

@@ -25,7 +25,7 @@ from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Ta
 from treadle.rollout.isolation.user_code import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
-"""Names of the components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""
+"""Components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""
 
 Hook = Callable[[Task, Trajectory], Any]
 """A shaping hook: what to add to each step, a sequence of float or `Reward`; may be async."""
@@ -200,7 +200,7 @@ def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Whether a token limit cut it off: the context was full, or its last completion reached `max_tokens`."""
+    """Whether the context was full, or the last completion reached `max_tokens`."""
     steps = as_played(trajectory).steps
     return trajectory.status is Status.CONTEXT or (bool(steps) and steps[-1].stop_reason is StopReason.LENGTH)
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,19 +18,20 @@ from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ContextExceeded, DataError, EngineError
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
-from treadle.core.types import DropReason, Message, SamplingParams, Step, StopReason, ToolCall
+from treadle.core.types import DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
-from treadle.rendering.conversation import Conversation, Prompt
-from treadle.rendering.raw import RawPrompts
-from treadle.rendering.replies import ReplyParser, plain
-from treadle.rendering.tool_calls import THOUGHT_TAGS, Tool
+from treadle.rendering.conversation import Conversation
+from treadle.rendering.identity import Prompt
+from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
 _LARGE = 2**15  # characters that take some 30 ms to tokenize
+_CUT = 32  # limit on sampled tokens that a stop string and an end token hide from the client
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="treadle-render")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
-    """A client's request that failed on this side. body: its digest. key: its idempotency key."""
+    """A client's request that failed on this side, by the digest of its body and its idempotency key."""
 
     body: bytes
     key: str | None
@@ -126,12 +126,10 @@ class Session:
         callers_sampling: bool = False,
         context: int | None = None,
     ) -> None:
-        self.name = spec.name
-        self.renderer = spec.renderer
+        self.name, self.renderer, self.parse = spec.name, spec.renderer, parse
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
-        self.parse = parse
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
         self._callers_sampling, self._context = callers_sampling, context
@@ -191,26 +189,17 @@ class Session:
     def set_delivered(self, number: int, delivered: bool) -> None:
         """Record whether call `number`'s answer reached the agent; if not, its step is never trained."""
         dropped = None if delivered else DropReason.CANCELLED
-        if self._steps[number].dropped is not dropped:
-            self._steps[number] = replace(self._steps[number], dropped=dropped)
+        self._steps[number] = replace(self._steps[number], dropped=dropped)
 
-    def reward_last(self, given: Reward) -> None:
-        """Set the reward of the last step that reached the agent, if there is one.
+    def reward_last(self, given: Reward, *, add: bool = False) -> None:
+        """Set the reward of the last step that reached the agent, if there is one. add: to the one that it has.
 
-        Raises DataError for rewards of more or fewer tokens than the step has.
+        Raises DataError for rewards of more or fewer tokens than the step has, or too large a sum.
         """
-        last = self._last_played()
+        last = max((number for number, step in self._steps.items() if was_played(step)), default=None)
         if given and last is not None:
+            given = self._steps[last].given.plus(given) if add else given
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
-
-    def add_to_last_reward(self, more: Reward) -> None:
-        """Add to the reward of the last step that reached the agent. Raises DataError also for too large a sum."""
-        last = self._last_played()
-        if more and last is not None:
-            self.reward_last(self._steps[last].given.plus(more))
-
-    def _last_played(self) -> int | None:
-        return max((number for number, step in self._steps.items() if was_played(step)), default=None)
 
     def set_state(self, number: int, state: str) -> None:
         """Record the environment's state in which call `number` was made, as a hash of 128 bits; "" is none."""
@@ -282,10 +271,8 @@ class Session:
         a, recipe = self._address, self._sampling
         seeded = replace(recipe, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
         if self._callers_sampling:
-            if unknown := sorted(overrides.keys() - _SAMPLING):
-                raise DataError(
-                    f"{unknown[0]} is {overrides[unknown[0]]}; no engine here samples that way, leave it out"
-                )
+            for name in sorted(overrides.keys() - _SAMPLING):
+                raise DataError(f"{name} is {overrides[name]}; no engine here samples that way, leave it out")
             sampling = replace(seeded, **overrides)
         else:
             others = {name: value for name, value in overrides.items() if name != "stop"}
@@ -321,9 +308,50 @@ async def _off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.
     """Call `work`, in a thread if `size`, that of its input, is large, so that it does not block the event loop."""
     if size < _LARGE:
         return work(*args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads(), lambda: work(*args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: work(*args, **kwargs))
 
 
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2, thread_name_prefix="treadle-render")
+class RawPrompts:
+    """Turns raw prompts into ids, with the recorded ids of an earlier call where the text continues it.
+
+    Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins.
+    """
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
+
+    def ids(self, prompt: str | Sequence[int]) -> Ids:
+        """Return the prompt's ids, int32[P]. Raises DataError for an empty prompt or ids outside the vocabulary."""
+        if isinstance(prompt, str):
+            kept, rest = self._longest(prompt)
+            ids = np.concatenate([kept, self._renderer.encode(rest)])
+        else:
+            ids, size = np.asarray(prompt), self._renderer.vocabulary
+            if ids.dtype.kind not in "iu" or ids.ndim != 1 or not ((ids >= 0) & (ids < size)).all():
+                raise DataError(f"a prompt of token ids must be a list of integers in [0, {size})")
+        if not len(ids):
+            raise DataError("the prompt is empty: a completion needs at least one token before it")
+        return ids.astype(np.int32)
+
+    def record(self, step: Step) -> None:
+        self._records.append((self._renderer.decode(step.prompt_ids), step))
+
+    def _longest(self, text: str) -> tuple[Ids, str]:
+        """Return the ids that can be kept, and the text after them."""
+        best, length = np.empty(0, np.int32), 0
+        for prompt, step in reversed(self._records):
+            if len(prompt) > length and text.startswith(prompt):
+                ids, same = self._kept(text, prompt, step)
+                if len(same) > length:
+                    best, length = ids, len(same)
+        return best, text[length:]
+
+    def _kept(self, text: str, prompt: str, step: Step) -> tuple[Ids, str]:
+        """Return as many of the call's ids as the text repeats, without splitting any, and their text."""
+        ids, start = step.full_ids, len(step.prompt_ids)
+        for end in range(len(ids), max(start, len(ids) - _CUT), -1):
+            decoded = self._renderer.decode(ids[:end])
+            if text.startswith(decoded):
+                return ids[:end], decoded
+        return step.prompt_ids, prompt

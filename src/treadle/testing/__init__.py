@@ -3,9 +3,7 @@
 Nothing here needs torch, and nothing that trains imports it.
 """
 
-from treadle.testing.engine import FakeEngine
-from treadle.testing.runner import FakeAttempt, FakeRunner
-from treadle.testing.trainer import FakeTrainer
+from treadle.testing.fakes import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer
 from treadle.testing.virtual_time import VirtualLoop
 
 __all__ = ["FakeAttempt", "FakeEngine", "FakeRunner", "FakeTrainer", "VirtualLoop"]

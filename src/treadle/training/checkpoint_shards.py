@@ -63,7 +63,6 @@ class TensorSource(Protocol):
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Read the tensors of these names in place, each of which may be sharded; all ranks do this together."""
-        ...
 
 
 class InMemory:

@@ -17,7 +17,7 @@ from treadle.core.types import Ids, Message, as_messages
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import parsed
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import Tool
 
 
 class Demonstration(NamedTuple):

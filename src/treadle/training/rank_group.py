@@ -63,19 +63,15 @@ class Calls(Protocol):
     @property
     def busy(self) -> bool:
         """Return whether a call waits for its answers, perhaps on another thread."""
-        ...
 
     def call(self, name: str, *arguments: Any) -> Sequence[Any]:
         """Return every rank's answer, or raise the error of the rank that failed first."""
-        ...
 
     def kill(self) -> None:
         """End the ranks at once, also while a call waits for them, which then fails."""
-        ...
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
-        ...
 
 
 class RankGroup:

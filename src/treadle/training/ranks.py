@@ -44,22 +44,18 @@ class Ranks(Protocol):
         `read`, which reads them, no rank has any of the model's before.
         Raises ConfigError for a model that computes otherwise afterwards.
         """
-        ...
 
     def gather(self, parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
         """Return the scores of all N tokens, in order, from the parts of all ranks, which hold each token once.
 
         like [N]: a tensor of the dtype and device of the result.
         """
-        ...
 
     def add(self, number: float) -> float:
         """Return the sum of the ranks' numbers."""
-        ...
 
     def every(self, work: Callable[[], Result]) -> list[Result]:
         """Return what `work` returns on each rank, by rank; all raise the error that one raises, if it is Treadle's."""
-        ...
 
     def first(self, take: Callable[[Iterator[Item]], Result], items: Iterator[Item]) -> Result:
         """Have the first rank alone do something with the items, and return what it returns there; None elsewhere.
@@ -67,7 +63,6 @@ class Ranks(Protocol):
         The other ranks go through the items, too, since all gather each of them. All ranks raise the error that it
         raises, where that is one of Treadle's.
         """
-        ...
 
 
 class OneRank:

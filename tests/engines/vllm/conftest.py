@@ -20,10 +20,9 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.core.trainer import WeightSource
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.engine import VLLMEngine
+from treadle.engines.vllm.engine import VLLMEngine, open_engine, wait_for
 from treadle.engines.vllm.launch import ServerProcess, find_python
 from treadle.engines.vllm.server import Server
-from treadle.engines.vllm.start import open_engine, wait_for
 from treadle.training.checkpoint import export_model
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +73,7 @@ async def started(process: ServerProcess) -> None:
     """Servers start side by side, and while tests that need none are running."""
     server = Server(process.url, process)
     await wait_for(server, CEILING)
-    await server.disconnect()
+    await server._http.aclose()  # the process stays
 
 
 # "tied" computes in the engine's process, as on one GPU; "mixture" (of experts, untied) in two tensor-parallel workers.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.sources import FixedWeights
 from tests.until import CEILING
-from treadle.engines.vllm.collective import Packed, address_towards, cut
+from treadle.engines.vllm.transfer import Packed, address_towards, cut
 from treadle.engines.vllm.worker.treadle_group import Group, join, listen, pack, packed_bytes, unpack
 
 HOST, CPU = "127.0.0.1", torch.device("cpu")

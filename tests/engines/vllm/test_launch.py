@@ -20,8 +20,8 @@ from tests.until import until, wait_until
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.engine import describe_servers, open_engine
 from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
-from treadle.engines.vllm.start import describe_servers, open_engine
 from treadle.orchestration.config import load_recipe
 from treadle.orchestration.setup.chat_interface import load_chat_interface
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm
@@ -99,7 +99,7 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(
     script: str, seconds: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
-    monkeypatch.setattr("treadle.engines.vllm.start.START_TIMEOUT", seconds)
+    monkeypatch.setattr("treadle.engines.vllm.engine.START_TIMEOUT", seconds)
     settings = config(python=interpreter(tmp_path, script), servers=2)
 
     def serve(number: int) -> ServerProcess:

@@ -75,7 +75,7 @@ async def test_a_server_is_given_up_when_its_engine_falls_silent(silent: bool, m
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
     assert not await server.check(1.0) and server.metrics == {}
-    await server.disconnect()
+    await server.close()
 
 
 class NoTransfer:

@@ -16,9 +16,9 @@ from tests.engines.vllm.test_vllm_publication import score
 from tests.sources import FixedWeights, publish
 from treadle.core.config import build
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.collective import Collective
+from treadle.engines.vllm.engine import open_engine
 from treadle.engines.vllm.launch import ServerProcess
-from treadle.engines.vllm.start import open_engine
+from treadle.engines.vllm.transfer import Collective
 from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
 

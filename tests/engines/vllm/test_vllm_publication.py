@@ -18,7 +18,7 @@ from treadle.core.engine import Completion
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.engines.staging import StagedFile, WeightsFile
-from treadle.engines.vllm import collective
+from treadle.engines.vllm import transfer
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.engines.vllm.publication import Probe
 from treadle.models.weights import unique_weights
@@ -56,7 +56,7 @@ def assert_sampled_by(model: PreTrainedModel, version: int, number: int, answer:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broadcast is of several."""
-    monkeypatch.setattr(collective, "_BUCKET", 100_000)
+    monkeypatch.setattr(transfer, "_BUCKET", 100_000)
 
 
 LONG = 950  # tokens of a completion, most of the context: seconds, so that a publication comes in between

@@ -24,8 +24,8 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import SamplingParams, StopReason
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.calls import decode_routing
-from treadle.engines.vllm.start import open_engine
+from treadle.engines.vllm.engine import open_engine
+from treadle.engines.vllm.server import decode_routing
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SERVER: Any = "the server"

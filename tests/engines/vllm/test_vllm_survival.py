@@ -21,8 +21,8 @@ from tests.sources import publish
 from tests.until import CEILING
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, SamplingParams
-from treadle.engines.vllm import collective
 from treadle.engines.vllm import engine as vllm_engine
+from treadle.engines.vllm import transfer
 from treadle.engines.vllm.engine import VLLMEngine
 from treadle.models.weights import unique_weights
 
@@ -103,8 +103,8 @@ async def test_a_server_that_ends_in_a_broadcast_is_left_behind(
 ) -> None:
     old, new = (sized("qwen3", seed) for seed in (0, 1))
     ids = np.arange(100, 140, dtype=np.int32)
-    monkeypatch.setattr(collective, "_BUCKET", 100_000)
-    monkeypatch.setattr(collective, "_TIMEOUT", 15.0)
+    monkeypatch.setattr(transfer, "_BUCKET", 100_000)
+    monkeypatch.setattr(transfer, "_TIMEOUT", 15.0)
     with doomed(end) as url:
         async with connect("tied", urls=[url], transfer="collective", stop_token_ids=[]) as engine:
             await publish(engine, unique_weights(old), 1)

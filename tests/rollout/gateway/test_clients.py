@@ -17,7 +17,7 @@ from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers,
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
 from treadle.rendering.replies import hermes, plain
-from treadle.rollout.gateway.fields import SamplingRequest
+from treadle.rollout.gateway.request import SamplingRequest
 
 SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
@@ -276,19 +276,6 @@ async def test_answers_and_errors_are_what_the_sdks_models_say() -> None:
                     ErrorResponse.model_validate({"request_id": None, **wrong.json()})
                 else:
                     assert wrong.json()["error"].keys() == {"message", "type", "param", "code"}
-
-
-FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
-
-
-@pytest.mark.xdist_group("anthropic")
-@pytest.mark.parametrize("asked", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
-async def test_formats_that_no_engine_keeps_to_are_refused(asked: dict[str, Any]) -> None:
-    body = {"model": "m", "messages": HELLO, "max_tokens": 9, "output_config": {"effort": "high"}}
-    async with served(looking()) as server, httpx.AsyncClient(base_url=server.open().base_url, timeout=300) as client:
-        assert (await client.post("messages", json=body)).status_code == 200
-        refused = await client.post("messages", json={**body, **asked})
-        assert refused.status_code == 400 and "format" in refused.text
 
 
 async def test_what_clients_ask_for_in_vain_is_said_once() -> None:

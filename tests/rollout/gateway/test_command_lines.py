@@ -8,13 +8,12 @@ import json
 import os
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.families import FAMILIES, WRITING_TOOLS, World, small_vocabulary
+from tests.rollout.families import World, world
 from tests.rollout.gateway.servers import served
 from tests.until import CEILING
 from tests.worlds import user
@@ -48,11 +47,6 @@ def programs() -> Path:
             pytest.skip(f"npm cannot install {', '.join(PACKAGES.values())}: {done.stderr[-300:]}")
         (folder / "installed").touch()
     return folder / "node_modules" / ".bin"
-
-
-@cache
-def world(name: str) -> World:
-    return World({**FAMILIES, **WRITING_TOOLS}[name], small_vocabulary())
 
 
 def replies(family: World, program: str) -> FakeEngine:

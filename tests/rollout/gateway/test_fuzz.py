@@ -22,8 +22,7 @@ from schemathesis.specs.openapi.checks import status_code_conformance
 
 from tests.rollout.gateway.servers import Slow, looks_then_answers, scripted, served
 from tests.worlds import user
-from treadle.rollout.gateway.chat_completions import ChatRequest
-from treadle.rollout.gateway.completions import RawRequest
+from treadle.rollout.gateway.chat_completions import ChatRequest, RawRequest
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.gateway.messages import CountRequest, MessagesRequest
 from treadle.rollout.gateway.responses import ResponsesRequest
@@ -143,88 +142,6 @@ def test_schemathesis_finds_no_fault(mode: GenerationMode, running: Running) -> 
     seen: Counter[int] = Counter()
     check()
     assert seen[401] and seen[404] and (seen[200] or mode is GenerationMode.NEGATIVE)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = st.sampled_from(
-    [
-        *("messages", "prompt", "input", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stop"),
-        *("tools", "tool_choice", "logprobs", "seed", "system", "role", "content", "type", "stop_sequences"),
-        *("thinking", "instructions", "previous_response_id", "stream_options", "tool_calls", "function", "name"),
-        *("arguments", "id", "output", "call_id", "parameters", "response_format", "chat_template_kwargs"),
-    ]
-)
-
-
-def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield at
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from paths(inner, (*at, key))
-
-
-def changed(value: Any, at: tuple[Any, ...], new: Any, extra: tuple[str, Any]) -> Any:
-    """A copy with `new` at the path, or with one more field where an object stands."""
-    if not at:
-        return {**value, extra[0]: extra[1]} if isinstance(value, dict) else new
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    copy = {k: changed(v, at[1:], new, extra) if k == at[0] else v for k, v in items}
-    return copy if isinstance(value, dict) else list(copy.values())
-
-
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-RICH: dict[str, Any] = {
-    "chat/completions": {
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "text": "x"}]},
-            user("hi"),
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "c", "content": "done"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-    },
-    "completions": {"prompt": ["hi", [70, 71]], "stop": ["x"]},
-    "responses": {
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []},
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "done"},
-        ],
-        "tools": [{"type": "function", "name": "f", "parameters": {}}],
-    },
-    "messages": {
-        "max_tokens": 9,
-        "system": [{"type": "text", "text": "x"}],
-        "messages": [
-            user("hi"),
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "done"}]},
-        ],
-        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
-    },
-}
-RICH["messages/count_tokens"] = RICH["messages"]
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(route=st.sampled_from(POSTS), data=st.data())
-def test_requests_with_anything_anywhere_in_them(route: str, data: st.DataObject, running: Running) -> None:
-    body = RICH[route]
-    at = data.draw(st.sampled_from(list(paths(body))))
-    body = changed(body, at, data.draw(JSON), (data.draw(FIELDS), data.draw(JSON)))
-    answer = running.http.post(f"{running.address.base_url}/{route}", content=json.dumps(body))
-    assert answer.status_code == 200 or is_error(answer, 400, 404)
-
-
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
-@given(route=st.sampled_from(POSTS), body=st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
-def test_bodies_that_are_nothing(route: str, body: bytes, running: Running) -> None:
-    assert is_error(running.http.post(f"{running.address.base_url}/{route}", content=body), 400)
 
 
 @pytest.mark.parametrize("route", POSTS)
@@ -368,18 +285,8 @@ def test_errors_are_put_as_each_provider_puts_them(running: Running) -> None:
         assert running.http.post(f"{base}/{route}", json={}).json()["type"] == "error"
     for body, message in (
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2, got 3"),
-        (
-            {"messages": [{**user("x"), "content": [{"type": "text", "text": 5}]}]},
-            "messages[0].content[0].text: Input should be a valid string, got 5",
-        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: Field required"),
-        ({"tools": {"name": "f"}}, "tools: Input should be an array, got an object"),
         ({"messages": ["hi"]}, "messages[0]: Input should be an object, got 'hi'"),
-        (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.type: must be text, as no engine here constrains decoding, got 'json_schema'; "
-            "leave it out",
-        ),
         ({"prediction": {"type": "content"}}, "prediction: not supported here, got an object; leave it out"),
     ):
         asked = running.http.post(f"{base}/chat/completions", json={"messages": [user("x")], **body})

@@ -1,15 +1,16 @@
 """What is a retry and what is a new sample; what becomes of an answer that nobody reads."""
 
 import asyncio
+import json
 import random
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.rollout.gateway.servers import Served, Slow, scripted, served, written
-from tests.rollout.gateway.storms import storm
 from tests.until import CEILING, until
 from tests.worlds import user
 from treadle.core.errors import EngineError
@@ -18,6 +19,22 @@ from treadle.rendering.replies import plain
 from treadle.rollout.gateway.gateway import SessionAddress
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
+
+
+class Failing(Slow):
+    """Fails at these calls, counted from 1, once `when` is true; says "x" otherwise."""
+
+    def __init__(self, *numbers: int, when: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(scripted(lambda prompt, number: "x"))
+        self.numbers, self.when, self.asked = numbers, when, 0
+
+    async def generate(self, *a: Any, **k: Any) -> Any:
+        self.asked += 1
+        if self.asked not in self.numbers:
+            return await super().generate(*a, **k)
+        self.calls.append(a[0])
+        await until(self.when)
+        raise EngineError("out of memory")
 
 
 def numbering() -> Slow:
@@ -79,13 +96,6 @@ async def test_the_sdks_retry_count_makes_a_retry_only_of_the_same_body() -> Non
         assert await ask(http, address, {**BODY, "user": "u"}, x_stainless_retry_count="1") == "answer 1"
         assert await ask(http, address, x_stainless_retry_count="0") == "answer 2"
         assert len(server.steps()) == 3
-
-
-async def test_two_sessions_never_share_an_answer() -> None:
-    async with served(numbering()) as server, httpx.AsyncClient() as http:
-        first, second = server.open("first", plain), server.open("second", plain)
-        assert await ask(http, first, idempotency_key="k") == "answer 0"
-        assert await ask(http, second, idempotency_key="k", x_stainless_retry_count="1") == "answer 1"
 
 
 @pytest.mark.parametrize("headers", [{}, {"x_stainless_retry_count": "1"}])
@@ -171,40 +181,19 @@ async def test_a_session_that_ends_while_a_request_is_on_its_way_is_asked_nothin
 
 
 async def test_a_failed_call_is_forgotten_and_asked_again() -> None:
-    class Failing(Slow):
-        failures = 2
-
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            if self.failures:
-                self.failures -= 1
-                raise EngineError("out of memory")
-            return await super().generate(*a, **k)
-
-    engine = Failing(scripted(lambda prompt, number: "at last"))
-    async with served(engine) as server, httpx.AsyncClient() as http:
+    async with served(Failing(1, 2)) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         answer = await http.post(f"{address.base_url}/chat/completions", json=BODY, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 503 and "out of memory" in answer.json()["error"]["message"]
         client = server.openai(address)
         said = await client.chat.completions.create(**BODY)  # retries by itself
-        assert said.choices[0].message.content == "at last"
+        assert said.choices[0].message.content == "x"
         assert len(server.steps()) == 1
-
-
-class FailingFirst(Slow):
-    """The first call fails at once, when others are under way already; these wait for the gate."""
-
-    async def generate(self, *a: Any, **k: Any) -> Any:
-        if not self.calls:
-            self.calls.append(a[0])
-            await until(lambda: len(self.calls) == 2)
-            raise EngineError("out of memory")
-        return await super().generate(*a, **k)
 
 
 async def test_an_identical_request_that_was_under_way_is_no_retry_of_one_that_fails() -> None:
     """Best of two: one fails while the other is sampled. A later one is its retry."""
-    engine = FailingFirst(scripted(lambda prompt, number: "x"))
+    engine = Failing(1, when=lambda: engine.asked == 2)
     async with served(engine) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         results = await asyncio.gather(*(ask(http, address) for _ in range(2)), return_exceptions=True)
@@ -234,12 +223,7 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
 
 
 async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() -> None:
-    class Failing(Slow):
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            await super().generate(*a, **k)
-            raise EngineError("out of memory")
-
-    engine = Failing(scripted(lambda prompt, number: "x"))
+    engine = Failing(1, when=lambda: engine.gate.is_set())
     async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         engine.gate.clear()
@@ -253,14 +237,7 @@ async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() ->
 
 
 async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
-    class Failing(Slow):
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            if not self.calls:
-                self.calls.append(a[0])
-                raise EngineError("out of memory")
-            return await super().generate(*a, **k)
-
-    engine = Failing(scripted(lambda prompt, number: "x"))
+    engine = Failing(1)
     async with served(engine, grace=CEILING) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         with pytest.raises(httpx.HTTPStatusError, match="503"):
@@ -272,21 +249,6 @@ async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:
         await server.gateway.detach(address.secret)
         assert [step.dropped for step in server.steps()] == [DropReason.CANCELLED]
         assert len(server.sessions["s"].unanswered) == 1
-
-
-async def test_the_openai_clients_own_retry_after_a_timeout() -> None:
-    engine = numbering()
-    async with served(engine, grace=CEILING) as server:
-        address = server.open(parse=plain)
-        client = server.openai(address).with_options(timeout=1.0, max_retries=100)
-        engine.gate.clear()
-        call = asyncio.ensure_future(client.chat.completions.create(**BODY))
-        await until(lambda: joined(server, address))
-        await until(lambda: not joined(server, address))  # its patience is over
-        engine.gate.set()
-        assert (await call).choices[0].message.content == "answer 0"
-        [step] = server.steps()
-        assert step.dropped is None
 
 
 async def test_too_many_requests_in_flight() -> None:
@@ -304,13 +266,7 @@ async def test_too_many_requests_in_flight() -> None:
 
 
 async def test_a_choice_that_fails_takes_the_others_with_it() -> None:
-    class Half(Slow):
-        async def generate(self, *a: Any, **k: Any) -> Any:
-            if len(self.calls) == 2:
-                raise EngineError("full")
-            return await super().generate(*a, **k)
-
-    async with served(Half(scripted(lambda prompt, number: "x"))) as server, httpx.AsyncClient() as http:
+    async with served(Failing(3)) as server, httpx.AsyncClient() as http:
         address = server.open(parse=plain)
         answer = await http.post(f"{address.base_url}/chat/completions", json={**BODY, "n": 3})
         assert answer.status_code == 503
@@ -324,3 +280,64 @@ async def test_no_step_is_lost_doubled_or_misplaced_in_a_storm_of_disconnects() 
         found = await storm(server, sessions=32, seconds=1.5, seed=1)
     assert found["live"] == found["answers"] > 0
     assert found["dropped"] >= engine.aborted > 0
+
+
+# Many sessions at once, whose clients hang up and try again at random
+
+
+async def stubborn(
+    http: httpx.AsyncClient, address: SessionAddress, body: dict[str, Any], key: str, dice: random.Random
+) -> list[int]:
+    """Ask with random patience, again and again as an SDK does, until there is an answer: its ids."""
+    for attempt in range(1000):
+        patience = None if attempt > 4 else dice.choice([None, dice.uniform(0, 0.6)])
+        headers = {"x-stainless-retry-count": str(attempt), **({"idempotency-key": key} if key else {})}
+        try:
+            async with asyncio.timeout(patience):
+                answer = await http.post(f"{address.base_url}/chat/completions", json=body, headers=headers)
+        except TimeoutError:
+            await asyncio.sleep(dice.choice([0, 0.3]))  # sometimes for longer than the grace
+            continue
+        assert answer.status_code == 200, answer.text
+        if body["stream"]:
+            return streamed_ids(answer.text)
+        return list(answer.json()["choices"][0]["token_ids"])
+    raise AssertionError("no answer")
+
+
+def streamed_ids(text: str) -> list[int]:
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return [i for event in events for choice in event["choices"] for i in choice.get("token_ids", [])]
+
+
+async def storm(server: Served, sessions: int, seconds: float, seed: int) -> Counter[str]:
+    """Sessions of random turns with random disconnects; every step is where it belongs, once. Counts what happened."""
+    found: Counter[str] = Counter()
+    end = asyncio.get_running_loop().time() + seconds
+    limits = httpx.Limits(max_connections=None)
+
+    async def agent(number: int, http: httpx.AsyncClient) -> None:
+        dice = random.Random(seed * 1000 + number)
+        name = f"session <{number}>"
+        address = server.open(name, plain, max_tokens=40)
+        received: list[list[int]] = []
+        turn = 0
+        while asyncio.get_running_loop().time() < end:
+            told: Any = {"messages": [user(f"{name} turn {turn}")], "return_token_ids": True}
+            body = {"model": "m", "stream": dice.random() < 0.3, **told}
+            # identical ones at once: only a key tells whose retry is whose
+            keys = dice.choice([[""], [""], [f"{turn} {i}" for i in range(3)]])
+            received += await asyncio.gather(*(stubborn(http, address, body, key, dice) for key in keys))
+            turn += 1
+        await server.gateway.detach(address.secret)
+        server.sessions[name].close()
+        steps = server.steps(name)
+        live = [step for step in steps if step.dropped is None]
+        assert sorted(step.completion_ids.tolist() for step in live) == sorted(received)
+        for step in steps:
+            assert name in server.renderer.decode(step.prompt_ids)
+        found.update(answers=len(received), live=len(live), dropped=len(steps) - len(live))
+
+    async with httpx.AsyncClient(limits=limits, timeout=None) as http:
+        await asyncio.gather(*(agent(number, http) for number in range(sessions)))
+    return found

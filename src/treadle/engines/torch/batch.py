@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,11 +16,11 @@ from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
-from treadle.engines.stop_strings import Decode, StopStrings
-from treadle.engines.torch.cache_rows import Cached, CachedRows
-from treadle.engines.torch.kv_cache import KVCache
+from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache
 from treadle.engines.torch.model import CachedModel, Predicted
 
+Decode = Callable[[Sequence[int]], str]
+_UNFINISHED = "�"  # what decoders write for a character whose bytes have not all come
 _SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
 _DRAWS = 16  # tokens whose draws are made at once
 _PREFIX = 64  # length of a common prefix from which computing it once pays
@@ -116,7 +116,6 @@ class Batch:
 
     @property
     def live(self) -> list[_Row]:
-        """The rows that still sample."""
         return [row for row in self._rows if row.ended is None]
 
     @property
@@ -327,3 +326,31 @@ class Batch:
         self._cached.release(row.cached, row.cached_ids())
         self.finished.append((row.call, row.completion(reason)))
         row.ended = reason
+
+
+class StopStrings:
+    """Watches one growing completion for stop strings.
+
+    Only the newest tokens are decoded, with those of the piece before them: what a token contributes to the text can
+    depend on its predecessor (spaces, characters of several tokens).
+    """
+
+    def __init__(self, stop: Sequence[str], decode: Decode) -> None:
+        self._stop, self._decode = stop, decode
+        self._reach = max(map(len, stop)) - 1  # characters before a token's text in which a match may begin
+        self._tail = ""
+        self._tokens: list[int] = []  # of the last finished piece, then of the unfinished one
+        self._read = 0  # how many of them belong to the finished piece
+        self._known = ""  # that piece's text
+
+    def completes(self, token: int) -> bool:
+        """Return whether the text holds a stop string with this token added."""
+        self._tokens.append(token)
+        fresh = self._decode(self._tokens)[len(self._known) :]
+        if any(s in self._tail + fresh for s in self._stop):
+            return True
+        if fresh and not fresh.endswith(_UNFINISHED):
+            self._tail = (self._tail + fresh)[-self._reach :] if self._reach else ""
+            self._tokens = self._tokens[self._read :]
+            self._read, self._known = len(self._tokens), self._decode(self._tokens)
+        return False

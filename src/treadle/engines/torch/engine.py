@@ -11,7 +11,7 @@ same bits, however slow the environments in between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -24,15 +24,36 @@ from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
-from treadle.engines.limits import Limits
-from treadle.engines.lock_step import everybody_waits
-from treadle.engines.stop_strings import Decode
-from treadle.engines.torch.batch import Batch, Call, EngineCounters
+from treadle.engines.torch.batch import Batch, Call, Decode, EngineCounters
 from treadle.engines.torch.model import CachedModel
 from treadle.engines.torch.options import TorchEngineOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Checks calls against a model's limits.
+
+    vocabulary: ids are below it. context: most tokens of prompt and completion together.
+    """
+
+    vocabulary: int
+    context: int
+
+    def check_ids(self, ids: Ids, what: str) -> None:
+        if not len(ids) or ids.min() < 0 or ids.max() >= self.vocabulary:
+            raise EngineError(f"{what} must be non-empty and in [0, {self.vocabulary})")
+
+    def check_call(self, prompt: Ids, sampling: SamplingParams, session: str) -> None:
+        """Raise EngineError for a prompt that `check_ids` refuses or that leaves no room for `max_tokens`."""
+        self.check_ids(prompt, f"prompt ids of session {session!r}")
+        if len(prompt) + sampling.max_tokens > self.context:
+            raise EngineError(
+                f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's context "
+                f"of {self.context}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -324,3 +345,13 @@ def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseExcepti
         failure.__cause__ = error
         return failure
     return error
+
+
+def everybody_waits(waiting: Collection[str], sessions: KeysView[str]) -> bool:
+    """Return whether every open session, of at least one, waits for a completion.
+
+    waiting: the session of each call that waits; a session may have several.
+    """
+    if not waiting or len(waiting) < len(sessions):  # counted first: sets cost as much as they are large
+        return False
+    return set(waiting) == sessions

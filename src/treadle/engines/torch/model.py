@@ -76,7 +76,6 @@ class CachedModel:
         return cache.position_bytes()
 
     def empty(self, rows: int) -> Predicted:
-        """Return uninitialized predictions."""
         logits = torch.empty(rows, self.vocabulary, device=self.device)
         if self._routers is None:
             return Predicted(logits)

@@ -19,6 +19,7 @@ class TorchEngineOptions:
     lock_step: admit in waves, for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or recompute it with the new ones.
     routing: completions report the chosen experts.
+    pinned: sessions keep the version of their first call, at most so many behind the newest (`PinnedEngine`).
     """
 
     stop_token_ids: Sequence[int]
@@ -29,3 +30,4 @@ class TorchEngineOptions:
     lock_step: bool = False
     in_flight: InFlight = "keep"
     routing: bool = False
+    pinned: int | None = None

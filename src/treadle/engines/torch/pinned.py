@@ -9,14 +9,51 @@ version   engine                        sessions
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 
+import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
+from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.torch.options import TorchEngineOptions
+
+
+def make_engine(
+    model: PreTrainedModel, options: TorchEngineOptions, decode: Decode | None, own_thread: bool = True
+) -> LocalEngine:
+    """Return an engine of the model, with a version for each session if `options.pinned` says so.
+
+    Engines of several versions share out the memory for caches.
+    """
+    if options.pinned is None:
+        return TorchEngine(model, options, decode=decode, own_thread=own_thread)
+    each = replace(options, cache_gib=options.cache_gib / (options.pinned + 1))
+    return PinnedEngine(partial(TorchEngine, model, each, decode=decode, own_thread=own_thread), options.pinned)
+
+
+def load_engine(model: Path, options: TorchEngineOptions, threads: int, deterministic: bool) -> LocalEngine:
+    """Return an engine of the model and tokenizer in a directory.
+
+    threads: that this process computes with from now on. deterministic: by deterministic kernels only.
+    Raises EngineError, and what loading raises.
+    """
+    hf_logging.disable_progress_bar()  # the log is no terminal
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    module = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    return make_engine(module, options, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
 
 
 class PinnedEngine:
@@ -39,9 +76,9 @@ class PinnedEngine:
         self._sessions[session] = None
 
     def close_session(self, session: str) -> None:
-        engine = self._engines.get(self._sessions.pop(session, None) or 0)
-        if engine is not None:
-            engine.close_session(session)
+        version = self._sessions.pop(session, None)
+        if version in self._engines:
+            self._engines[version].close_session(session)
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -87,14 +124,20 @@ class PinnedEngine:
 
     def status(self) -> list[ComponentStatus]:
         """Return the load of each version's engine."""
-        return list(chain.from_iterable(engine.status() for engine in self._engines.values()))
+        return list(chain.from_iterable(engine.status() for engine in self._all()))
 
     async def close(self) -> None:
-        engines = [*self._engines.values(), *([self._fresh] if self._fresh else [])]
-        for engine in engines:
+        for engine in self._all():
             await engine.close()
+
+    def _all(self) -> list[TorchEngine]:
+        return [*self._engines.values(), *([self._fresh] if self._fresh else [])]
 
     def _newest(self) -> int:
         if not self._engines:
             raise EngineError("no weights were published yet")
         return max(self._engines)
+
+
+LocalEngine = TorchEngine | PinnedEngine
+"""An engine of Treadle's own code, in this process."""

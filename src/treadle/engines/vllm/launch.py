@@ -13,11 +13,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.admission import Admitted
 
 WORKER = Path(__file__).parent / "worker"
 """What a server needs on its PYTHONPATH."""
@@ -145,41 +144,13 @@ def on_gpu() -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port of this machine's address."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def tail(log: Path) -> str:
-    """Return the last lines of a log."""
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
-
-
-class Started(Protocol):
-    """A server that was started for an engine, on this machine or another. log: the file with its output."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def log(self) -> Path: ...
-
-    @property
-    def running(self) -> bool: ...
-
-    @property
-    def route(self) -> Any:
-        """What makes its calls in another process; None if nothing does, and then `hold` and `open` do nothing."""
-
-    async def hold(self) -> None:
-        """Let no call begin or return there until `open`. Raises EngineError."""
-
-    async def open(self, admitted: Admitted) -> None:
-        """Let calls go on there, under these weights. Raises EngineError."""
-
-    async def stop(self) -> None:
-        """End it. Idempotent."""
 
 
 class ServerProcess:
@@ -206,7 +177,6 @@ class ServerProcess:
 
     @property
     def group(self) -> int:
-        """The process group of the server and its children."""
         return self._process.pid
 
     @property
@@ -216,7 +186,7 @@ class ServerProcess:
     async def hold(self) -> None:
         pass
 
-    async def open(self, admitted: Admitted) -> None:
+    async def open(self, admitted: object) -> None:
         pass
 
     async def stop(self) -> None:

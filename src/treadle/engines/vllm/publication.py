@@ -23,8 +23,7 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids
 from treadle.engines.config import InFlight
-from treadle.engines.vllm.admission import Admission, Admitted
-from treadle.engines.vllm.server import Server, on_each, serving
+from treadle.engines.vllm.server import Admission, Admitted, Server, on_each, serving
 from treadle.engines.vllm.transfer import Staged, Transfer
 
 LOADING = "treadle: half loaded"
@@ -113,7 +112,6 @@ class Publication:
             self._servers[number] = server
 
     def close(self) -> None:
-        """Discard staged weights and drop connections."""
         if self._staged is not None:
             self._staged.discard()
             self._staged = None
@@ -196,7 +194,6 @@ class Publication:
             )
 
     async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
-        """Load the admitted weights again."""
         if self._staged is None:
             self._give_up(f"version {version} failed: {error}; there is no earlier publication to go back to")
             raise EngineError(f"publication of version {version} failed, and the engine is refused: {error}") from error

@@ -1,24 +1,108 @@
-"""One vLLM server over HTTP: calls, health, and when a server counts as lost."""
+"""One vLLM server over HTTP: completions of admitted weights, health, and when a server counts as lost."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import re
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import httpx
 import numpy as np
 
+from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
-from treadle.core.types import Floats, Ids
-from treadle.engines.vllm.admission import Admitted
-from treadle.engines.vllm.launch import Started
+from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
+from treadle.engines.vllm.launch import VERSION
 
+COLDEST = 0.01
+"""The lowest temperature above 0 at which vLLM samples."""
 _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
 _CONNECT = 10.0  # seconds to open a connection
 _TELLING = 30.0  # seconds for the process that makes rollout workers' calls to answer
 _EXCERPT = 500  # characters of a response that an error shows
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The label of the weights that serve now, and the policy version of each label admitted so far."""
+
+    label: str = ""
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int | None:
+        """The version that serves now; None before the first."""
+        return self.versions.get(self.label)
+
+    def then(self, label: str, version: int) -> Admitted:
+        return Admitted(label, {**self.versions, label: version})
+
+    def salt(self, cache_salt: str | None) -> str:
+        """Combine a call's cache salt with the weights, so that no prefix cache is shared between versions."""
+        return hashlib.sha256(f"{self.label}|{cache_salt or ''}".encode()).hexdigest()[:32]
+
+    def spans(self, reported: Sequence[Mapping[str, object]]) -> tuple[VersionSpan, ...]:
+        """Translate the labels that a server reported into policy versions.
+
+        Raises EngineError for weights that were never admitted.
+        """
+        spans = []
+        for span in reported:
+            label = str(span["version"])
+            if label not in self.versions:
+                raise EngineError(f"weights {label!r} sampled tokens and were never admitted; sample them again")
+            spans.append(VersionSpan(self.versions[label], int(str(span["start"])), int(str(span["end"]))))
+        return tuple(spans)
+
+
+class Admission:
+    """A gate in front of calls: closed until weights are admitted, and while they change."""
+
+    def __init__(self) -> None:
+        self.now = Admitted()
+        self._open = asyncio.Event()
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def open(self, admitted: Admitted) -> None:
+        self.now = admitted
+        self._open.set()
+
+    async def settled(self) -> None:
+        await self._open.wait()
+
+
+class Started(Protocol):
+    """A server that was started for an engine, on this machine or another. log: the file with its output."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def route(self) -> Any:
+        """What makes its calls in another process; None if nothing does, and then `hold` and `open` do nothing."""
+
+    async def hold(self) -> None:
+        """Let no call begin or return there until `open`. Raises EngineError."""
+
+    async def open(self, admitted: Admitted) -> None:
+        """Let calls go on there, under these weights. Raises EngineError."""
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
 
 
 class ServerLost(EngineError):
@@ -44,14 +128,11 @@ class Server:
     def __str__(self) -> str:
         return f"vLLM server {self.url}" + (f" (log: {self.process.log})" if self.process else "")
 
-    # --- being lost ----------------------------------------------------------------------------------------------
-
     @property
     def is_lost(self) -> bool:
         return self._lost.done()
 
     async def end(self) -> None:
-        """Wait until the server is lost."""
         await asyncio.wait([self._lost])
 
     def lose(self, reason: str) -> None:
@@ -79,8 +160,6 @@ class Server:
         paused = await self._try_get("/is_paused", seconds)
         return paused is not None and (paused.status_code < 500 or await self.is_well())
 
-    # --- calls ---------------------------------------------------------------------------------------------------
-
     async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
         """Make an idempotent call, twice if the connection breaks but the server is well; return the answer.
 
@@ -102,7 +181,6 @@ class Server:
         raise AssertionError("unreachable")
 
     async def get(self, path: str) -> Any:
-        """Return the answer to a GET request. Raises EngineError."""
         response = await self._try_get(path, 30.0)
         if response is None:
             raise EngineError(f"{self}: {path} was not answered")
@@ -137,29 +215,23 @@ class Server:
         await self.post("/finish_weight_update", {"weight_version": label})
 
     async def read_context(self) -> None:
-        """Set `context`. Raises EngineError."""
         [model] = (await self.get("/v1/models"))["data"][:1]
         self.context = int(model["max_model_len"])
 
-    # --- the process behind it -----------------------------------------------------------------------------------
-
     async def hold(self) -> None:
-        """Let no call begin or return that another process makes; if that does not answer, the server is lost."""
+        """Let no call begin or return that another process makes. A process that does not answer loses the server."""
         if self.process is not None:
             await self._or_lose(self.process.hold())
 
     async def open(self, admitted: Admitted) -> None:
-        """Let calls of other processes go on; if these do not answer, the server is lost."""
+        """Let calls of other processes go on, as `hold`."""
         if self.process is not None:
             await self._or_lose(self.process.open(admitted))
-
-    async def disconnect(self) -> None:
-        await self._http.aclose()
 
     async def close(self) -> None:
         """Fail the calls that wait, close connections, end the process if Treadle started it. Idempotent."""
         self.lose("the engine was closed")
-        await self.disconnect()
+        await self._http.aclose()
         if self.process is not None:
             await self.process.stop()
 
@@ -220,7 +292,6 @@ def parse_metrics(text: str) -> dict[str, Any]:
 
 
 def serving(servers: Sequence[Server]) -> list[Server]:
-    """Return the servers that are not lost."""
     return [server for server in servers if not server.is_lost]
 
 
@@ -236,3 +307,88 @@ async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[
             raise answer
     if not serving(servers):
         raise EngineError("; ".join(str(server.error()) for server in servers))
+
+
+def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
+    """Raise EngineError for a call that does not fit the context, or whose sampling vLLM would silently change."""
+    if prompt + sampling.max_tokens > context:  # vLLM would silently cut the completion short
+        raise EngineError(
+            f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
+        )
+    if 0 < sampling.temperature < COLDEST:
+        raise EngineError(
+            f"vLLM clamps temperatures below {COLDEST} (got {sampling.temperature}); use 0 or >= {COLDEST}"
+        )
+
+
+async def sample(
+    server: Server,
+    admission: Admission,
+    prompt_ids: Ids,
+    sampling: SamplingParams,
+    stop_token_ids: Sequence[int],
+    cache_salt: str | None,
+    expert_layers: Sequence[int] | None = None,
+) -> Completion:
+    """Sample one completion from admitted weights. Cancelling aborts it on the server.
+
+    expert_layers: hidden layers whose experts the completion reports; None: no routing.
+    Raises EngineError for a refused request, weights that were not admitted, or missing experts; ServerLost.
+    """
+    await admission.settled()  # a completion that begins now is of the new weights
+    params: dict[str, Any] = {  # every parameter that could have a default on the server
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed,
+        "logprobs": 0,  # of the sampled token only
+        "ignore_eos": True,  # the server's idea of it; stop_token_ids has ours
+        "stop_token_ids": list(stop_token_ids),
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    if expert_layers is not None:  # from the prompt's last token on, which predicts the first sampled one
+        params["routed_experts_prompt_start"] = len(prompt_ids) - 1
+    ids, salt = np.asarray(prompt_ids).tolist(), admission.now.salt(cache_salt)
+    body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt}
+    answer = await server.post("/inference/v1/generate", body)
+    await admission.settled()  # one that ends now may hold tokens of weights that are not admitted yet
+    [choice] = answer["choices"][:1]
+    logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
+    return Completion(
+        token_ids=np.array(choice["token_ids"], np.int32),
+        logprobs=np.zeros_like(logprobs) if sampling.temperature == 0 else np.minimum(logprobs, 0.0),
+        stop_reason=StopReason(choice["finish_reason"]),
+        policy_versions=admission.now.spans(choice["weight_versions"] or []),
+        routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
+    )
+
+
+def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Sequence[int]) -> Routing | None:
+    """Return the experts chosen for C sampled tokens in these M layers: int16[C, M, k]; None if no token was sampled.
+
+    vLLM reports all hidden layers, with zeros for those without experts.
+    Raises EngineError unless there is one row for each sampled token.
+    """
+    tokens, encoded = len(choice["token_ids"]), choice.get("routed_experts")
+    if not tokens:  # aborted before its first one
+        return None
+    if encoded is None:
+        raise EngineError(
+            f"{server} does not report the experts it chose; start it with --enable-return-routed-experts, or set "
+            "training.routing_replay to false"
+        )
+    try:
+        reported = np.load(io.BytesIO(b64decode(encoded)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise EngineError(f"{server} reports experts that are no .npy file in base64: {error}") from error
+    if reported.ndim != 3 or len(reported) != tokens or reported.shape[1] <= max(expert_layers):
+        raise EngineError(
+            f"{server} reports experts of shape {reported.shape} for {tokens} sampled tokens and hidden layers up to "
+            f"{max(expert_layers)}; use vLLM {VERSION}, or set training.routing_replay to false"
+        )
+    return np.asarray(reported[:, list(expert_layers)], np.int16)

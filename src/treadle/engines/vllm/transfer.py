@@ -1,16 +1,31 @@
-"""How weights get from the trainer to servers: through a file in shared memory, or by `collective.Collective`."""
+"""How weights get from the trainer to servers: a file in shared memory, or a broadcast to every worker."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from ipaddress import ip_address
+from itertools import accumulate, islice
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
 
+from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
-from treadle.engines.staging import WeightsFile, stage_file
+from treadle.engines.staging import WeightsFile, stage_file, to_host
 from treadle.engines.vllm.server import Server, on_each
+from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
+
+_BUCKET = 256 << 20  # bytes of one broadcast; a larger tensor goes alone
+_TIMEOUT = 60.0  # seconds for each step of a group: forming it, one broadcast
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class SharedMemory:
 
     async def stage(self, source: WeightSource) -> Staged:
         remedy = "set engine.options.transfer=collective"
-        file = await stage_file(source, WeightsFile(self._dtype, None, private=False, remedy=remedy))
+        file = await stage_file(source, WeightsFile(self._dtype, private=False, remedy=remedy))
 
         async def load(servers: Sequence[Server], label: str) -> None:
             await on_each(servers, lambda server: server.load({"path": str(file.path)}, label))
@@ -63,3 +78,173 @@ class SharedMemory:
 
     def close(self) -> None:
         pass
+
+
+class Collective:
+    """A `Transfer` by broadcasts. dtype: of the servers' weights.
+
+    The group has the workers of all servers. It is made anew after any failure, on another port.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._device = torch.device("cpu")  # of the weights that were staged last
+        self._group: Group | None = None
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        """Form a group with all workers of these servers. Raises EngineError."""
+        self.close()
+        *firsts, size = accumulate((server.workers for server in servers), initial=1)  # rank 0 is this process
+        address = address_towards([server.url for server in servers])
+        store = listen(address, _TIMEOUT)
+        group = {"host": address, "port": store.port, "size": size, "timeout": _TIMEOUT}
+        self._group = await _together(
+            lambda: Group(store, 0, size, device=self._device, address=address, timeout=_TIMEOUT),
+            {
+                server: server.post("/init_weight_transfer_engine", {"init_info": {"group": {**group, "first": first}}})
+                for server, first in zip(servers, firsts, strict=True)
+            },
+            steps=2,
+        )
+
+    async def stage(self, source: WeightSource) -> Staged:
+        """Copy the source's published weights into this machine's memory. Raises EngineError."""
+        self._device, buckets = await source.stage(Packed(self._dtype))
+        shapes = {name: shape for bucket in buckets for name, shape in bucket.shapes.items()}
+
+        async def load(servers: Sequence[Server], label: str) -> None:
+            await self._broadcast(buckets, servers, label)
+
+        return Staged(shapes, load, buckets.clear)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    async def _broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
+        """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
+        group = self._group
+        assert group is not None
+
+        def send() -> None:
+            for bucket in buckets:
+                group.broadcast(bucket.packed.to(group.device))
+
+        update = {"buckets": [bucket.message() for bucket in buckets]}
+        try:
+            await _together(send, {server: server.load(update, label) for server in servers}, steps=1 + len(buckets))
+        except BaseException:
+            self.close()
+            raise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Weights of one type, one after the other in `packed` (uint8, on the CPU). shapes: by name, in that order."""
+
+    dtype: torch.dtype
+    shapes: Mapping[str, tuple[int, ...]]
+    packed: Tensor
+
+    def message(self) -> dict[str, Any]:
+        """What a server must know to receive the bucket, as JSON."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Copies weights into buckets (a `WeightsDestination`). dtype: of the servers' weights."""
+
+    dtype: torch.dtype
+
+    def write(
+        self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
+    ) -> tuple[torch.device, list[Bucket]]:
+        """Return the device of the weights, and the buckets in the order of names."""
+        sizes = {}
+        for name, tensor in described.items():
+            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+            sizes[name] = dtype, tensor.numel() * dtype.itemsize
+        buckets, weights = [], iter(weights)
+        for names in cut(sizes, _BUCKET):
+            tensors = {name: to_host(tensor, self.dtype) for name, tensor in islice(weights, len(names))}
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            buckets.append(Bucket(tensors[names[0]].dtype, shapes, pack(list(tensors.values()))))
+        return next((tensor.device for tensor in described.values()), torch.device("cpu")), buckets
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """The address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
+
+    Raises EngineError.
+    """
+    for url in urls:
+        parts = urlsplit(url)
+        try:
+            family, kind, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing
+                address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise EngineError(f"there is no way from here to the vLLM server {url}: {error}") from error
+        if not ip_address(address).is_loopback:
+            return address
+    return "127.0.0.1"
+
+
+def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:
+    """Split names into runs of one type and at most `limit` bytes; a larger tensor is a run of its own."""
+    runs: list[list[str]] = []
+    kind, room = None, 0
+    for name, (dtype, size) in sizes.items():
+        if dtype != kind or size > room:
+            runs.append([])
+            kind, room = dtype, limit
+        runs[-1].append(name)
+        room -= size
+    return runs
+
+
+async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any, Any, Any]], *, steps: int) -> T:
+    """Run `work` in a thread while the servers answer their calls; return its result.
+
+    A failure anywhere fails the rest, at the latest when their steps time out. A server that still does not answer is
+    given up, and the thread abandoned. Raises EngineError for the first failure that is not a lost server.
+    """
+    local = _in_thread(work)
+    remote = {server: asyncio.ensure_future(call) for server, call in calls.items()}
+    try:
+        first, late = await asyncio.wait(
+            [local, *remote.values()], timeout=steps * _TIMEOUT, return_when=asyncio.FIRST_EXCEPTION
+        )
+        if late:
+            _, late = await asyncio.wait(late, timeout=1.5 * _TIMEOUT)
+    finally:
+        for call in remote.values():
+            call.cancel()
+    for server, call in remote.items():
+        if call in late:
+            server.lose("it did not come back from a broadcast that failed")
+    failed = [call for server, call in remote.items() if call not in late and call.exception() and not server.is_lost]
+    if failed:
+        min(failed, key=lambda call: call not in first).result()
+    if local in late:
+        raise EngineError("weights could not be broadcast in time")
+    if error := local.exception():
+        raise EngineError(f"weights could not be broadcast: {error}") from error
+    return local.result()
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Like `asyncio.to_thread`, in a daemon thread, which never keeps the process from exiting."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return asyncio.wrap_future(result)

@@ -16,7 +16,7 @@ from treadle.integrations.openenv.config import PORT, OpenEnvConfig
 from treadle.integrations.worker.driver import WorkerDriver
 from treadle.integrations.worker.interpreter import interpreter
 from treadle.integrations.worker.process import WorkerProgram
-from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables
+from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
 from treadle.rollout.drivers.driver import DriverSetup
 
 VENV = "TREADLE_OPENENV_VENV"

@@ -17,7 +17,7 @@ from typing import Any, Self
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker import child
 from treadle.integrations.worker.config import WorkerConfig
-from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables
+from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
 
 Json = dict[str, Any]
 

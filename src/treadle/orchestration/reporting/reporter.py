@@ -20,7 +20,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
 from treadle.orchestration.reporting.metrics import run_metrics, trajectory_metrics
 from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.rollout.isolation.threads import abandoned_threads
+from treadle.rollout.isolation.user_code import abandoned_threads
 
 _MOST_COMPLAINTS = 20  # of a run
 _OF_BATCH = ("rollout", "update", "publish")

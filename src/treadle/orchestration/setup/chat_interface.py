@@ -14,7 +14,7 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.core.types import Routing
 from treadle.engines.probe import ProbeResult, probe_engine
-from treadle.engines.stop_strings import Decode
+from treadle.engines.torch.batch import Decode
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
 from treadle.orchestration.setup.thread_count import available_cores, default_threads

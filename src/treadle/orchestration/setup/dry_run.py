@@ -170,7 +170,7 @@ def _reference(algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tup
 def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple[object, str]:
     check_engine_config(config.engine, config.training.routing_replay)
     if config.engine.kind == "vllm":
-        from treadle.engines.vllm.start import describe_servers  # httpx, which only this needs
+        from treadle.engines.vllm.engine import describe_servers  # httpx, which only this needs
 
         longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
         return None, run_event_loop(describe_servers(config.engine, longest), log)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -18,16 +19,19 @@ from treadle.core.registry import resolve
 from treadle.core.trainer import WeightSource, WeightSync
 from treadle.engines.config import EngineConfig
 from treadle.engines.remote import start_engine
-from treadle.engines.temporary import temporary_directory
-from treadle.engines.torch.engine import TorchEngine
+from treadle.engines.staging import temporary_directory
 from treadle.engines.torch.options import TorchEngineOptions
-from treadle.engines.vllm.launch import ServerProcess, Started
-from treadle.engines.weight_sync import EmbeddedSync, FileSync, SharedMemorySync
+from treadle.engines.torch.pinned import LocalEngine, make_engine
+from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
 from treadle.models.weights import adapter_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
 from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedSource
+
+if TYPE_CHECKING:
+    from treadle.engines.vllm.server import Started
 
 _PROBE = 64  # tokens that new weights are proven with
 
@@ -38,7 +42,8 @@ class EngineSpec:
 
     source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
     this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
-    routing: it is to tell which experts were chosen. log: takes lines for the run's output.
+    routing: it is to tell which experts were chosen. pinned: sessions keep the version of their first call, at most
+    so many behind the newest. log: takes lines for the run's output.
     """
 
     config: EngineConfig
@@ -47,6 +52,7 @@ class EngineSpec:
     load_model: Callable[[], PreTrainedModel]
     logs: Path | None = None
     routing: bool = False
+    pinned: int | None = None
     log: Callable[[str], None] = lambda line: None
 
     def log_directory(self) -> Path:
@@ -78,6 +84,7 @@ def training_engine(
         load_model=partial(load_model, config.model, config.seed, config.training.lora),
         logs=logs,
         routing=config.training.routing_replay,
+        pinned=config.pinned,
         log=log,
     )
 
@@ -93,12 +100,10 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     if spec.config.own_process:
         return await _own_process(spec)
     # beside a trainer of adapters, the engine computes with that one's own base
-    shared = isinstance(spec.source, EmbeddedSource) and bool(adapter_weights(spec.source.module))
-    model = spec.source.module if isinstance(spec.source, EmbeddedSource) and shared else spec.load_model()
-    embedded = embedded_engine(spec.config, spec.chat, model, spec.routing)
-    if isinstance(spec.source, EmbeddedSource):
-        return embedded, EmbeddedSync(spec.source, embedded)
-    return embedded, FileSync(spec.source, embedded)  # the tensors are in other processes
+    here = spec.source.module if isinstance(spec.source, EmbeddedSource) else None
+    model = here if here is not None and adapter_weights(here) else spec.load_model()
+    embedded = embedded_engine(spec.config, spec.chat, model, spec.routing, spec.pinned)
+    return embedded, EmbeddedSync(spec.source, embedded, by_file=here is None)
 
 
 async def open_serving(config: EngineConfig, chat: ChatInterface, source: EmbeddedSource) -> Engine:
@@ -113,19 +118,25 @@ async def open_serving(config: EngineConfig, chat: ChatInterface, source: Embedd
 
 
 def embedded_engine(
-    config: EngineConfig, chat: ChatInterface, model: PreTrainedModel, routing: bool = False
-) -> TorchEngine:
-    """Return an engine in this process with a copy of the model. routing: it tells which experts were chosen.
+    config: EngineConfig,
+    chat: ChatInterface,
+    model: PreTrainedModel,
+    routing: bool = False,
+    pinned: int | None = None,
+) -> LocalEngine:
+    """Return an engine in this process with a copy of the model. routing, pinned: as of `EngineSpec`.
 
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    options = torch_options(config, chat, routing)
-    return TorchEngine(model, options, decode=chat.decode, own_thread=not options.lock_step)
+    options = torch_options(config, chat, routing, pinned)
+    return make_engine(model, options, chat.decode, own_thread=not options.lock_step)
 
 
-def torch_options(config: EngineConfig, chat: ChatInterface, routing: bool) -> TorchEngineOptions:
-    """Return the options of Treadle's own engine. routing: it tells which experts were chosen."""
+def torch_options(
+    config: EngineConfig, chat: ChatInterface, routing: bool, pinned: int | None = None
+) -> TorchEngineOptions:
+    """Return the options of Treadle's own engine. routing, pinned: as of `EngineSpec`."""
     return TorchEngineOptions(
         stop_token_ids=chat.stop_token_ids,
         max_batch=config.batch,
@@ -134,6 +145,7 @@ def torch_options(config: EngineConfig, chat: ChatInterface, routing: bool) -> T
         lock_step=config.lock_step is not False,
         in_flight=config.in_flight,
         routing=routing,
+        pinned=pinned,
     )
 
 
@@ -144,7 +156,7 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
         await spec.source.export(folder)
         engine = await start_engine(
             folder,
-            torch_options(config, spec.chat, spec.routing),
+            torch_options(config, spec.chat, spec.routing, spec.pinned),
             log=spec.log_directory() / "engine.log",
             notify=spec.log,
             on_close=cleanup.pop_all().close,
@@ -152,7 +164,7 @@ async def _own_process(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     return engine, SharedMemorySync(spec.source, engine)
 
 
-Serve = Callable[[int, Path, EngineConfig, Path], Started]
+Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
@@ -169,8 +181,8 @@ async def open_vllm(
     models: directory in which the model is handed over, which trainer and
     servers see; default: that of temporary files.
     """
-    from treadle.engines.vllm.publication import Probe  # httpx, which only this needs
-    from treadle.engines.vllm.start import open_engine as start
+    from treadle.engines.vllm.engine import open_engine as start  # httpx, which only this needs
+    from treadle.engines.vllm.publication import Probe
 
     config, model = spec.config, spec.source.model
     if spec.routing:

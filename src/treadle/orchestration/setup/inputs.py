@@ -19,14 +19,12 @@ from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.validation import check_context
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import Tool
 from treadle.rollout.agents.agent import Agent, load_agent
 from treadle.rollout.attempt import Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
-from treadle.rollout.env_metrics import check_metrics
-from treadle.rollout.isolation.blocked_loop import watched_event_loop
-from treadle.rollout.isolation.event_loop import run
-from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
+from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
+from treadle.rollout.isolation.event_loop import run, watched_event_loop
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rendering.replies import AUTO, reply_parser
-from treadle.rollout.gateway.address import listen
+from treadle.rollout.config import listen
 from treadle.rollout.rewards import load_shaping
 from treadle.training.validation import check_algorithm
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from treadle.core.types import FunctionCall, Message, Task, ToolCall
 from treadle.envs import lookup
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.replies import Tool
 
 TOOL: Any = {
     "type": "function",

@@ -1,7 +1,4 @@
-"""Agent programs: code that drives the conversation itself, through an SDK, and is played as one attempt.
-
-What they are and how they are found; `drivers.agent` plays them.
-"""
+"""Agent programs: code that drives the conversation itself, through an SDK, and is played as one attempt."""
 
 from __future__ import annotations
 
@@ -64,8 +61,7 @@ Agent = AsyncAgent | SyncAgent
 def load_agent(name: str) -> Agent:
     """Return the agent `name` (registered under `treadle.agents`, or `module:attribute`).
 
-    Raises ConfigError for an unknown name, for what is no function, for other parameters than (task, client), or if a
-    package that agents need is missing.
+    Raises ConfigError for an unknown name, no function, other parameters than (task, client), or missing packages.
     """
     return check_agent(registry.resolve("agents", name), name)
 

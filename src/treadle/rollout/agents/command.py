@@ -14,19 +14,24 @@ sandbox into the command where the model's words are executed.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import shlex
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
+from treadle.rollout.agents import supervisor
 from treadle.rollout.agents.agent import Recovered
 from treadle.rollout.agents.clients import anthropic_base_url
-from treadle.rollout.agents.supervised import SupervisedProgram, inherited_variables, no_user_namespace
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -43,9 +48,7 @@ class Command:
     and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
 
     When the program ends, its time is over, or the run stops or is killed, all processes that it started are killed;
-    on systems other than Linux, those of its process group (`supervisor`). Only the end of its output is kept. The
-    attempt fails if the program does not exist, exits with a status other than 0 or prints no reward. Raises
-    ConfigError for words that are one text, and for user namespaces that are not allowed.
+    on systems other than Linux, those of its process group (`supervisor`). Only the end of its output is kept.
     """
 
     words: Sequence[str]
@@ -66,27 +69,22 @@ class Command:
         with tempfile.TemporaryFile() as stdin:  # a file, so that nothing waits for a program that does not read it
             stdin.write(json.dumps(row, default=dict).encode() + b"\n")
             stdin.seek(0)
-            result = await self._run(self._variables(client), stdin)
-        if "error" in result:
-            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
-        if result["status"] != 0:
-            last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
-            raise TrajectoryFailure(
-                Cause.AGENT, f"{self.words[0]} exited with status {result['status']}: {last[-500:]}"
+            variables = self._variables(client)
+            program = await SupervisedProgram.start(
+                self.words, variables, stdin.fileno(), self.directory, self.user_namespace
             )
-        return _reward(result["stdout"])
-
-    async def _run(self, variables: Mapping[str, str], stdin: IO[bytes]) -> dict[str, Any]:
-        program = await SupervisedProgram.start(
-            self.words, variables, stdin.fileno(), self.directory, self.user_namespace
-        )
-        try:
-            result = await program.result()
-        finally:
-            await program.stop()
+            try:
+                result = await program.result()
+            finally:
+                await program.stop()
         if result is None:
             raise TrajectoryFailure(Cause.AGENT, f"the supervisor of {self.words[0]} was killed")
-        return result
+        if "error" in result:
+            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
+        if status := result["status"]:
+            last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
+            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]} exited with status {status}: {last[-500:]}")
+        return _reward(result["stdout"])
 
     def _variables(self, client: AsyncOpenAI) -> dict[str, str]:
         variables = {
@@ -110,9 +108,93 @@ def _reward(stdout: str) -> float | Recovered:
     except ValueError:
         row = None
     if not isinstance(row, dict) or "reward" not in row:
-        raise TrajectoryFailure(
-            Cause.AGENT,
-            f'the last line of its output must be its reward, as in {{"reward": 0.5}}; it is {line[-200:]!r}',
-        )
+        wanted = 'the last line of its output must be its reward, as in {"reward": 0.5}'
+        raise TrajectoryFailure(Cause.AGENT, f"{wanted}; it is {line[-200:]!r}")
     reward: float = row["reward"]  # checked as any agent's reward
     return Recovered(reward) if row.get("recovered") is True else reward
+
+
+INHERITED = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
+)
+"""Environment variables of the run that a program gets: what it needs to start and read files, and no secrets."""
+
+_SUPERVISOR = (sys.executable, "-I", "-S", str(Path(supervisor.__file__)))
+
+
+class SupervisedProgram:
+    """A program under a supervisor: all processes that it starts end with it, with `stop`, and with this process.
+
+    Make it with `start`, and always call `stop` in the end.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        self._process = process
+        self._output = asyncio.ensure_future(process.stdout.read())  # at once: a full pipe would keep it from ending
+
+    @classmethod
+    async def start(
+        cls,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int,
+        directory: Path | None = None,
+        user_namespace: bool = False,
+        grace: float = supervisor.GRACE,
+    ) -> Self:
+        """Start the program. stdin: a file descriptor. grace: seconds that `stop` gives it to end by itself."""
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *_SUPERVISOR,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(stdin,),
+                env=inherited_variables(),
+                start_new_session=True,  # Ctrl-C is the run's
+            )
+        )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # asyncio itself would leave its pipes open
+            await cls(await starting).stop()
+            raise
+        assert process.stdin is not None
+        order: dict[str, Any] = {"stdin": stdin, "user_namespace": user_namespace, "grace": grace}
+        process.stdin.write(_order(words, directory, environment=dict(environment), **order))
+        return cls(process)
+
+    async def result(self) -> dict[str, Any] | None:
+        """Wait until no process of the program is left; return `supervisor.run`'s result, None if that was killed."""
+        output = await asyncio.shield(self._output)
+        return json.loads(output) if output else None
+
+    async def stop(self) -> None:
+        """End the program, and wait until no process of it is left, even if cancelled."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        ending = asyncio.gather(self._output, self._process.wait())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
+
+
+def inherited_variables(more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment variables that a program gets. more: names or patterns beside `INHERITED`."""
+    patterns = (*INHERITED, *more)
+    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
+
+
+def no_user_namespace() -> str:
+    """Return why a program cannot have a user namespace of its own; "" if it can."""
+    order = _order(["true"], environment={}, stdin=0, user_namespace=True, grace=0)
+    done = subprocess.run(_SUPERVISOR, input=order, capture_output=True, check=False)
+    return str(json.loads(done.stdout).get("error", ""))
+
+
+def _order(words: Sequence[str], directory: Path | None = None, **order: Any) -> bytes:
+    order |= {"words": list(words), "directory": None if directory is None else str(directory)}
+    return json.dumps(order).encode() + b"\n"

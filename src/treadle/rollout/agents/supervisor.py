@@ -30,7 +30,6 @@ _CHILDREN = Path("/proc/thread-self/children")
 
 
 def main() -> None:
-    """Read one order from standard input, run it, and write its result."""
     line = sys.stdin.buffer.readline()
     if line.endswith(b"\n"):  # else the caller has ended
         result = json.dumps(run(json.loads(line))).encode()
@@ -57,7 +56,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # if the supervisor is killed
         )
     except (OSError, ValueError) as error:
         return {"error": str(error)}
@@ -150,11 +149,6 @@ def _children() -> list[int]:
         return []
 
 
-def _end_with_parent() -> None:
-    """Called in the program: have the kernel kill it if the supervisor is killed."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _enter_user_namespace() -> None:
     """Enter a user namespace, into which processes of sibling namespaces cannot look. Raises OSError if not allowed.
 
@@ -167,7 +161,6 @@ def _enter_user_namespace() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl, on Linux."""
     if sys.platform == "linux":
         with suppress(OSError):
             _system_call("prctl", option, value)

@@ -2,7 +2,7 @@
 
     Rollouts.start -> driver.open_session (at once, in order) -> driver.play -> Outcome -> Trajectory
 
-`driver` says what a driver is and how one is added, `environment` and `agent` are the two that ship, `gateway` is the
-base of those whose attempts call the model over HTTP, and `outcome` is the one table from what ended an attempt to what
-its trajectory says.
+`driver` says what a driver is and how one is added, `environment` plays environments, `gateway` agent programs and
+others that call the model over HTTP, and `outcome` is the one table from what ended an attempt to what its trajectory
+says.
 """

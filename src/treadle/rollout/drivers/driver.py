@@ -1,13 +1,7 @@
 """`AttemptDriver`: what plays one attempt on a session. Environments and agent programs have one each.
 
 Another one is a class, given to `treadle.train` or named in a recipe or a task (`driver: my_module:MyDriver`, or a name
-that a package registers under `treadle.drivers`):
-
-    class Greeter(AttemptDriver[Session]):
-        async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-            reply = await session.chat(task.prompt)
-            session.reward_last(Reward.of(float("hello" in reply.message["content"])))
-            return outcome_of(session.steps, None, user.cause)
+that a package registers under `treadle.drivers`); docs/agents.md has an example.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.outcome import Outcome
-from treadle.rollout.gateway.shared import SharedGateway
+from treadle.rollout.gateway.gateway import SharedGateway
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session, SessionSpec
 
@@ -139,5 +133,4 @@ def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_O
 
 
 def is_driver(candidate: object) -> TypeGuard[type[AttemptDriver[Any]]]:
-    """Whether it is a class that inherits from `AttemptDriver`."""
     return inspect.isclass(candidate) and AttemptDriver in inspect.getmro(candidate)

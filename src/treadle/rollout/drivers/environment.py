@@ -5,20 +5,33 @@ make -> reset -> (chat -> step)* -> finish -> close
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, TypeVar
 
-from treadle.core.errors import ContextExceeded, StepsExceeded
-from treadle.core.metrics import Measures
-from treadle.core.rewards import Reward
-from treadle.core.types import Message, Status, Task
+import numpy as np
+
+from treadle.core.errors import Cause, ConfigError, ContextExceeded, StepsExceeded, TrajectoryFailure
+from treadle.core.metrics import Measures, Metric, Tally
+from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
+from treadle.core.types import Message, Status, Task, as_messages
+from treadle.envs.base import Environment, EnvStep, Finish, Reply
+from treadle.envs.single_turn import SingleTurn
+from treadle.envs.tasks import made_class
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError, Outcome, outcome_of
-from treadle.rollout.isolation.isolated_environment import EnvironmentFactory, IsolatedEnvironment
-from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Session
+from treadle.rollout.session import Reply as SessionReply
+
+T = TypeVar("T")
+EnvironmentFactory = Callable[[], Environment]
 
 
 class EnvironmentDriver(AttemptDriver[Session]):
@@ -45,7 +58,9 @@ class EnvironmentDriver(AttemptDriver[Session]):
             session.close()
             warning = await environment.close()
         outcome = outcome_of(session.steps, ended_by, user.cause)
-        return replace(outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics())
+        return replace(
+            outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics.measured()
+        )
 
     async def _play(
         self, environment: IsolatedEnvironment, task: Task, session: Session
@@ -77,7 +92,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
             limit = StepsExceeded(self._config.max_steps)
         session.close()  # the engine waits for it, and `finish` may take its time
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
-        session.add_to_last_reward(await environment.finish(ended))
+        session.reward_last(await environment.finish(ended), add=True)
         return limit
 
     def _continues(self, conversation: Sequence[Message], number: int) -> bool:
@@ -95,3 +110,215 @@ class EnvironmentDriver(AttemptDriver[Session]):
             text = "".join(message["content"] for message in (reply, *observations))
             reply, observations = Message(role="assistant", content=text), ()
         return [*conversation, reply, *observations]
+
+
+class IsolatedEnvironment:
+    """The environment of one attempt, its answers checked. Whatever goes wrong in it is raised as TrajectoryFailure.
+
+    `async` methods run on the event loop, others on the attempt's thread. An environment given by its class is made
+    there, too, if its `step` is not `async`.
+
+    longest_wait: set by `make`. tools, takes_reply (whether `step` takes a parsed `Reply`), required_steps: set by
+    `reset`.
+    """
+
+    def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, config: RolloutConfig) -> None:
+        self._name, self._factory, self._user, self._config = name, factory, user, config
+        self._environment: Environment | None = None
+        self.metrics: EnvMetrics
+        self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
+        self.tools: tuple[Mapping[str, Any], ...] = ()
+
+    async def make(self) -> None:
+        made = made_class(self._factory)
+        step = getattr(made, "step", None)
+        in_thread = inspect.isclass(made) and step is not None and not is_async(step)
+        await self._user.call(self._make, what="create", timeout=self._config.environment_timeout, in_thread=in_thread)
+
+    async def reset(self, task: Task) -> list[Message]:
+        """Start the attempt and return its first messages. Fails if it needs more than `rollout.max_steps` calls."""
+        messages = await self._call("reset", task, check=self._checked_reset)
+        if self.required_steps > self._config.max_steps:
+            raise _failure(
+                f"environment {self._name!r} needs {self.required_steps} calls of the model, and rollout.max_steps is "
+                f"{self._config.max_steps}; set rollout.max_steps={self.required_steps}, or let it take fewer turns"
+            )
+        return messages
+
+    async def step(self, reply: SessionReply) -> EnvStep:
+        what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
+        argument: str | Reply = reply.text
+        if self.takes_reply:
+            thought, calls = reply.message.get("reasoning_content", ""), tuple(reply.message.get("tool_calls", ()))
+            argument = Reply(reply.text, thought, calls)
+        return await self._call("step", argument, check=partial(self._checked_step, what=what), what=what)
+
+    async def finish(self, ended: Status) -> Reward:
+        """Finish the attempt, count its metrics, and return what is added to the last reward."""
+        finish = getattr(self._environment, "finish", None)
+        if finish is None or getattr(finish, "__func__", None) is Environment.finish:
+            return Reward()
+        return await self._call("finish", ended, check=self._checked_finish)
+
+    async def close(self) -> str:
+        """Close the environment. Return what went wrong, as a warning; the attempt is over and keeps its reward.
+
+        If the attempt's thread is stuck, a plain `close` runs there once it is free; nothing waits for it.
+        """
+        thread = self._user.thread
+        if thread is not None and thread.is_abandoned and not self._is_async("close"):
+            thread.submit(self._close)
+        elif self._environment is not None:
+            try:
+                await self._call("close", check=lambda _: None)
+            except TrajectoryFailure as error:
+                return error.message
+        return ""
+
+    async def _call(self, method: str, *arguments: Any, check: Callable[[Any], T], what: str = "") -> T:
+        return await self._user.call(
+            lambda: getattr(self._environment, method)(*arguments),
+            what=what or method,
+            timeout=self._config.environment_timeout,
+            check=check,
+            in_thread=not self._is_async(method),
+        )
+
+    def _is_async(self, method: str) -> bool:
+        return is_async(inspect.getattr_static(self._environment, method, None))
+
+    def _make(self) -> None:
+        self._environment = self._factory()
+        self.metrics = EnvMetrics(self._name, self._environment)
+        self.longest_wait = float(getattr(self._environment, "longest_wait", 0.0))
+
+    def _close(self) -> None:
+        if self._environment is not None and not self._is_async("close"):
+            self._environment.close()
+
+    def _checked_reset(self, value: object) -> list[Message]:
+        messages = _checked_messages(value, "reset")
+        environment: Any = self._environment
+        self.tools = tuple(getattr(environment, "tool_schemas", ()))
+        self.required_steps = int(getattr(environment, "required_steps", 0))
+        annotations = [p.annotation for p in inspect.signature(environment.step).parameters.values()]
+        self.takes_reply = any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
+        return list(messages)
+
+    def _checked_step(self, value: object, what: str) -> EnvStep:
+        if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
+            raise _failure(f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}")
+        step = EnvStep(*value)
+        reward = _checked_reward(step.reward, what)
+        if not isinstance(step.done, bool | np.bool_):
+            raise _failure(f"step gave done={step.done!r:.100}; it must be true or false")
+        if not isinstance(step.state, str):
+            raise _failure(f"step gave state={step.state!r:.100}; it must be a string")
+        self.metrics.record(step.info, "step")
+        observations = step.observations if step.done else _checked_messages(step.observations, "step")
+        return step._replace(observations=observations, reward=reward, done=bool(step.done))
+
+    def _checked_finish(self, value: object) -> Reward:
+        if value is None:
+            return Reward()
+        if not isinstance(value, tuple) or not 1 <= len(value) <= 2:
+            raise _failure(f"finish must return Finish(reward, info) or None, got {value!r:.100}")
+        finish = Finish(*value)
+        self.metrics.record(finish.info, "finish")
+        return _checked_reward(finish.reward, "finish")
+
+
+def _checked_messages(value: object, where: str) -> tuple[Message, ...]:
+    try:
+        messages = as_messages(value, where)  # type: ignore[arg-type]
+        for message in messages:
+            message["content"].encode()  # a lone surrogate cannot be tokenized
+    except (ValueError, TypeError) as error:
+        raise _failure(f"{where} must give messages: {error}") from error
+    if not messages:
+        raise _failure(f"{where} gave no messages for the agent to read, and is not done")
+    return messages
+
+
+def _checked_reward(value: object, where: str) -> Reward:
+    if not isinstance(value, Reward) and not is_reward(value):
+        raise _failure(f"{where} gave the reward {value!r:.100}; it must be a {NUMBER}, or a Reward")
+    return Reward.of(value)
+
+
+def _failure(message: str) -> TrajectoryFailure:
+    return TrajectoryFailure(Cause.ENVIRONMENT, message)
+
+
+_LARGEST = 1e300  # so that no sum of such values is infinite
+
+
+def check_metrics(environments: Mapping[str, object]) -> None:
+    """Raise ConfigError if environments declare a metric that cannot be counted, or one name in two ways.
+
+    environments: name -> class, or factory; a factory without an attribute `metrics` declares none yet.
+    """
+    declared: list[tuple[str, Metric]] = []
+    for name, environment in environments.items():
+        where = f"environment {name!r}: metrics"
+        metrics = getattr(made_class(environment), "metrics", ())
+        if not isinstance(metrics, tuple | list) or not all(isinstance(metric, Metric) for metric in metrics):
+            raise ConfigError(f"{where} must be a tuple of treadle.Metric, got {metrics!r:.100}")
+        for metric in metrics:
+            if metric.level not in ("step", "trajectory"):
+                raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
+            if metric.view != "played":
+                raise ConfigError(f"{where}: {metric.name!r} is of what is {metric.view}; leave view out")
+            if not metric.name.removesuffix("*").isidentifier():
+                raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
+            for other, earlier in declared:
+                # one may be a family, as `skyrl_*`
+                names = fnmatchcase(metric.name, earlier.name) or fnmatchcase(earlier.name, metric.name)
+                if metric != earlier and names:
+                    raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
+            declared.append((name, metric))
+
+
+class EnvMetrics:
+    """Counts one attempt's values of the metrics that its environment declares."""
+
+    def __init__(self, name: str, environment: object) -> None:
+        try:
+            check_metrics({name: environment})
+        except ConfigError as error:  # only now: a factory need not name them
+            raise _failure(str(error)) from error
+        self._declared: Sequence[Metric] = getattr(environment, "metrics", ())
+        self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if "*" not in metric.name}
+
+    def record(self, info: object, method: str) -> None:
+        """Count the declared metrics in the `info` that a method gave."""
+        if not self._declared:
+            return
+        if not isinstance(info, Mapping):
+            raise _failure(f"{method} gave info {info!r:.100}; it must be a mapping")
+        for metric in self._declared:
+            for member in _members(metric, info):
+                if (value := info.get(member.name)) is None:
+                    continue
+                if not is_finite(value) or abs(value) > _LARGEST:
+                    raise _failure(
+                        f"{method} gave info[{member.name!r}] = {value!r:.100}; a declared metric must be a finite "
+                        f"number, at most {_LARGEST:g} in size"
+                    )
+                self._values.setdefault(member, []).append(float(value))
+
+    def measured(self) -> Measures:
+        """Return the metrics that have a value: all values at level step, their sum at level trajectory."""
+        return Measures(
+            Tally.over(metric, values if metric.level == "step" else [math.fsum(values)])
+            for metric, values in self._values.items()
+            if values
+        )
+
+
+def _members(metric: Metric, info: Mapping[Any, Any]) -> list[Metric]:
+    """Return the metric; for a family, one for each of its names in `info`."""
+    prefix = metric.name.removesuffix("*")
+    if prefix == metric.name:
+        return [metric]
+    return [metric.of(name[len(prefix) :]) for name in info if isinstance(name, str) and name.startswith(prefix)]

@@ -1,15 +1,13 @@
-"""`GatewayDriver`: the base of drivers whose attempts call the model over HTTP, wherever their code runs.
+"""`GatewayDriver`: the base of drivers whose attempts call the model over HTTP; `AgentDriver`, for agent programs.
 
-    AgentSession <- Gateway <- HTTP <- whatever `run` starts -> Graded
-
-Agent programs are the first of them (`drivers.agent`).
+AgentSession <- Gateway <- HTTP <- whatever `run` starts -> Graded
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -17,19 +15,21 @@ from typing import Self
 from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import was_played
-from treadle.core.rewards import Reward
+from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, Task
-from treadle.rendering.conversation import Prompt
-from treadle.rendering.replies import ReplyParser, plain
-from treadle.rendering.tool_calls import Tool
+from treadle.rendering.identity import Prompt
+from treadle.rendering.replies import ReplyParser, Tool, plain
+from treadle.rollout.agents.agent import Agent, Recovered
+from treadle.rollout.agents.clients import async_client, sync_client
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
 
+_GRACE = 5.0  # seconds that an agent whose time is over has to clean up
 BAD_REQUESTS = Metric("bad_requests", "trajectory", "sum", "requests", "malformed requests of agents, which get a 400")
 
 CallError = StepsExceeded | ContextExceeded | EngineError
@@ -187,3 +187,28 @@ def _failure(error: BaseException, cause: Cause) -> AttemptError:
             return TrajectoryFailure(cause, f"a call was refused, and no retry of it answered: {error}; {remedy}")
         case _:
             return TrajectoryFailure(Cause.INFRASTRUCTURE, f"a call failed, and no retry of it was answered: {error}")
+
+
+class AgentDriver(GatewayDriver):
+    """Plays the tasks of agent programs."""
+
+    def __init__(self, agents: Mapping[str, Agent], setup: DriverSetup) -> None:
+        super().__init__(setup)
+        self._agents = agents
+
+    async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
+        agent, timeout = self._agents[task.agent], self.config.agent_timeout
+        open_client = async_client if is_async(agent) else sync_client
+        async with open_client(address.base_url, address.secret, timeout) as client:
+            return await user.call(agent, task, client, what="the agent", timeout=timeout, check=_graded, grace=_GRACE)
+
+
+def _graded(value: object) -> Graded:
+    if isinstance(value, Recovered):
+        return replace(_graded(value.reward), recovered=True)
+    if not isinstance(value, Reward) and not is_reward(value):
+        raise TrajectoryFailure(
+            Cause.AGENT,
+            f"the agent returned {value!r:.100}; it must return its reward, a {NUMBER}, or a Reward, or raise",
+        )
+    return Graded(Reward.of(value))

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions`."""
+"""OpenAI's `/v1/chat/completions`, and `/v1/completions`: raw prompts, text or token ids."""
 
 from __future__ import annotations
 
@@ -6,76 +6,46 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
-from treadle.core.types import FunctionCall, Message, ToolCall, arguments_text
-from treadle.rollout.gateway.fields import (
-    Choices,
-    Flag,
-    Length,
-    Object,
-    RequestModel,
-    SamplingRequest,
-    Several,
-    SomeOf,
-    StopStrings,
-    StreamOptions,
-    Text,
-    TextFormat,
-    Unsupported,
-    read,
-)
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, finish_reason
+from treadle.core.types import Message
+from treadle.rendering.structure import offsets
+from treadle.rollout.gateway import request as api
 from treadle.rollout.session import CallOptions, Reply
 
 _ROLES = {"developer": "system", "function": "tool"}
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Part(RequestModel):
-    """A part of a message's content: text, or the assistant's refusal."""
-
+class Part(api.RequestModel):
     type: Literal["text", "input_text", "output_text", "refusal"]
-    text: Text = ""
-    refusal: Text = ""
+    text: api.Text = ""
+    refusal: api.Text = ""
 
 
-Content = Annotated[
-    Several[Part], BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
-]
-"""Text, or a list of parts; read as parts."""
+Content = Annotated[api.Several[Part], api.AS_PARTS]
 
 
 def joined(content: Sequence[Part], joint: str = "\n") -> str:
-    """Join the parts of content."""
     return joint.join(part.text + part.refusal for part in content)
 
 
-class CalledFunction(RequestModel):
-    """The function of a tool call. arguments: JSON text, or any JSON."""
-
-    name: Text
-    arguments: Any = "{}"
+class CalledFunction(api.RequestModel):
+    name: api.Text
+    arguments: Any = "{}"  # JSON text, or any JSON
 
 
-class RequestedCall(RequestModel):
-    """A tool call of an earlier assistant message."""
-
-    id: Text = ""
+class RequestedCall(api.RequestModel):
+    id: api.Text = ""
     function: CalledFunction
 
-    def tool_call(self) -> ToolCall:
-        function = FunctionCall(name=self.function.name, arguments=arguments_text(self.function.arguments))
-        return ToolCall(id=self.id, type="function", function=function)
 
-
-class _Message(RequestModel):
+class _Message(api.RequestModel):
     role: str
     content: Content = ()
-    name: Text = ""
+    name: api.Text = ""
 
     def message(self) -> Message:
-        """Convert to a message as chat templates read it."""
         message = Message(role=_ROLES.get(self.role, self.role), content=joined(self.content))
         if self.name:
             message["name"] = self.name
@@ -83,16 +53,12 @@ class _Message(RequestModel):
 
 
 class ChatMessage(_Message):
-    """A message of anybody but the assistant and tools."""
-
     role: Literal["system", "developer", "user", "function"]
 
 
 class ToolMessage(_Message):
-    """A tool's answer."""
-
     role: Literal["tool"]
-    tool_call_id: Text = ""
+    tool_call_id: api.Text = ""
 
     def message(self) -> Message:
         return {**super().message(), "tool_call_id": self.tool_call_id}
@@ -102,11 +68,11 @@ class AssistantMessage(_Message):
     """An earlier reply. Clients send its thought back as `reasoning_content` or as `reasoning`."""
 
     role: Literal["assistant"]
-    tool_calls: Several[RequestedCall] = ()
+    tool_calls: api.Several[RequestedCall] = ()
     reasoning_content: Any = None
     reasoning: Any = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
+    function_call: api.Unsupported = None
+    audio: api.Unsupported = None
 
     def message(self) -> Message:
         message: Message = {**super().message(), "content": joined(self.content, joint="")}
@@ -114,60 +80,54 @@ class AssistantMessage(_Message):
         if thoughts:
             message["reasoning_content"] = next(filter(None, thoughts), "")
         if self.tool_calls:
-            message["tool_calls"] = [call.tool_call() for call in self.tool_calls]
+            called = ((call.id, call.function) for call in self.tool_calls)
+            message["tool_calls"] = [api.tool_call(ident, made.name, made.arguments) for ident, made in called]
         return message
 
 
 AnyMessage = Annotated[ChatMessage | ToolMessage | AssistantMessage, Field(discriminator="role")]
 
 
-class Function(RequestModel):
-    """A function that the model may call. parameters: JSON schema of its arguments."""
-
-    name: Text
-    parameters: Object | None = None
+class Function(api.RequestModel):
+    name: api.Text
+    parameters: api.Object | None = None
 
 
-class FunctionTool(RequestModel):
-    """A tool that the model may call."""
-
+class FunctionTool(api.RequestModel):
     type: Literal["function"] = "function"
     function: Function
 
 
-ToolChoice = Literal["auto", "none", "required"] | Object
+ToolChoice = Literal["auto", "none", "required"] | api.Object
 """`required` or a named tool cannot be enforced, and counts as `auto`."""
 
 
-class ChatRequest(SamplingRequest):
-    """Body of a request for chat completions."""
-
-    messages: SomeOf[AnyMessage]
-    tools: Several[FunctionTool] = ()
+class ChatRequest(api.SamplingRequest):
+    messages: api.SomeOf[AnyMessage]
+    tools: api.Several[FunctionTool] = ()
     tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: Flag = True
-    max_completion_tokens: Length | None = None
-    max_tokens: Length | None = None
-    stop: StopStrings = ()
-    n: Choices = 1
-    logprobs: Flag = False
+    parallel_tool_calls: api.Flag = True
+    max_completion_tokens: api.Length | None = None
+    max_tokens: api.Length | None = None
+    stop: api.StopStrings = ()
+    n: api.Choices = 1
+    logprobs: api.Flag = False
     top_logprobs: Literal[0] = 0  # those of other tokens are unknown
-    stream_options: StreamOptions = StreamOptions()
-    response_format: TextFormat = TextFormat()
+    stream_options: api.StreamOptions = api.StreamOptions()
+    response_format: api.TextFormat = api.TextFormat()
     modalities: tuple[Literal["text"], ...] = ()
-    chat_template_kwargs: Object | None = None
-    continue_final_message: Flag = False
-    functions: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    web_search_options: Unsupported = None
-    prediction: Unsupported = None
+    chat_template_kwargs: api.Object | None = None
+    continue_final_message: api.Flag = False
+    functions: api.Unsupported = None
+    function_call: api.Unsupported = None
+    audio: api.Unsupported = None
+    web_search_options: api.Unsupported = None
+    prediction: api.Unsupported = None
 
 
-def read_chat(body: Json) -> CompletionRequest:
-    """Validate a body and convert it. Raises ApiError."""
-    request = read(ChatRequest, body)
-    return CompletionRequest(
+def _read_chat(body: api.Json) -> api.CompletionRequest:
+    request = api.read(ChatRequest, body)
+    return api.CompletionRequest(
         model=request.model,
         messages=tuple(message.message() for message in request.messages),
         tools=tuple(body.get("tools") or ()),  # goes to the chat template as JSON, as it was sent
@@ -186,21 +146,19 @@ def read_chat(body: Json) -> CompletionRequest:
     )
 
 
-def write(answer: Answer) -> Json:
-    """Build the response body."""
+def _write_chat(answer: api.Answer) -> api.Json:
     choices = []
     for index, reply in enumerate(answer.replies):
-        message: Json = {**reply.message, "refusal": None}
+        message: api.Json = {**reply.message, "refusal": None}
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choices.append(
-            {"index": index, "message": message, "finish_reason": finish_reason(reply), **_tokens(answer, reply)}
+            {"index": index, "message": message, "finish_reason": api.finish_reason(reply), **_tokens(answer, reply)}
         )
-    return {**_head(answer, "chat.completion"), "choices": choices, "usage": usage(answer), **_prompt_ids(answer)}
+    return {**_head(answer, "chat.completion"), "choices": choices, "usage": _usage(answer), **_prompt_ids(answer)}
 
 
-def events(answer: Answer) -> Iterator[str]:
-    """Yield the response as server-sent events."""
+def _chat_events(answer: api.Answer) -> Iterator[str]:
     head = _head(answer, "chat.completion.chunk")
     if answer.request.usage_in_stream:
         head["usage"] = None
@@ -213,36 +171,35 @@ def events(answer: Answer) -> Iterator[str]:
             yield _chunk(head, index, {"content": reply.message["content"]})
         if calls := reply.message.get("tool_calls"):
             yield _chunk(head, index, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
-        yield _chunk(head, index, {}, finish_reason(reply), **_tokens(answer, reply))
+        yield _chunk(head, index, {}, api.finish_reason(reply), **_tokens(answer, reply))
     if answer.request.usage_in_stream:
-        yield event({**head, "choices": [], "usage": usage(answer)})
+        yield _event({**head, "choices": [], "usage": _usage(answer)})
     yield "data: [DONE]\n\n"
 
 
-def _chunk(head: Json, index: int, delta: Json, reason: str | None = None, **more: Any) -> str:
-    return event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": reason, **more}]})
+def _chunk(head: api.Json, index: int, delta: api.Json, reason: str | None = None, **more: Any) -> str:
+    return _event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": reason, **more}]})
 
 
-def event(data: Json) -> str:
-    """Write a server-sent event without a name."""
+def _event(data: api.Json) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def _head(answer: Answer, kind: str) -> Json:
+def _head(answer: api.Answer, kind: str) -> api.Json:
     return {"id": answer.ident, "object": kind, "created": answer.created, "model": answer.request.model}
 
 
-def _prompt_ids(answer: Answer) -> Json:
+def _prompt_ids(answer: api.Answer) -> api.Json:
     return {"prompt_token_ids": answer.replies[0].step.prompt_ids.tolist()} if answer.request.token_ids else {}
 
 
-def _tokens(answer: Answer, reply: Reply) -> Json:
+def _tokens(answer: api.Answer, reply: Reply) -> api.Json:
     logprobs = {"content": token_logprobs(answer, reply), "refusal": None} if answer.request.logprobs else None
     ids = {"token_ids": reply.step.completion_ids.tolist()} if answer.request.token_ids else {}
     return {"logprobs": logprobs, **ids}
 
 
-def token_logprobs(answer: Answer, reply: Reply) -> list[Json]:
+def token_logprobs(answer: api.Answer, reply: Reply) -> list[api.Json]:
     """List each sampled token with its bytes and log-probability, in OpenAI's form."""
     return [
         {"token": piece.decode(errors="replace"), "bytes": list(piece), "logprob": logprob, "top_logprobs": []}
@@ -250,21 +207,108 @@ def token_logprobs(answer: Answer, reply: Reply) -> list[Json]:
     ]
 
 
-def usage(answer: Answer) -> Json:
-    """Count the tokens of the request and its answer, in OpenAI's form."""
+def _usage(answer: api.Answer) -> api.Json:
     prompt, completion = answer.prompt_tokens, answer.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def error(problem: ApiError) -> Json:
+def error(problem: api.ApiError) -> api.Json:
     """Build OpenAI's error body."""
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
 
 
-def error_event(problem: ApiError) -> str:
-    """Write an error as an event of a stream."""
-    return event(error(problem))
+def _error_event(problem: api.ApiError) -> str:
+    return _event(error(problem))
 
 
-CHAT = Dialect("chatcmpl-", read_chat, write, events, error, error_event)
+CHAT = api.Dialect("chatcmpl-", _read_chat, _write_chat, _chat_events, error, _error_event)
+
+
+# Raw completions
+
+_MAX_PROMPTS = 128
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Read a text, a list of token ids, or a list of either, as a list of prompts."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
+    prompts = [value] if is_one else value
+    if not isinstance(prompts, list) or not 1 <= len(prompts) <= _MAX_PROMPTS:
+        raise api.problem(
+            f"must be a text, a list of token ids, or 1 to {_MAX_PROMPTS} of either, got {api.shown(value)}"
+        )
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or not all(type(ident) is int and 0 <= ident < 2**31 for ident in prompt):
+            raise api.problem(f"must be a text or token ids, integers in [0, 2**31), got {api.shown(prompt)}")
+    return prompts
+
+
+class RawRequest(api.SamplingRequest):
+    """logprobs: 0 asks for those of the sampled tokens. 1 asks for the most probable token's too, which is unknown: the
+    sampled one stands for it. Some clients send a flag, as in chat.
+    """
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    max_tokens: api.Length | None = None
+    stop: api.StopStrings = ()
+    n: api.Choices = 1
+    best_of: api.Choices | None = None
+    logprobs: Literal[0, 1, False, True] | None = None
+    stream_options: api.StreamOptions = api.StreamOptions()
+    suffix: api.Unsupported = None
+    echo: api.Unsupported = None
+
+
+def _read_raw(body: api.Json) -> api.CompletionRequest:
+    request = api.read(RawRequest, body)
+    if request.best_of not in (None, request.n):
+        raise api.ApiError(400, f"best_of: must equal n here, got {request.best_of}", "best_of")
+    return api.CompletionRequest(
+        model=request.model,
+        prompts=tuple(request.prompt),
+        options=CallOptions(sampling_overrides=request.overrides(request.max_tokens, request.stop)),
+        choices=request.n,
+        stream=request.stream,
+        usage_in_stream=request.stream_options.include_usage,
+        logprobs=request.logprobs is not None and request.logprobs is not False,
+        token_ids=request.return_token_ids,
+    )
+
+
+def _write_raw(answer: api.Answer) -> api.Json:
+    return {**_head(answer, "text_completion"), "choices": list(_choices(answer)), "usage": _usage(answer)}
+
+
+def _raw_events(answer: api.Answer) -> Iterator[str]:
+    for choice in _choices(answer):
+        yield _event({**_head(answer, "text_completion"), "choices": [choice]})
+    if answer.request.usage_in_stream:
+        yield _event({**_head(answer, "text_completion"), "choices": [], "usage": _usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+def _choices(answer: api.Answer) -> Iterator[api.Json]:
+    for index, reply in enumerate(answer.replies):
+        choice: api.Json = {
+            "index": index,
+            "text": reply.message["content"],
+            "finish_reason": api.finish_reason(reply),
+            "logprobs": _logprobs(answer, reply) if answer.request.logprobs else None,
+        }
+        if answer.request.token_ids:
+            choice["prompt_token_ids"] = reply.step.prompt_ids.tolist()
+            choice["token_ids"] = reply.step.completion_ids.tolist()
+        yield choice
+
+
+def _logprobs(answer: api.Answer, reply: Reply) -> api.Json:
+    pieces, logprobs = answer.bytes_of(reply), reply.step.logprobs.tolist()
+    texts = [piece.decode(errors="replace") for piece in pieces]
+    top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets(pieces)}
+
+
+COMPLETIONS = api.Dialect("cmpl-", _read_raw, _write_raw, _raw_events, error, _error_event)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from treadle.core.types import Message
+from treadle.rollout.config import GatewayConfig
 from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
 from treadle.rollout.session import Reply, Session
@@ -29,7 +31,7 @@ class SessionAddress:
 
     @property
     def anthropic_url(self) -> str:
-        """Base URL for Anthropic's client, which adds `/v1` itself."""
+        """For Anthropic's client, which adds `/v1` itself."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -56,7 +58,7 @@ class Attached:
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
         whole = replace(request, messages=(*opening, *history))
         samples = request.choices * (1 if request.prompts is None else len(request.prompts))
-        replies = await self._gathered([self._call(whole, number) for number in range(samples)])
+        replies = await self._gather([self._call(whole, number) for number in range(samples)])
         for kind in request.left_out:
             self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
         for note in self.session.notes.values():
@@ -74,7 +76,7 @@ class Attached:
             return self.session.complete(request.prompts[prompt], options)
         return self.session.chat(request.messages, request.tools, options)
 
-    async def _gathered(self, calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    async def _gather(self, calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
         """Return all replies. If a call fails, the others are aborted, and replies already recorded are dropped."""
         if len(calls) == 1:
             return [await calls[0]]
@@ -135,7 +137,6 @@ class Gateway:
 
     @asynccontextmanager
     async def attached(self, session: Session) -> AsyncIterator[SessionAddress]:
-        """Attach the session while the context lasts."""
         address = self.attach(session)
         try:
             yield address
@@ -158,3 +159,33 @@ class Gateway:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
+
+
+_FILES = 65536
+
+
+class SharedGateway:
+    """The one gateway of a run, served from when the first driver opens it until the run ends."""
+
+    def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._gateway = config, Gateway(log=log)
+        self._serving, self._opening = AsyncExitStack(), asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._serving.aclose()
+
+    async def open(self) -> Gateway:
+        """Serve the gateway and return it. Raises ConfigError if its address is not available."""
+        from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
+
+        async with self._opening:
+            if not self._gateway.url:
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of attempts hold a few files each
+                most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+                if soft != resource.RLIM_INFINITY and soft < most:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                await self._serving.enter_async_context(serving(self._gateway, self._config))
+        return self._gateway

@@ -5,28 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from treadle.core.types import FunctionCall, Message, StopReason, ToolCall
-from treadle.rendering.tool_calls import Tool
-from treadle.rollout.gateway.fields import (
-    Flag,
-    Length,
-    Object,
-    RequestModel,
-    SamplingRequest,
-    Several,
-    SomeOf,
-    StopStrings,
-    Text,
-    Unsupported,
-    problem,
-    read,
-    shown,
-)
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
+from treadle.core.types import Message, StopReason
+from treadle.rendering.replies import Tool
+from treadle.rollout.gateway import request as api
 from treadle.rollout.session import CallOptions, Reply
 
 _ERRORS = {
@@ -36,37 +21,29 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_AS_BLOCKS = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
 
 
-class TextBlock(RequestModel):
-    """A text."""
-
+class TextBlock(api.RequestModel):
     type: Literal["text"]
-    text: Text = ""
+    text: api.Text = ""
 
 
-Content = Annotated[Several[TextBlock], _AS_BLOCKS]
-"""Text, or a list of texts; read as a list."""
+Content = Annotated[api.Several[TextBlock], api.AS_PARTS]
 
 
-def _joined(content: Several[TextBlock]) -> str:
+def _joined(content: api.Several[TextBlock]) -> str:
     return "\n".join(block.text for block in content)
 
 
-class ToolResult(RequestModel):
-    """A tool's answer, in the user's turn."""
-
+class ToolResult(api.RequestModel):
     type: Literal["tool_result"]
-    tool_use_id: Text
+    tool_use_id: api.Text
     content: Content = ()
 
 
-class OtherTurn(RequestModel):
-    """A turn of anybody but the assistant."""
-
+class OtherTurn(api.RequestModel):
     role: Literal["user", "system"]
-    content: Annotated[Several[Annotated[TextBlock | ToolResult, Field(discriminator="type")]], _AS_BLOCKS]
+    content: Annotated[api.Several[Annotated[TextBlock | ToolResult, Field(discriminator="type")]], api.AS_PARTS]
 
     def messages(self) -> list[Message]:
         """Convert to messages as templates read them: each tool result is one of its own."""
@@ -85,42 +62,33 @@ class OtherTurn(RequestModel):
         return messages
 
 
-class Thinking(RequestModel):
-    """A thought of the assistant. One of type `redacted_thinking` has no text."""
-
-    type: Literal["thinking", "redacted_thinking"]
-    thinking: Text = ""
+class Thinking(api.RequestModel):
+    type: Literal["thinking", "redacted_thinking"]  # the latter has no text
+    thinking: api.Text = ""
 
 
-class ToolUse(RequestModel):
-    """A tool call of the assistant."""
-
+class ToolUse(api.RequestModel):
     type: Literal["tool_use"]
-    id: Text
-    name: Text
-    input: Object | None = None
+    id: api.Text
+    name: api.Text
+    input: api.Object | None = None
 
 
-class AssistantTurn(RequestModel):
-    """A turn of the assistant."""
-
+class AssistantTurn(api.RequestModel):
     role: Literal["assistant"]
-    content: Annotated[Several[Annotated[TextBlock | Thinking | ToolUse, Field(discriminator="type")]], _AS_BLOCKS]
+    content: Annotated[
+        api.Several[Annotated[TextBlock | Thinking | ToolUse, Field(discriminator="type")]], api.AS_PARTS
+    ]
 
     def messages(self) -> list[Message]:
-        """Convert to one message as templates read it."""
         message = Message(role="assistant", content="")
         for block in self.content:
             if isinstance(block, TextBlock):
                 message["content"] += block.text
             elif isinstance(block, ToolUse):
-                arguments = json.dumps(block.input or {}, ensure_ascii=False)
-                call = ToolCall(
-                    id=block.id, type="function", function=FunctionCall(name=block.name, arguments=arguments)
-                )
-                message.setdefault("tool_calls", []).append(call)
+                message.setdefault("tool_calls", []).append(api.tool_call(block.id, block.name, block.input or {}))
             elif block.type == "thinking":
-                add_thought(message, block.thinking)
+                api.add_thought(message, block.thinking)
         return [message]
 
 
@@ -128,13 +96,11 @@ _OF_SERVERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool
 """Types of tools that Anthropic's servers run, or that only its models know; they are left out."""
 
 
-class ToolDescription(RequestModel):
-    """A tool that the model may call."""
-
-    type: Text = "custom"
-    name: Text = ""
-    description: Text = ""
-    input_schema: Object | None = None
+class ToolDescription(api.RequestModel):
+    type: api.Text = "custom"
+    name: api.Text = ""
+    description: api.Text = ""
+    input_schema: api.Object | None = None
 
     @property
     def left_out(self) -> bool:
@@ -143,7 +109,9 @@ class ToolDescription(RequestModel):
     @model_validator(mode="after")
     def _is_custom(self) -> Self:
         if not self.left_out and (self.type != "custom" or not self.name):
-            raise problem(f"must be a custom tool with a name, got type {shown(self.type)}, name {shown(self.name)}")
+            raise api.problem(
+                f"must be a custom tool with a name, got type {api.shown(self.type)}, name {api.shown(self.name)}"
+            )
         return self
 
     def tool(self) -> Tool:
@@ -152,25 +120,21 @@ class ToolDescription(RequestModel):
         return {"type": "function", "function": function}
 
 
-class Choice(RequestModel):
+class Choice(api.RequestModel):
     """Which tools may be called: `any` and `tool` cannot be enforced, and count as `auto`."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
-    disable_parallel_tool_use: Flag = False
+    disable_parallel_tool_use: api.Flag = False
 
 
-class ThinkingChoice(RequestModel):
-    """Whether the answer shows thoughts: unless `disabled`."""
-
-    type: Text = "disabled"
+class ThinkingChoice(api.RequestModel):
+    type: api.Text = "disabled"
 
 
-class CountRequest(RequestModel):
-    """Body of a request to count the tokens of a prompt."""
-
+class CountRequest(api.RequestModel):
     system: Content = ()
-    messages: SomeOf[Annotated[OtherTurn | AssistantTurn, Field(discriminator="role")]]
-    tools: Several[ToolDescription] = ()
+    messages: api.SomeOf[Annotated[OtherTurn | AssistantTurn, Field(discriminator="role")]]
+    tools: api.Several[ToolDescription] = ()
 
     def prompt(self) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
         """Return messages, tools, and whether the reply continues the last message (a prefill)."""
@@ -182,28 +146,25 @@ class CountRequest(RequestModel):
         return tuple(messages), tools, messages[-1]["role"] == "assistant"
 
 
-class OutputConfig(RequestModel):
+class OutputConfig(api.RequestModel):
     """How answers are made: efforts are ignored, formats refused."""
 
-    format: Unsupported = None
+    format: api.Unsupported = None
 
 
-class MessagesRequest(SamplingRequest, CountRequest):
-    """Body of a request for a message."""
-
-    max_tokens: Length
-    stop_sequences: StopStrings = ()
+class MessagesRequest(api.SamplingRequest, CountRequest):
+    max_tokens: api.Length
+    stop_sequences: api.StopStrings = ()
     tool_choice: Choice = Choice()
     thinking: ThinkingChoice = ThinkingChoice()
     output_config: OutputConfig = OutputConfig()
-    output_format: Unsupported = None
+    output_format: api.Unsupported = None
 
 
-def read_messages(body: Json) -> CompletionRequest:
-    """Validate a body and convert it. Raises ApiError."""
-    request = read(MessagesRequest, body)
+def read_messages(body: api.Json) -> api.CompletionRequest:
+    request = api.read(MessagesRequest, body)
     messages, tools, prefilled = request.prompt()
-    return CompletionRequest(
+    return api.CompletionRequest(
         model=request.model,
         messages=messages,
         tools=tools,
@@ -220,13 +181,7 @@ def read_messages(body: Json) -> CompletionRequest:
     )
 
 
-def read_prompt(body: Json) -> tuple[tuple[Message, ...], tuple[Tool, ...], bool]:
-    """Return messages, tools, and whether the reply continues the last message. Raises ApiError."""
-    return read(CountRequest, body).prompt()
-
-
-def write(answer: Answer) -> Json:
-    """Build the response body."""
+def write(answer: api.Answer) -> api.Json:
     [reply] = answer.replies
     ids = {}
     if answer.request.token_ids:
@@ -234,13 +189,13 @@ def write(answer: Answer) -> Json:
     return {**_head(answer, answer.completion_tokens), "content": _content(answer), **_stop(reply), **ids}
 
 
-def _head(answer: Answer, output_tokens: int) -> Json:
+def _head(answer: api.Answer, output_tokens: int) -> api.Json:
     usage = {"input_tokens": answer.prompt_tokens, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     head = {"id": answer.ident, "type": "message", "role": "assistant", "model": answer.request.model}
     return {**head, "usage": {**usage, "output_tokens": output_tokens}}
 
 
-def _stop(reply: Reply) -> Json:
+def _stop(reply: Reply) -> api.Json:
     if reply.step.stop_reason is not StopReason.STOP:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if reply.message.get("tool_calls"):
@@ -248,10 +203,10 @@ def _stop(reply: Reply) -> Json:
     return {"stop_reason": "stop_sequence" if reply.stop else "end_turn", "stop_sequence": reply.stop}
 
 
-def _content(answer: Answer) -> list[Json]:
+def _content(answer: api.Answer) -> list[api.Json]:
     """Build the blocks: the thought if it is to be shown, the text, the calls."""
     message = answer.replies[0].message
-    blocks: list[Json] = []
+    blocks: list[api.Json] = []
     if answer.request.thoughts and "reasoning_content" in message:
         blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     calls = message.get("tool_calls", [])
@@ -263,7 +218,7 @@ def _content(answer: Answer) -> list[Json]:
     return blocks
 
 
-def _input(arguments: str) -> Json:
+def _input(arguments: str) -> api.Json:
     """Read arguments as an object. A foreign parser may give something else, which gets a key of its own."""
     try:
         value = json.loads(arguments)
@@ -272,22 +227,21 @@ def _input(arguments: str) -> Json:
     return value if isinstance(value, dict) else {"arguments": value}
 
 
-def events(answer: Answer) -> Iterator[str]:
-    """Yield the response as server-sent events."""
+def events(answer: api.Answer) -> Iterator[str]:
     [reply] = answer.replies
     started = {**_head(answer, 0), "content": [], "stop_reason": None, "stop_sequence": None}
-    yield _event("message_start", message=started)
+    yield api.named_event("message_start", message=started)
     for index, block in enumerate(_content(answer)):
         empty, deltas = _parts(block)
-        yield _event("content_block_start", index=index, content_block=empty)
+        yield api.named_event("content_block_start", index=index, content_block=empty)
         for delta in deltas:
-            yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
-    yield _event("message_delta", delta=_stop(reply), usage={"output_tokens": answer.completion_tokens})
-    yield _event("message_stop")
+            yield api.named_event("content_block_delta", index=index, delta=delta)
+        yield api.named_event("content_block_stop", index=index)
+    yield api.named_event("message_delta", delta=_stop(reply), usage={"output_tokens": answer.completion_tokens})
+    yield api.named_event("message_stop")
 
 
-def _parts(block: Json) -> tuple[Json, list[Json]]:
+def _parts(block: api.Json) -> tuple[api.Json, list[api.Json]]:
     """Return a block as it starts, and the deltas that fill it."""
     match block["type"]:
         case "text":
@@ -298,19 +252,13 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
 
 
-def _event(kind: str, **data: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"
-
-
-def error(problem: ApiError) -> Json:
-    """Build Anthropic's error body."""
+def error(problem: api.ApiError) -> api.Json:
     kind = _ERRORS.get(problem.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-def error_event(problem: ApiError) -> str:
-    """Write an error as an event of a stream."""
+def error_event(problem: api.ApiError) -> str:
     return f"event: error\ndata: {json.dumps(error(problem))}\n\n"
 
 
-MESSAGES = Dialect("msg_", read_messages, write, events, error, error_event)
+MESSAGES = api.Dialect("msg_", read_messages, write, events, error, error_event)

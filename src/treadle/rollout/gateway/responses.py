@@ -2,72 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from treadle.core.types import FunctionCall, Message, StopReason, ToolCall, arguments_text
+from treadle.core.types import Message, StopReason
+from treadle.rollout.gateway import request as api
 from treadle.rollout.gateway.chat_completions import Content, ToolChoice, error, joined, token_logprobs
-from treadle.rollout.gateway.fields import (
-    Flag,
-    Length,
-    Object,
-    RequestModel,
-    SamplingRequest,
-    Several,
-    SomeOf,
-    StopStrings,
-    Text,
-    TextFormat,
-    Unsupported,
-    problem,
-    read,
-    shown,
-)
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest, Dialect, Json, add_thought
 from treadle.rollout.session import CallOptions
 
 _RANKS = {"reasoning": 0, "message": 1, "function_call": 2}  # order of items within one assistant message
 
 
-class MessageItem(RequestModel):
-    """A message."""
-
+class MessageItem(api.RequestModel):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Content = ()
 
 
-class Thought(RequestModel):
-    """A part of a thought."""
-
-    text: Text = ""
+class Thought(api.RequestModel):
+    text: api.Text = ""
 
 
-class ReasoningItem(RequestModel):
+class ReasoningItem(api.RequestModel):
     """A thought of the assistant, or if a client has no more, its summary."""
 
     type: Literal["reasoning"]
-    content: Several[Thought] = ()
-    summary: Several[Thought] = ()
+    content: api.Several[Thought] = ()
+    summary: api.Several[Thought] = ()
 
 
-class CallItem(RequestModel):
-    """A tool call of the assistant."""
-
+class CallItem(api.RequestModel):
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
+    call_id: api.Text
+    name: api.Text
     arguments: Any = "{}"
 
 
-class OutputItem(RequestModel):
-    """A tool's answer."""
-
+class OutputItem(api.RequestModel):
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: api.Text
     output: Content = ()
 
 
@@ -90,49 +65,46 @@ _LEFT_OUT = (
 """Types of tools that OpenAI's servers run, or that only its models know; they are left out."""
 
 
-class ToolDescription(RequestModel):
+class ToolDescription(api.RequestModel):
     """A tool that the model may call: this API writes a function's fields beside its type."""
 
-    type: Text = "function"
-    name: Text = ""
-    parameters: Object | None = None
+    type: api.Text = "function"
+    name: api.Text = ""
+    parameters: api.Object | None = None
 
     @model_validator(mode="after")
     def _is_function(self) -> Self:
         if self.type not in _LEFT_OUT and (self.type != "function" or not self.name):
-            raise problem(f"must be a function with a name, got type {shown(self.type)}, name {shown(self.name)}")
+            raise api.problem(
+                f"must be a function with a name, got type {api.shown(self.type)}, name {api.shown(self.name)}"
+            )
         return self
 
 
-class TextOptions(RequestModel):
-    """How text is written."""
-
-    format: TextFormat = TextFormat()
+class TextOptions(api.RequestModel):
+    format: api.TextFormat = api.TextFormat()
 
 
-class ResponsesRequest(SamplingRequest):
-    """Body of a request for a response."""
-
-    input: Annotated[SomeOf[Annotated[Item, Field(discriminator="type")]], BeforeValidator(_items)]
-    instructions: Text = ""
-    tools: Several[ToolDescription] = ()
+class ResponsesRequest(api.SamplingRequest):
+    input: Annotated[api.SomeOf[Annotated[Item, Field(discriminator="type")]], BeforeValidator(_items)]
+    instructions: api.Text = ""
+    tools: api.Several[ToolDescription] = ()
     tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: Flag = True
-    max_output_tokens: Length | None = None
-    stop: StopStrings = ()
+    parallel_tool_calls: api.Flag = True
+    max_output_tokens: api.Length | None = None
+    stop: api.StopStrings = ()
     include: tuple[Any, ...] = ()
-    previous_response_id: Text = ""
+    previous_response_id: api.Text = ""
     text: TextOptions = TextOptions()
-    chat_template_kwargs: Object | None = None
-    background: Unsupported = None
-    conversation: Unsupported = None
-    prompt: Unsupported = None
+    chat_template_kwargs: api.Object | None = None
+    background: api.Unsupported = None
+    conversation: api.Unsupported = None
+    prompt: api.Unsupported = None
 
 
-def read_response(body: Json) -> CompletionRequest:
-    """Validate a body and convert it. Raises ApiError."""
-    request = read(ResponsesRequest, body)
-    return CompletionRequest(
+def read_response(body: api.Json) -> api.CompletionRequest:
+    request = api.read(ResponsesRequest, body)
+    return api.CompletionRequest(
         model=request.model,
         instructions=request.instructions,
         messages=read_items(request.input),
@@ -176,19 +148,15 @@ def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
 
 
 def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None:
-    """Add an assistant's item to its message."""
     if isinstance(item, MessageItem):
         message["content"] = joined(item.content, joint="")
     elif isinstance(item, ReasoningItem):
-        add_thought(message, "".join(part.text for part in item.content or item.summary))
+        api.add_thought(message, "".join(part.text for part in item.content or item.summary))
     else:
-        function = FunctionCall(name=item.name, arguments=arguments_text(item.arguments))
-        call = ToolCall(id=item.call_id, type="function", function=function)
-        message.setdefault("tool_calls", []).append(call)
+        message.setdefault("tool_calls", []).append(api.tool_call(item.call_id, item.name, item.arguments))
 
 
-def write(answer: Answer) -> Json:
-    """Build the response body."""
+def write(answer: api.Answer) -> api.Json:
     [reply] = answer.replies
     cut = reply.step.stop_reason is not StopReason.STOP
     body = {
@@ -210,7 +178,7 @@ def write(answer: Answer) -> Json:
     return body
 
 
-def _head(answer: Answer) -> Json:
+def _head(answer: api.Answer) -> api.Json:
     request, sampling = answer.request, answer.replies[0].step.sampling
     return {
         "id": answer.ident,
@@ -239,10 +207,10 @@ def _head(answer: Answer) -> Json:
     }
 
 
-def _output(answer: Answer) -> list[Json]:
+def _output(answer: api.Answer) -> list[api.Json]:
     """Build the output items: the thought, the text, the calls."""
     message, tail = answer.replies[0].message, answer.ident.removeprefix(RESPONSES.prefix)
-    items: list[Json] = []
+    items: list[api.Json] = []
     if thought := message.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thought}]
         items.append({"type": "reasoning", "id": f"rs_{tail}", "summary": [], "content": content})
@@ -258,17 +226,12 @@ def _output(answer: Answer) -> list[Json]:
     return items
 
 
-def events(answer: Answer) -> Iterator[str]:
-    """Yield the response as server-sent events."""
+def events(answer: api.Answer) -> Iterator[str]:
     for number, (kind, data) in enumerate(_events(answer)):
-        yield _event(kind, {"sequence_number": number, **data})
+        yield api.named_event(kind, sequence_number=number, **data)
 
 
-def _event(kind: str, data: Json) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"
-
-
-def _events(answer: Answer) -> Iterator[tuple[str, Json]]:
+def _events(answer: api.Answer) -> Iterator[tuple[str, api.Json]]:
     yield "response.created", {"response": _head(answer)}
     yield "response.in_progress", {"response": _head(answer)}
     for index, item in enumerate(_output(answer)):
@@ -282,7 +245,7 @@ def _events(answer: Answer) -> Iterator[tuple[str, Json]]:
     yield "response.completed", {"response": write(answer)}
 
 
-def _deltas(item: Json, at: Json) -> Iterator[tuple[str, Json]]:
+def _deltas(item: api.Json, at: api.Json) -> Iterator[tuple[str, api.Json]]:
     if item["type"] == "function_call":
         yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}
         done = {"arguments": item["arguments"], "name": item["name"]}
@@ -298,10 +261,9 @@ def _deltas(item: Json, at: Json) -> Iterator[tuple[str, Json]]:
     yield "response.content_part.done", {**at, "part": part}
 
 
-def error_event(problem: ApiError) -> str:
-    """Write an error as an event of a stream."""
+def error_event(problem: api.ApiError) -> str:
     fields = {"code": problem.code, "message": problem.message, "param": problem.param}
-    return _event("error", {"sequence_number": 0, **fields, **error(problem)})
+    return api.named_event("error", sequence_number=0, **fields, **error(problem))
 
 
-RESPONSES = Dialect("resp_", read_response, write, events, error, error_event)
+RESPONSES = api.Dialect("resp_", read_response, write, events, error, error_event)

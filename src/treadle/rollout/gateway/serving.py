@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import re
+import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from treadle.rollout.gateway.address import GatewayConfig, listen, url_of
-from treadle.rollout.gateway.app import make_app
-from treadle.rollout.gateway.gateway import Gateway
+from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
+from treadle.core.text import read_json
+from treadle.rollout.config import GatewayConfig, listen, url_of
+from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
+from treadle.rollout.gateway.gateway import Attached, Gateway
+from treadle.rollout.gateway.messages import MESSAGES, CountRequest
+from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, read
+from treadle.rollout.gateway.responses import RESPONSES
+from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 
 _LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between two looks at whether the server listens
-_CONNECTIONS = 16384  # a quarter of the files that `shared` allows; beyond it, uvicorn answers 503
+_CONNECTIONS = 16384  # a quarter of the files that `SharedGateway` allows; beyond it, uvicorn answers 503
 
 
 class _Server(uvicorn.Server):
@@ -61,3 +79,225 @@ async def serving(
             await gateway.close()
             server.should_exit = True
             await running
+
+
+DIALECTS = {"/chat/completions": CHAT, "/completions": COMPLETIONS, "/responses": RESPONSES, "/messages": MESSAGES}
+_COUNTING = "/messages/count_tokens"
+
+
+def make_app(gateway: Gateway) -> Starlette:
+    """Build the ASGI application. Each route takes the session's secret in its path or as API key."""
+    routes = []
+    for prefix in ("/sessions/{secret}/v1", "/v1"):
+        for path, dialect in DIALECTS.items():
+            routes.append(Route(prefix + path, partial(_complete, gateway, dialect), methods=["POST"]))
+        routes.append(Route(prefix + _COUNTING, partial(_count_tokens, gateway), methods=["POST"]))
+        routes.append(Route(f"{prefix}/models", partial(_list_models, gateway), methods=["GET"]))
+    app = Starlette(routes=routes, exception_handlers={ApiError: _error, HTTPException: _error})
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> CompletionResponse:
+    with ExitStack() as in_flight:
+        attached, raw = await _receive(gateway, request, in_flight)
+        count = request.headers.get("x-stainless-retry-count", "0")
+        exchanges, origin = (
+            attached.exchanges,
+            Origin(
+                body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
+                key=request.headers.get("idempotency-key") or None,
+                retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
+            ),
+        )
+        try:
+            completion = dialect.read(_json(raw))
+            exchange = exchanges.find(origin)
+            if exchange is None:
+                exchange = exchanges.start(
+                    origin, partial(attached.answer, completion, dialect.prefix + secrets.token_hex(12))
+                )
+                release = in_flight.pop_all().close
+                exchange.task.add_done_callback(lambda _: release())
+        except ApiError as error:
+            exchanges.refuse(error, origin)
+            raise
+    return CompletionResponse(dialect, exchanges, exchange, origin, completion.stream)
+
+
+async def _count_tokens(gateway: Gateway, request: Request) -> Response:
+    with ExitStack() as in_flight:
+        attached, raw = await _receive(gateway, request, in_flight)
+        messages, tools, prefilled = read(CountRequest, _json(raw)).prompt()
+        try:
+            return JSONResponse({"input_tokens": await attached.session.count(messages, tools, prefilled)})
+        except (DataError, ContextExceeded) as error:
+            raise _api_error(error) from error
+
+
+async def _list_models(gateway: Gateway, request: Request) -> Response:
+    _session(gateway, request)
+    openai = {"object": "model", "created": 0, "owned_by": "treadle"}
+    anthropic = {"type": "model", "display_name": gateway.model, "created_at": "1970-01-01T00:00:00Z"}
+    return JSONResponse({"object": "list", "data": [{"id": gateway.model, **openai, **anthropic}], "has_more": False})
+
+
+def _session(gateway: Gateway, request: Request) -> Attached:
+    """Find the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
+    if (in_path := request.path_params.get("secret")) is not None:
+        if attached := gateway.find(in_path):
+            return attached
+        raise ApiError(404, "unknown or expired session")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    secret = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if attached := gateway.find(secret):
+        return attached
+    raise ApiError(401, "the API key belongs to no session, or to one that has ended", code="invalid_api_key")
+
+
+async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> tuple[Attached, bytes]:
+    """Find a request's session and read its body, whose bytes count as in flight until the stack is closed.
+
+    Raises ApiError: before reading if there is no such session; at a limit, without reading on.
+    """
+    attached = _session(gateway, request)
+    chunks: list[bytes] = []
+    size = 0
+
+    def release() -> None:
+        attached.bytes_in_flight -= size
+
+    in_flight.callback(release)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            attached.bytes_in_flight += len(chunk)
+            if size > gateway.max_body:
+                raise ApiError(413, f"the request is larger than {gateway.max_body} bytes")
+            if attached.bytes_in_flight > gateway.max_bytes_in_flight:
+                limit = f"{gateway.max_bytes_in_flight} bytes of requests"
+                raise ApiError(429, f"this session has more than {limit} in flight; wait for one of them")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ApiError(400, "the client disconnected while sending the request") from error
+    except ApiError as error:
+        attached.exchanges.refuse(error)
+        raise
+    return _session(gateway, request), b"".join(chunks)  # again: it may have ended meanwhile
+
+
+def _json(raw: bytes) -> Json:
+    try:
+        value = read_json(raw.decode())
+    except ValueError as error:
+        raise ApiError(400, f"the request's body is not JSON in UTF-8: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the request's body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    headers = None
+    if isinstance(error, HTTPException):  # no such route
+        headers, error = error.headers, ApiError(error.status_code, f"{request.method} of this path: {error.detail}")
+    assert isinstance(error, ApiError)
+    routes = {**DIALECTS, _COUNTING: MESSAGES}
+    dialect = next((dialect for path, dialect in routes.items() if request.url.path.endswith(path)), CHAT)
+    dialect = MESSAGES if "anthropic-version" in request.headers else dialect
+    return JSONResponse(dialect.error(error), error.status, headers or _retry_after(error.status))
+
+
+_JSON, _EVENTS = "application/json", "text/event-stream; charset=utf-8"
+KEEP_ALIVE = 10.0  # seconds of silence after which a stream sends a comment
+
+
+@dataclass
+class CompletionResponse:
+    """Waits for an exchange's answer and sends it, unless the client disconnects.
+
+    A stream begins with the answer, or with a comment after `KEEP_ALIVE` seconds; until then a failure has its status.
+    """
+
+    dialect: Dialect
+    exchanges: Exchanges
+    exchange: Exchange
+    origin: Origin
+    stream: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.exchanges.waiting(self.exchange, self.origin) as task:
+            gone = asyncio.ensure_future(_disconnected(receive))
+            try:
+                has_begun = await self._wait(task, gone, send)
+                if not gone.done():
+                    await self._send(task, gone, send, has_begun)
+            finally:
+                gone.cancel()
+
+    async def _wait(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send) -> bool:
+        """Wait until there is an answer or the client has gone; return whether a stream has begun."""
+        has_begun, timeout = False, KEEP_ALIVE if self.stream else None
+        while True:
+            done, _ = await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return has_begun
+            if not has_begun:
+                await _start(send, 200, _EVENTS)
+            await _body(send, b": keep-alive\n\n")
+            has_begun = True
+
+    async def _send(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send, has_begun: bool) -> None:
+        if task.cancelled():
+            outcome: Answer | ApiError = ApiError(404, "the session has ended")
+        else:
+            outcome = task.result() if (error := task.exception()) is None else _api_error(error)
+        if isinstance(outcome, ApiError):
+            text = self.dialect.error_event(outcome) if has_begun else json.dumps(self.dialect.error(outcome))
+            status, content = outcome.status, _JSON
+        elif self.stream:
+            status, content, text = 200, _EVENTS, "".join(self.dialect.events(outcome))
+        else:
+            status, content, text = 200, _JSON, json.dumps(self.dialect.write(outcome))
+        if not has_begun:
+            await _start(send, status, content, len(text))  # all ASCII: characters are bytes
+        await _body(send, text.encode())
+        await _body(send, b"", more=False)  # returns once the connection has taken the answer
+        if isinstance(outcome, Answer) and not gone.done():
+            self.exchanges.deliver(self.exchange)
+
+
+def _api_error(error: BaseException) -> ApiError:
+    """Convert the error of a call to the one that its client gets. Raises the exception itself if it is a bug."""
+    match error:
+        case ApiError():
+            return error
+        case ContextExceeded():
+            return ApiError(400, str(error), "messages", "context_length_exceeded")
+        case StepsExceeded():
+            return ApiError(400, str(error), code="max_steps_exceeded")
+        case DataError():
+            return ApiError(400, str(error))
+        case EngineError():
+            return ApiError(503, f"the engine failed: {error}")
+    raise error
+
+
+def _retry_after(status: int) -> dict[str, str]:
+    return {"retry-after": "1"} if status in (429, 503) else {}
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start(send: Send, status: int, content: str, length: int | None = None) -> None:
+    headers = {"content-type": content, "cache-control": "no-store", **_retry_after(status)}
+    if length is not None:
+        headers["content-length"] = str(length)
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+async def _body(send: Send, body: bytes, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

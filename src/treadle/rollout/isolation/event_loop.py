@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
-from contextlib import closing
+import threading
+import time
+from asyncio.events import Handle
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, TypeVar
 
 from treadle.core.errors import RunError
-from treadle.rollout.isolation.interrupts import Interrupt, handled
-from treadle.rollout.isolation.threads import DaemonThreads, abandoned_threads
-from treadle.rollout.isolation.tracebacks import user_place
-from treadle.rollout.isolation.user_code import abandoned_tasks
+from treadle.rollout.isolation.user_code import (
+    RUNNING,
+    DaemonThreads,
+    Interrupt,
+    UserCode,
+    abandoned_tasks,
+    abandoned_threads,
+    thread_frames,
+    user_place,
+)
 
 T = TypeVar("T")
 
@@ -41,11 +51,11 @@ def run(
     def cancel() -> None:
         loop.call_soon_threadsafe(task.cancel)
 
-    with closing(loop), handled(cancel, *([signal.SIGINT] if has_default_handler else [])) as handler:
+    with closing(loop), handled(cancel, *([signal.SIGINT] if has_default_handler else [])) as interrupts:
         try:
             return _completed(loop, task, log)
         except asyncio.CancelledError:
-            if handler.asked:
+            if interrupts:
                 raise Interrupt from None
             raise
         except KeyboardInterrupt:
@@ -76,7 +86,7 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
     this, loop = asyncio.current_task(), asyncio.get_running_loop()
     for task in asyncio.all_tasks() - {this}:
         task.cancel()
-    if tasks := asyncio.all_tasks() - {this} - abandoned_tasks():
+    if tasks := asyncio.all_tasks() - {this} - abandoned_tasks:
         await asyncio.wait(tasks, timeout=seconds)
     await asyncio.wait({loop.create_task(loop.shutdown_asyncgens())}, timeout=seconds)
     if tasks := asyncio.all_tasks() - {this}:
@@ -84,3 +94,90 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
         log(f"cancelled, but does not end, and is left behind: {', '.join(sorted(t.get_name() for t in tasks)):.500}")
     if threads := abandoned_threads():
         log(f"has not returned, and its thread is left behind: {', '.join(sorted(t.name for t in threads)):.500}")
+
+
+BLOCKED = 1.0  # seconds without an answer after which the loop counts as blocked
+_PERIOD = 0.1  # seconds between two questions
+_WARNINGS = 20  # at most
+
+
+@contextmanager
+def watched_event_loop(log: Callable[[str], None]) -> Iterator[None]:
+    """Watch the running event loop, and warn while user code blocks it.
+
+    A thread has the loop answer every tenth of a second. When it has not answered for a second, the thread looks at the
+    loop's stack, and names the attempt whose user code is running and the line. log: called from that thread, once for
+    each line that blocks.
+    """
+    watch, over = _Watch(log), threading.Event()
+    thread = threading.Thread(target=watch.run, args=(over,), name="treadle-loop-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Watch:
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log, self._logged = log, set[tuple[str, str]]()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._answered, self._asked = time.monotonic(), False
+        self._blocking: UserCode | None = None
+
+    def run(self, over: threading.Event) -> None:
+        while not over.wait(_PERIOD):
+            if not self._asked:
+                self._asked = True
+                self._loop.call_soon_threadsafe(self._answer)
+            elif self._blocking is None and time.monotonic() - self._answered >= BLOCKED:
+                self._warn()
+
+    def _answer(self) -> None:
+        now = time.monotonic()
+        if self._blocking is not None:
+            self._blocking.blocked_seconds += now - self._answered
+        self._answered, self._asked, self._blocking = now, False, None
+
+    def _warn(self) -> None:
+        frames, user = list[FrameType](), None
+        for frame in thread_frames(self._thread):
+            if frame.f_code is Handle._run.__code__:  # runs a callback of the loop: a turn of a task, in its context
+                user = frame.f_locals["self"]._context.get(RUNNING)
+                break
+            frames.append(frame)
+        place = user_place(frames)
+        if user is None or not place or not self._asked:
+            return
+        self._blocking = user
+        if (user.name, place) not in self._logged and len(self._logged) < _WARNINGS:
+            self._logged.add((user.name, place))
+            self._log(
+                f"{user.name} blocks the event loop, at {place} ({user.attempt}): nothing else runs meanwhile. "
+                "Methods that are not async run in a thread and block nothing"
+            )
+
+
+@contextmanager
+def handled(ask: Callable[[], None], *numbers: int) -> Iterator[list[int]]:
+    """Handle these signals while the context lasts, on the main thread only; yield the first one, once it came.
+
+    The first signal calls `ask`, each later one raises `Interrupt`.
+    """
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise Interrupt
+        asked.append(number)
+        ask()
+
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -7,28 +7,37 @@ UserCode.call -> a task -> async functions
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
-from collections.abc import Callable
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from queue import SimpleQueue
+from traceback import FrameSummary, StackSummary, TracebackException
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
+import treadle.core
 from treadle.core.errors import Cause, TrajectoryFailure
-from treadle.rollout.isolation.interrupts import Interrupt
-from treadle.rollout.isolation.threads import CallThread, abandoned_threads
-from treadle.rollout.isolation.tracebacks import coroutine_frames, user_place, user_traceback
 
 T = TypeVar("T")
 
-MAX_ABANDONED = 64
-"""Threads that may be stuck in calls that never return; attempts that need another one fail."""
+P = ParamSpec("P")
 
+MAX_ABANDONED = 64  # threads stuck in calls that never return; attempts that need another one fail
 _LONGEST = 2000  # characters of a failure's message
+RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)  # of a task or callback
 
-RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)
-"""User code that a task or callback belongs to."""
+abandoned_tasks: set[asyncio.Task[Any]] = set()  # calls that were cancelled and have not ended
 
-_abandoned: set[asyncio.Task[Any]] = set()
+
+class Interrupt(KeyboardInterrupt):
+    """Raised for a second Ctrl-C, to tell it from user code that raises KeyboardInterrupt."""
 
 
 class UserCode:
@@ -75,7 +84,9 @@ class UserCode:
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout)
             if not done:
-                place = user_place(coroutine_frames(task.get_coro()) if thread is None else thread.frames())
+                place = user_place(
+                    coroutine_frames(task.get_coro()) if thread is None else thread_frames(thread.thread.ident)
+                )
                 _cancel(task, thread)
                 if grace:
                     await asyncio.wait({task}, timeout=grace)
@@ -125,22 +136,16 @@ def _cancel(task: asyncio.Task[Any], thread: CallThread | None) -> None:
     """Cancel the task, and keep a reference to it until it ends."""
     if not task.done():
         task.cancel()
-        _abandoned.add(task)
-        task.add_done_callback(_abandoned.discard)
+        abandoned_tasks.add(task)
+        task.add_done_callback(abandoned_tasks.discard)
         if thread is not None:
-            thread.abandon()
-
-
-def abandoned_tasks() -> set[asyncio.Task[Any]]:
-    """Return the calls that were cancelled and have not ended."""
-    return set(_abandoned)
+            _stuck.add(thread)
 
 
 def is_async(function: object) -> bool:
     """Return whether calling it gives a coroutine: an `async def`, or an object whose call is one."""
-    if inspect.isclass(function):
-        return False
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return not inspect.isclass(function) and any(map(inspect.iscoroutinefunction, (function, call)))
 
 
 def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailure:
@@ -151,11 +156,9 @@ def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailu
     except BaseException as worse:  # somebody has tampered with it
         if isinstance(worse, Interrupt):
             raise
-    if isinstance(error, SystemExit | KeyboardInterrupt):
-        message = f"{what} tried to exit the process ({_text(error) or type(error).__name__})"
-    else:
-        message = raised(what, error)
-    failure = TrajectoryFailure(cause, message[:_LONGEST], user_traceback(error))
+    exits = isinstance(error, SystemExit | KeyboardInterrupt)
+    exiting = f"{what} tried to exit the process ({_text(error) or type(error).__name__})"
+    failure = TrajectoryFailure(cause, (exiting if exits else raised(what, error))[:_LONGEST], user_traceback(error))
     failure.__cause__ = error
     return failure
 
@@ -172,3 +175,126 @@ def _text(error: BaseException) -> str:
         if isinstance(worse, Interrupt):
             raise
         return "(and its text could not be made)"
+
+
+_stuck: set[CallThread] = set()
+
+
+class CallThread(Executor):
+    """Runs calls in order on one thread, as SQLite connections and browsers require.
+
+    is_abandoned: nobody waits any longer for the call in progress. Calls behind it run once it returns.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put(partial(_run_call, future, partial(function, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        self._calls.put(None)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self in _stuck
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+        _stuck.discard(self)
+
+
+def abandoned_threads() -> list[threading.Thread]:
+    """Return the threads stuck in calls that nobody waits for any longer."""
+    return [each.thread for each in list(_stuck)]
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Default executor for an event loop: a daemon thread for each call (`asyncio.to_thread`).
+
+    The standard one shares a few threads and joins them on exit: calls that never return would block both.
+    """
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        thread = CallThread("treadle-to-thread")
+        future = thread.submit(function, *args, **kwargs)
+        thread.shutdown()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        return None
+
+
+def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except StopIteration as error:  # an asyncio future cannot hold it: its caller would wait forever
+        future.set_exception(RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__))
+    except BaseException as error:  # noqa: BLE001  # raised again where the result is awaited
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_FRAMES = 20  # the innermost ones are shown
+_ROOT = Path(treadle.core.__file__).parents[1]
+_USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
+_GLUE = f"{_ROOT}/envs/single_turn.py"  # between the run and a reward function
+_OURS = (*(f"{folder}/" for folder in (_ROOT, *asyncio.__path__, *concurrent.futures.__path__)), threading.__file__)
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error and its causes: the innermost user frames, or "" if there are none.
+
+    Columns are dropped: CPython 3.11 cannot mark them in two threads at a time.
+    """
+    shown = TracebackException.from_exception(error, compact=True)
+    chain: list[TracebackException | None] = [shown]
+    for each in chain:
+        if each is not None:
+            users = [frame for frame in each.stack if _is_users(frame.filename)]
+            each.stack = StackSummary.from_list([FrameSummary(f.filename, f.lineno, f.name) for f in users[-_FRAMES:]])
+            chain += (each.__cause__, each.__context__, *(each.exceptions or ()))
+    if not any(each.stack for each in chain if each is not None):
+        return ""
+    return "".join(shown.format()).rstrip("\n").encode(errors="backslashreplace").decode()
+
+
+def user_place(frames: Iterable[FrameType]) -> str:
+    """Return the innermost line of user code: "my_env.py:12 in step", or "". Lines outside of libraries come first.
+
+    frames: innermost first.
+    """
+    users = [frame for frame in frames if _is_users(frame.f_code.co_filename)]
+    for frame in [*(f for f in users if not f.f_code.co_filename.startswith(_LIBRARIES)), *users]:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+def thread_frames(thread: int | None) -> Iterator[FrameType]:
+    """Yield the frames of a running thread, innermost first."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def coroutine_frames(coroutine: Any) -> list[FrameType]:
+    """Return the frames of a coroutine that waits, innermost first."""
+    frames: list[FrameType] = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        frames.append(frame)
+        coroutine = coroutine.cr_await
+    return frames[::-1]
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_OURS) or (file.startswith(_USERS) and file != _GLUE)

@@ -56,7 +56,6 @@ class Kernel(Protocol):
 
         scale: factor of the scores. window: size of the layer's sliding window in tokens, None without one.
         """
-        ...
 
 
 KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as layers make them

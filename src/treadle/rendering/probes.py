@@ -1,5 +1,6 @@
-"""Whether a chat template writes all of a conversation, tried out on one of the same shape.
+"""What a chat template writes, tried out before it matters: all of a conversation? tools, and calls of them?
 
+Whether it writes all of a conversation is tried on one of the same shape.
 Templates silently drop roles that they do not know: `developer` on Qwen, `tool` on Phi. What they drop depends on roles
 and on which parts messages have, hardly on what these say, so each part is a word here:
 
@@ -14,8 +15,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from treadle.rendering.template import Plain
+from treadle.core.errors import DataError
+from treadle.rendering.template import ChatTemplate, Plain, Variables
 
+_CALL_ID = "zqz{:06d}"  # nine letters and digits, which Mistral's templates want
 MessageShape = tuple[str, bool, bool, int, int]
 """Role, whether it has content, whether a thought, how many tool calls, and which call it answers (-1: none)."""
 Shape = tuple[MessageShape, ...]
@@ -51,7 +54,7 @@ def example(shape: Shape, arguments_as_text: bool) -> list[Plain]:
             message["tool_calls"] = [_call(at, n, number + n, arguments_as_text) for n in range(calls)]
             number += calls
         if answers >= 0:
-            message["tool_call_id"] = _call_id(answers)
+            message["tool_call_id"] = _CALL_ID.format(answers)
         messages.append(message)
     return messages
 
@@ -79,8 +82,57 @@ def _words(shape: Shape) -> Iterator[tuple[int, str, str]]:
 def _call(at: int, n: int, number: int, arguments_as_text: bool) -> Plain:
     arguments = {"q": f"zqz{at}a{n}z"}
     function = {"name": f"zqz{at}k{n}z", "arguments": json.dumps(arguments) if arguments_as_text else arguments}
-    return {"id": _call_id(number), "type": "function", "function": function}
+    return {"id": _CALL_ID.format(number), "type": "function", "function": function}
 
 
-def _call_id(number: int) -> str:
-    return f"zqz{number:06d}"  # nine letters and digits, which Mistral's templates want
+_NAME = "find_zqz"
+PROBE: Plain = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "-",
+        "parameters": {"type": "object", "properties": {"zqz_key": {"type": "string"}}, "required": ["zqz_key"]},
+    },
+}
+"""A tool that nobody has."""
+_QUESTION: Plain = {"role": "user", "content": "u"}
+_TALKS = [_QUESTION], [{"role": "system", "content": "s"}, _QUESTION]
+
+
+def ignores_tools(template: ChatTemplate, options: Variables) -> bool:
+    """Whether the template takes a tool and writes nothing of it. One that refuses the tool does not ignore it."""
+    texts = [text for talk in _TALKS if (text := _rendered(template, talk, PROBE, options)) is not None]
+    return bool(texts) and not any(_NAME in text for text in texts)
+
+
+def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return a call of the tool to try out: its name, and a text for each argument that is one."""
+    schema = tool["function"].get("parameters")
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    kinds = properties.items() if isinstance(properties, Mapping) else ()
+    texts = (key for key, kind in kinds if isinstance(kind, Mapping) and kind.get("type") == "string")
+    return tool["function"]["name"], dict.fromkeys(texts, "zqz")
+
+
+def written_call(template: ChatTemplate, tool: Plain, options: Variables) -> str | None:
+    """Return how the template writes `probe_call` in the assistant's turn, from its head to its end.
+
+    Structural tokens stand by private names. None if the template refuses the tool or the call; "" if it leaves the
+    call out.
+    """
+    name, arguments = probe_call(tool)
+    function = {"name": name, "arguments": json.dumps(arguments) if template.arguments_as_text else arguments}
+    calls = [{"id": "c00000000", "type": "function", "function": function}]
+    asked = _rendered(template, [_QUESTION], tool, options)
+    text = _rendered(template, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}], tool, options)
+    if asked is None or text is None:
+        return None
+    turn = text.removeprefix(asked)
+    return turn.removeprefix(template.opening(options).kept) if name in turn else ""
+
+
+def _rendered(template: ChatTemplate, talk: list[Plain], tool: Plain, options: Variables) -> str | None:
+    try:
+        return template.render(talk, [tool], options, generation_prompt=False)
+    except DataError:
+        return None

@@ -1,9 +1,12 @@
 """The recipes of GSM8K: they read the data set, the published ones have SkyRL's settings, and an update is made."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -67,25 +70,6 @@ def test_the_files_of_skyrl_are_read_too(folder: Path) -> None:
     assert (task.prompt, task.ground_truth) == (own.prompt, own.ground_truth)
 
 
-def test_the_settings_are_skyrls() -> None:
-    single, several = load_recipe("gsm8k"), load_recipe("gsm8k-multi-turn")
-    assert (single.model.path, several.model.path) == ("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct")
-    assert (single.groups_per_batch, single.training.tasks_per_update) == (1024, 256)
-    assert (several.groups_per_batch, several.training.tasks_per_update) == (256, 128)
-    assert single.orchestration.updates == 20 * (7473 // 1024) * 4
-    assert several.orchestration.updates == 20 * (7473 // 256) * 2
-    for config in (single, several):
-        optimizer, kl = config.training.optimizer, config.algorithm.kl
-        assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (1e-6, 0.01, 1.0)
-        assert kl is not None and (kl.coef, kl.estimator) == (1e-3, "k3")
-        assert config.algorithm.policy_loss_options == {"eps_low": 0.2, "eps_high": 0.2}
-        assert (config.training.group_size, config.rollout.max_completion_tokens) == (5, 1024)
-        assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
-        assert config.evaluation.every == 5 * config.training.updates_per_batch
-    assert (single.rollout.max_steps, several.rollout.max_steps) == (1, 5)
-    assert several.environment_options == {"max_turns": 5}
-
-
 @pytest.mark.parametrize("recipe", ["smollm2-gsm8k", "smollm2-gsm8k-multi-turn"])
 def test_an_update_is_made(folder: Path, recipe: str) -> None:
     """With a small model in place of SmolLM2, whose replies have no answers."""
@@ -114,3 +98,46 @@ def test_the_published_recipes_pass_a_dry_run(recipe: str) -> None:
     assert done.status == 0 and "How many clips?" in done.out, done.out
     missing = treadle("train", recipe, "--dry-run", *SMALL, "data.train.options.file=nowhere.jsonl")
     assert missing.status == 1 and "nowhere.jsonl" in missing.out
+
+
+SHORT = (
+    "data.train.options.count=8",
+    "data.held_out.options.count=4",
+    "warm_start.steps=2",
+    "warm_start.batch_size=4",
+    "warm_start.max_loss=99",
+    "training.tasks_per_update=4",
+    "training.group_size=2",
+    "training.threads=1",
+    "rollout.max_completion_tokens=6",
+    "orchestration.updates=1",
+)
+
+
+def test_sql_small_makes_an_update(folder: Path) -> None:
+    done = treadle("train", "sql-small", "--name", "short", *SHORT)
+    assert done.status == 0, done.err
+    summary = json.loads((folder / "runs" / "short" / "summary.json").read_text())
+    assert summary["updates"] == 1 and set(summary["evaluations"][-1]["by"]) == {"1", "2"}
+    assert summary["evaluations"][-1]["failed"] == 0
+
+
+def test_skyrl_sql_fits_its_data(folder: Path) -> None:
+    """With a small model, and a question of each source."""
+    rows = []
+    for data, place in (("synsql", "SynSQL-2.5M/databases"), ("spider", "spider/database")):
+        file = folder / "data/sql/db_files/data" / place / "geo" / "geo.sqlite"
+        file.parent.mkdir(parents=True)
+        with closing(sqlite3.connect(file)) as database:
+            database.execute("CREATE TABLE city (name TEXT)")
+        prompt = [{"role": "user", "content": f"Which cities of {data}?"}]
+        rows.append({"prompt": prompt, "db_id": "geo", "data": data, "reward_spec": {"ground_truth": "SELECT 1"}})
+    for split, row in zip(("train", "validation"), rows, strict=True):
+        pq.write_table(pyarrow.Table.from_pylist([row]), folder / "data/sql" / f"{split}.parquet")
+    build = {**(load_recipe("sql-small").model.build or {}), "max_position_embeddings": 32_000}
+    small = {"path": None, "build": build, "tokenizer": "sql-small"}
+    done = treadle("train", "skyrl-sql", "--dry-run", f"model={json.dumps(small)}", "engine={}")
+    assert done.status == 0, done.out
+    assert "Which cities of synsql?" in done.out
+    missing = treadle("train", "skyrl-sql", "--dry-run", "data.train.options.file=nowhere.parquet", "engine={}")
+    assert missing.status == 1 and "nowhere.parquet" in missing.out
