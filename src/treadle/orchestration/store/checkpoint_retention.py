@@ -74,10 +74,13 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
             raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(on_disk)}")
         name = checkpoint_name(best)
         if name not in on_disk:
+            among = [checkpoint_update(Path(each)) for each in on_disk]
+            second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
+            advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
             why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
             raise RunError(
                 f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
-                f"it has {', '.join(on_disk) or 'none'}"
+                f"it has {', '.join(on_disk) or 'none'}{advice}"
             )
     elif which != "latest":
         name = which
