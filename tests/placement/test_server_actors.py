@@ -26,6 +26,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.vllm import engine as vllm_engine
 from treadle.engines.vllm import server as vllm_server
 from treadle.engines.vllm.engine import VLLMEngine, open_engine
+from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import ServerLost
 from treadle.models.weights import unique_weights
 from treadle.placement.engine_actors import PlacedServer
@@ -126,6 +127,7 @@ async def test_no_token_is_of_weights_that_were_not_admitted(reservation: Reserv
         # neither begins nor returns while it is held
         running = call(engine, 1)
         await asyncio.sleep(0.3)
+        assert isinstance(engine._publication, Publication)
         async with engine._publication._closed():
             begun = call(engine, 2, 5)
             await asyncio.wait({running, begun}, timeout=8)

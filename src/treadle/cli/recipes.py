@@ -24,7 +24,7 @@ from treadle.core.errors import ConfigError, DataError, RunError
 from treadle.core.types import Task
 from treadle.data.config import DataConfig, sources_of
 from treadle.data.load import LoadContext, Section, find_problems, load_tasks, named_sources, open_rows
-from treadle.data.rows import Row, parse_json
+from treadle.data.rows import parse_json
 from treadle.data.tasks import check_disjoint
 from treadle.integrations.harbor.packed import unpack
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
@@ -189,9 +189,24 @@ def run_data_head(options: argparse.Namespace) -> int:
         for setting, source in named_sources(section, split):
             rows = open_rows(source, split, setting, context)
             for row in islice(rows, options.n):
-                _print_row(console, row)
+                console.line((row.where, "bold"))
+                value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
+                if not isinstance(value, Task):
+                    for name, part in value.items() if isinstance(value, Mapping) else {"": value}.items():
+                        _print_value(console, name, part)
                 _print_task(console, context.task(row, source))
     return 0
+
+
+def _print_task(console: Console, task: Task) -> None:
+    kind, name = task.player
+    console.line("task ", (task.task_id, "bold"), f", played by the {kind} {name!r}" if name else "")
+    for message in task.prompt:
+        _print_value(console, message["role"], message["content"])
+    if task.ground_truth is not None:
+        _print_value(console, "ground_truth", task.ground_truth)
+    if task.extras:
+        _print_value(console, "extras", dict(task.extras))
 
 
 def run_data_check(options: argparse.Namespace) -> int:
@@ -235,26 +250,6 @@ def _sections(options: argparse.Namespace) -> tuple[dict[str, Section], LoadCont
         context = LoadContext(data.columns)
     sections = {"train": data.train, "held_out": data.held_out}
     return {split: section for split, section in sections.items() if section is not None}, context
-
-
-def _print_row(console: Console, row: Row) -> None:
-    console.line((row.where, "bold"))
-    if isinstance(row.value, Task):
-        return
-    value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
-    for name, part in value.items() if isinstance(value, Mapping) else {"": value}.items():
-        _print_value(console, name, part)
-
-
-def _print_task(console: Console, task: Task) -> None:
-    kind, name = task.player
-    console.line("task ", (task.task_id, "bold"), f", played by the {kind} {name!r}" if name else "")
-    for message in task.prompt:
-        _print_value(console, message["role"], message["content"])
-    if task.ground_truth is not None:
-        _print_value(console, "ground_truth", task.ground_truth)
-    if task.extras:
-        _print_value(console, "extras", dict(task.extras))
 
 
 def _print_value(console: Console, name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,19 +74,22 @@ def run_report(options: argparse.Namespace) -> int:
     if options.failures:
         ledger.prove()
         rows = ledger.failures()
-        console.json(rows) if options.json else _print_failures(console, rows)
+        if options.json:
+            console.json(rows)
+            return 0
+        for row in rows:
+            console.line(_failure_line(row), style="red")
+            if row["traceback"]:
+                console.text(indented(row["traceback"]))
+        if not rows:
+            console.line("no attempt failed")
         return 0
     from treadle.orchestration.reporting.report import report_of  # pyarrow
 
-    facts = report_of(directory, _track)
+    bar: dict[str, Any] = {"console": Console(stderr=True).rich, "transient": True, "disable": not sys.stderr.isatty()}
+    facts = report_of(directory, lambda rows: rich.progress.track(rows, "reading rollouts", **bar))
     console.json(facts) if options.json else _print(console, facts)
     return 0
-
-
-def _track(rows: list[Facts]) -> Iterable[Facts]:
-    """Show a bar on standard error while rows are read; without a terminal, nothing."""
-    console, hidden = Console(stderr=True).rich, not sys.stderr.isatty()
-    return rich.progress.track(rows, "reading rollouts", console=console, transient=True, disable=hidden)
 
 
 def _print(console: Console, facts: Facts) -> None:
@@ -159,15 +162,6 @@ def _print_trouble(console: Console, facts: Facts) -> None:
         console.line()
 
 
-def _print_failures(console: Console, rows: list[Facts]) -> None:
-    if not rows:
-        console.line("no attempt failed")
-    for row in rows:
-        console.line(_failure_line(row), style="red")
-        if row["traceback"]:
-            console.text(indented(row["traceback"]))
-
-
 def _failure_line(row: Facts) -> str:
     return f"failed {row['count']:,}x {row['cause']}, as {row['trajectory_id']}: {row['message']}"
 
@@ -195,11 +189,8 @@ def _print_relations(console: Console, relations: Facts) -> None:
     title = "steps and the earlier tokens of their trajectories"
     table = make_table("split", "steps", *kinds, "computed again", title=title, text=("split",))
     _print_figures(console, table, relations["splits"], "split", ("steps", *kinds, "extra_tokens"))
-    if relations["breaks"]:
-        _print_breaks(console, relations["breaks"])
-
-
-def _print_breaks(console: Console, breaks: list[Facts]) -> None:
+    if not (breaks := relations["breaks"]):
+        return
     table = make_table("cause", "breaks", "computed again", title="breaks", text=("cause",))
     _print_figures(console, table, breaks, "cause", ("count", "extra_tokens"))
     text = ("trajectory", "cause", "was", "now")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from rich.progress import TaskID
-
-from treadle.cli.console import Console, make_bars
+from treadle.cli.console import Console
 from treadle.cli.options import Parser, add_address, address_of, exit_status
 from treadle.core.errors import ConfigError
 from treadle.rollout.config import listen, url_of
@@ -61,8 +59,15 @@ def _run(options: argparse.Namespace) -> int:
 
     console = Console()
     with nullcontext() if options.build_only else listen(address, "--{} {}") as listening:  # before an index is built
-        with _progress(console) as progress:
-            corpus = open_corpus(options.corpus, options.model, options.index, progress)
+        tenths: dict[str, int] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if tenths.setdefault(what, 0) < (tenth := 10 * done // max(total, 1)):
+                tenths[what] = tenth
+                console.line(f"{what}: {done:,} of {total:,}")
+                sys.stdout.flush()
+
+        corpus = open_corpus(options.corpus, options.model, options.index, show)
         if listening is None:
             console.line(f"{len(corpus.passages):,} passages, indexed")
             return 0
@@ -82,26 +87,6 @@ def _run(options: argparse.Namespace) -> int:
             sys.stdout.flush()
             uvicorn.Server(config).run(sockets=[listening])
     return 0
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that shows how far an index is: a bar on a terminal, else a line at each tenth."""
-    tenths: dict[str, int] = {}
-    with make_bars(console) if console.is_terminal else nullcontext() as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if bars is not None:
-                if what not in tasks:
-                    tasks[what] = bars.add_task(what, total=total, note="")
-                bars.update(tasks[what], completed=done)
-            elif tenths.setdefault(what, 0) < (tenth := 10 * done // max(total, 1)):
-                tenths[what] = tenth
-                console.line(f"{what}: {done:,} of {total:,}")
-                sys.stdout.flush()
-
-        yield show
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
 if TYPE_CHECKING:
-    from treadle.core.engine import Engine
     from treadle.orchestration.setup.chat_interface import ChatInterface
     from treadle.training.trainer import EmbeddedSource
 
@@ -139,7 +138,14 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     engine = await open_serving(config, chat, source)
     try:
-        session = _session(options, chat, source.model.context, engine)
+        sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+        context, one = (
+            source.model.context,
+            Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0),
+        )  # that all clients share
+        spec = SessionSpec("serve", engine, chat.renderer, sampling, context - 1, one)
+        parse = chat.renderer.parser(options.parser, "--parser")
+        session = Session(spec, parse, callers_sampling=True, context=context)
         async with server as url:
             address = gateway.attach(session)
             problem = session.renderer.tools_problem(parse=session.parse)
@@ -154,14 +160,6 @@ async def _serve(
             console.line(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
     finally:
         await engine.close()
-
-
-def _session(options: argparse.Namespace, chat: ChatInterface, context: int, engine: Engine) -> Session:
-    """Return the one session that all clients with the key share."""
-    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    address = Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0)
-    spec = SessionSpec("serve", engine, chat.renderer, sampling, context - 1, address)
-    return Session(spec, chat.renderer.parser(options.parser, "--parser"), callers_sampling=True, context=context)
 
 
 def _write(directory: Path, session: Session) -> Path:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from treadle.core.engine import ProcessId
     from treadle.core.trainer import StepTrace
     from treadle.core.types import Step
-    from treadle.orchestration.reporting.callbacks import RunStatus
     from treadle.orchestration.store.run_directory import RunDirectory
     from treadle.packing.breaks import Relation
 
@@ -71,8 +70,17 @@ def run_show(options: argparse.Namespace) -> int:
     ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
         ledger.prove("groups", "trajectories")
-        rows = ledger.newest(_NEWEST)
-        console.json(rows) if options.json else _print_list(console, rows)
+        rows, names = ledger.newest(_NEWEST), ("trajectory", "task", "status")
+        table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
+        for row in rows:
+            texts = (row["trajectory_id"], row["task_id"], row["status"])
+            figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"), str(row["steps"]))
+            style = "red" if row["failure_cause"] else ""
+            table.add_row(*texts, *figures, str(row["completion_tokens"]), style=style)
+        if options.json:
+            console.json(rows)
+        else:
+            console.table(table) if rows else console.line("no trajectories yet")
         return 0
     from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces, load_trajectory
 
@@ -81,20 +89,6 @@ def run_show(options: argparse.Namespace) -> int:
     trajectory = as_json(row, steps, load_run_tokenizer(run_path), traces)
     console.json(trajectory) if options.json else _print_trajectory(console, trajectory)
     return 0
-
-
-def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        console.line("no trajectories yet")
-        return
-    names = ("trajectory", "task", "status")
-    table = make_table(*names, "reward", "adv.", "steps", "tokens", text=names)
-    for row in rows:
-        texts = (row["trajectory_id"], row["task_id"], row["status"])
-        figures = (_figure(row["reward"], "g"), _figure(row["advantage"], ".3f"), str(row["steps"]))
-        style = "red" if row["failure_cause"] else ""
-        table.add_row(*texts, *figures, str(row["completion_tokens"]), style=style)
-    console.table(table)
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -300,21 +294,17 @@ def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
         lines.append("no weights are published yet")
     else:
         lines.append(f"versions: learner {status.trained}, published {status.published}")
-    lines.append(_status_table(status, usage))
-    lines += [f"{part.kind} {part.name}: {part.error}" for part in status.components if part.error]
-    if status.message:
-        lines.append(f"{time.time() - status.message_at:.0f} s ago: {status.message}")
-    return lines
-
-
-def _status_table(status: RunStatus, usage: _Usage) -> Table:
     table = make_table(*_COLUMNS, text=_COLUMNS[:2])
     for part in status.components:
         counts = ["" if n is None else f"{n:,}" for n in (part.running, part.waiting, part.sessions, part.version)]
         counts.insert(3, "" if part.cache is None else f"{part.cache:.0%}")
         table.add_row(part.kind, part.name, *counts, *usage.cells(part.process))
     table.add_row("process", "of the run", *[""] * 5, *usage.cells(status.process))
-    return table
+    lines.append(table)
+    lines += [f"{part.kind} {part.name}: {part.error}" for part in status.components if part.error]
+    if status.message:
+        lines.append(f"{time.time() - status.message_at:.0f} s ago: {status.message}")
+    return lines
 
 
 class _Usage:

@@ -29,7 +29,6 @@ from treadle.training.demonstrations import load_demonstrations
 
 if TYPE_CHECKING:
     from treadle.orchestration.setup.dry_run import DryRun
-    from treadle.orchestration.setup.memory import MemoryPart
 
 _TRAIN_EXAMPLES = """examples:
   treadle train demo
@@ -160,14 +159,22 @@ def _is_stub(run: RunDirectory) -> bool:
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
     console = Console()
-    with environment(
-        {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    ):  # which the hub's libraries read when imported
+    with environment({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):  # read when the libraries are imported
         from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
 
         result = dry_run(config, runs, Console(stderr=True).line)
     _print_prompt(console, result)
-    _print_memory(console, result.memory)
+    if result.memory:
+        table = make_table("memory", "MB", "how", text=("memory", "how"))
+        for part in result.memory:
+            table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
+        console.table(table)
+        console.text(
+            "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden,\n"
+            "i intermediate size; q, k widths of all query and all key heads, V vocabulary",
+            style="dim",
+        )
+        console.line()
     for check in result.checks:
         style = "bold red" if check.is_missing else "green"
         console.line(f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), check.text)
@@ -185,21 +192,6 @@ def _print_prompt(console: Console, result: DryRun) -> None:
     ]
     console.line(("first prompt", "bold"), f", task {result.prompt.task_id}, {len(result.prompt.ids)} tokens")
     console.text(*parts)
-    console.line()
-
-
-def _print_memory(console: Console, parts: list[MemoryPart]) -> None:
-    if not parts:
-        return
-    table = make_table("memory", "MB", "how", text=("memory", "how"))
-    for part in parts:
-        table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
-    console.table(table)
-    console.text(
-        "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden, i intermediate\n"
-        "size; q, k widths of all query and all key heads, V vocabulary",
-        style="dim",
-    )
     console.line()
 
 
@@ -254,8 +246,12 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
 
 def run_sft(options: argparse.Namespace) -> int:
     config = load_recipe(options.recipe, options.overrides)
-    _check_sft(config, options.recipe, options.out)
-
+    if config.warm_start is None:
+        raise ConfigError(f"recipe {options.recipe!r} has no warm_start section, so there is nothing to learn; add one")
+    if options.out.exists():
+        raise ConfigError(f"--out {str(options.out)!r} exists already; choose another directory")
+    check_model_files(config.model)
+    load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     with make_progress(config) as progress:
         from treadle.orchestration.setup.warm_start import make_warm_model
 
@@ -271,12 +267,3 @@ def run_sft(options: argparse.Namespace) -> int:
     train = shlex.join(["train", options.recipe, *build, f"model.{where}={options.out}", "warm_start=null"])
     console.line(f"train from it: treadle {train}")
     return 0
-
-
-def _check_sft(config: RunConfig, recipe: str, out: Path) -> None:
-    if config.warm_start is None:
-        raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
-    if out.exists():
-        raise ConfigError(f"--out {str(out)!r} exists already; choose another directory")
-    check_model_files(config.model)
-    load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)

@@ -74,14 +74,6 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Escape Unicode's line breaks, which PyYAML would write bare and read back as newlines."""
-        style = '"' if {"\x85", "\u2028", "\u2029"} & set(text) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
 
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -154,10 +146,9 @@ def dump_yaml(config: Config) -> str:
     """Return YAML text, fields in order of declaration; `build(type(config), ...)` of it gives an equal config."""
     data = config.model_dump(mode="json")
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    if escape_text(text) == text:
-        return text
-    escaped: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False)  # as YAML escapes
-    return escaped
+    if escape_text(text) != text:  # as YAML escapes; PyYAML would write Unicode's line breaks bare
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
+    return text
 
 
 # Merging and overrides

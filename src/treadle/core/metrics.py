@@ -102,15 +102,12 @@ def _folded(metric: Metric, values: list[float]) -> float:
         case "min":
             return min(values)
         case _:
-            return sum(values) if all(isinstance(value, int) for value in values) else _bounded_sum(values)
-
-
-def _bounded_sum(values: list[float]) -> float:
-    """The sum, or the largest number of its sign where it is beyond any: a huge value must not end a run."""
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.copysign(sys.float_info.max, math.fsum(value / len(values) for value in values))
+            if all(isinstance(value, int) for value in values):
+                return sum(values)
+            try:
+                return math.fsum(values)
+            except OverflowError:  # a huge value must not end a run
+                return math.copysign(sys.float_info.max, math.fsum(value / len(values) for value in values))
 
 
 class Measures(Mapping[str, Any]):

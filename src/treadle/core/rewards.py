@@ -6,6 +6,7 @@ Shapes: C completion tokens of one step.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -101,7 +102,7 @@ def _checked_components(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise DataError(f"a reward's components must be numbers by name, got {value!r:.100}")
     for name, amount in value.items():
-        if not isinstance(name, str) or not name or not _encodes(name):
+        if not isinstance(name, str) or not name or re.search("[\ud800-\udfff]", name):  # which no file takes
             raise DataError(f"a component of a reward needs a name, got {name!r:.100}")
         if name == TOKENS:
             raise DataError(f"a component of a reward cannot be called {TOKENS!r}: that is what its tokens add up to")
@@ -120,14 +121,6 @@ def _checked_tokens(value: object) -> NDArray[np.float32]:
         raise DataError(f"a reward's tokens must be one {NUMBER}, for each token, got {value!r:.100}")
     tokens.flags.writeable = False
     return tokens
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which no file takes
-        return False
-    return True
 
 
 def reward_sum(values: Iterable[float]) -> float:

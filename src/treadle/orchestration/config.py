@@ -279,8 +279,11 @@ class RunConfig(Config):
                 "training.lora.pin_attempts is for asynchronous runs, and orchestration.max_staleness is 0, so that "
                 "weights never change during an attempt; leave it out"
             )
-        if self.engine.kind == "vllm":
-            raise ValueError("training.lora is not published to vLLM yet; set engine.kind to torch")
+        if self.engine.kind == "vllm" and (self.placement.kind != "embedded" or self.engine.vllm.urls):
+            raise ValueError(
+                "training.lora is published to vLLM servers that Treadle starts on this machine; leave out "
+                "engine.options.servers' addresses and placement.kind, or set engine.kind to torch"
+            )
         return self
 
     @model_validator(mode="after")

@@ -78,25 +78,19 @@ class RankActor(Placed):
         return await answer if isawaitable(answer) else answer
 
     def _meet(self, size: int, address: tuple[str, int], replicas: int, device: str, limit: float) -> Ranks:
-        interface = _interface(ray.util.get_node_ip_address())
+        here, places = ray.util.get_node_ip_address(), psutil.net_if_addrs().items()
+        interface = next((name for name, addresses in places if any(each.address == here for each in addresses)), "")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        return join(self._store or self._reached(size, address), self._rank, size, replicas, device, limit)
-
-    def _reached(self, size: int, address: tuple[str, int]) -> TCPStore:
+        store = self._store
         try:
-            return TCPStore(*address, size, wait_for_workers=False, timeout=timedelta(seconds=_MEETING))
+            store = store or TCPStore(*address, size, wait_for_workers=False, timeout=timedelta(seconds=_MEETING))
         except RuntimeError as error:
-            host, port = address
             raise RankError(
-                f"learner rank {self._rank} on {ray.util.get_node_ip_address()} cannot reach the first one at "
-                f"{host}:{port}; let nodes reach each other's ports ({error})"
+                f"learner rank {self._rank} on {here} cannot reach the first one at {address[0]}:{address[1]}; "
+                f"let nodes reach each other's ports ({error})"
             ) from error
-
-
-def _interface(address: str) -> str:
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, places in interfaces if any(each.address == address for each in places)), "")
+        return join(store, self._rank, size, replicas, device, limit)
 
 
 class RankActors:

@@ -58,18 +58,18 @@ class Turns:
                 await self._idle.wait()
             if self._whose != side:
                 self._whose = None
-                await (self._begin_learning() if side == "learner" else self._offload())
+                if side == "engines":
+                    await self._offload()
+                else:
+                    if self.sleep is not None:
+                        await self.sleep()
+                        self._asleep = True
+                    await self._reload()
                 self._whose = side
             if side == "engines" and wake and self._asleep:
                 assert self.wake is not None
                 await self.wake()
                 self._asleep = False
-
-    async def _begin_learning(self) -> None:
-        if self.sleep is not None:
-            await self.sleep()
-            self._asleep = True
-        await self._reload()
 
     def woken(self) -> None:
         """Note that engines have got weights, which wakes them."""

@@ -18,6 +18,7 @@ from treadle.core.config import build
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm.engine import open_engine
 from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.transfer import Collective
 from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
@@ -55,6 +56,7 @@ async def test_a_server_gets_the_weights_of_another_gpu(transfer: str, tmp_path:
             expected, other = (score(sized("qwen3", number), IDS) for number in (seed, 3 - seed))
             gap = np.abs(await engine.score(IDS) - expected).mean()
             assert gap <= config.tolerance < np.abs(expected - other).mean()
+        assert isinstance(engine._publication, Publication)
         way = engine._publication._transfer
         if isinstance(way, Collective):
             assert way._group is not None

@@ -20,7 +20,7 @@ from treadle.core.types import Ids, SamplingParams, StopReason
 from treadle.engines.staging import StagedFile, WeightsFile
 from treadle.engines.vllm import transfer
 from treadle.engines.vllm.engine import VLLMEngine
-from treadle.engines.vllm.publication import Probe
+from treadle.engines.vllm.publication import Probe, Publication
 from treadle.models.weights import unique_weights
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -190,6 +190,7 @@ async def test_weights_that_fail_halfway_leave_the_old_version_serving(
         with pytest.raises(EngineError, match=r"1 weights do not fit the engine's, for example model\.layers\.1\."):
             await publish(engine, spoil(unique_weights(new)), 4)
         source.shapes = None  # what follows shows that the servers would notice, too
+        assert isinstance(engine._publication, Publication)
         engine._publication._connected = []  # the server is to forget what it expects
         calls = start(engine, 4, 200)
         await under_way(engine._servers[0], 40)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from treadle.core.errors import ConfigError, EngineError, TreadleError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
+from treadle.engines.vllm.adapters import AdapterPublication
 from treadle.engines.vllm.launch import VERSION, find_python, installed_vllm, on_gpu, tail
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import (
@@ -53,7 +55,7 @@ class VLLMEngine:
     def __init__(
         self,
         servers: MutableSequence[Server],
-        publication: Publication,
+        publication: Publication | AdapterPublication,
         *,
         stop_token_ids: Sequence[int],
         expert_layers: Sequence[int] | None = None,
@@ -77,6 +79,7 @@ class VLLMEngine:
 
     def close_session(self, session: str) -> None:
         self._sessions.pop(session, None)
+        self._publication.forget(session)
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -93,9 +96,10 @@ class VLLMEngine:
             while (server := self._server_of(session)) is None:
                 await self._until_some_serve()
             try:
-                return await sample(
-                    server, admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers
-                )
+                with self._publication.adapter(session) as adapter:
+                    return await sample(
+                        server, admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers, adapter
+                    )
             except ServerLost:  # try another server, unless this very call seems to end them
                 if losses >= max(2, len(self._servers)):
                     raise
@@ -120,7 +124,8 @@ class VLLMEngine:
         await admission.settled()
         while (server := self._least_busy()) is None:
             await self._until_some_serve()
-        return await server.score(np.asarray(ids), temperature, admission.now.salt(None))
+        with self._publication.adapter(None) as adapter:
+            return await server.score(np.asarray(ids), temperature, admission.now.salt(None), adapter)
 
     def status(self) -> list[ComponentStatus]:
         """The load of each server, as of some seconds ago."""
@@ -209,12 +214,15 @@ async def open_engine(
     serve: Callable[[int], Started] | None,
     stop_token_ids: Sequence[int],
     probe: Probe | None = None,
+    adapters: Path | None = None,
+    pinned: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
-) -> tuple[VLLMEngine, Publication]:
+) -> tuple[VLLMEngine, Publication | AdapterPublication]:
     """Return an engine whose servers answer, at version 0, and the publication of the source's weights to them.
 
     serve: starts the server of a number, also again when it is lost; None: servers run already.
+    adapters: the source publishes adapters, and has its files there; pinned: see `AdapterPublication`.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
     take weights; ConfigError without vLLM.
@@ -242,7 +250,11 @@ async def open_engine(
     opening = [asyncio.ensure_future(open_server(number)) for number in range(config.count)]
     try:
         servers += await asyncio.gather(*opening)
-        publication = Publication(servers, transfer, source, in_flight=config.in_flight, probe=probe)
+        publication: Publication | AdapterPublication
+        if adapters is None:
+            publication = Publication(servers, transfer, source, in_flight=config.in_flight, probe=probe)
+        else:
+            publication = AdapterPublication(servers, source, adapters, probe=probe, pinned=pinned)
         await publication.begin(version=0)
     except BaseException:
         for task in opening:

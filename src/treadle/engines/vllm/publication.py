@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
@@ -110,6 +110,13 @@ class Publication:
                 await self._prove(server, self._expected)
             await server.open(self._admitted)
             self._servers[number] = server
+
+    def adapter(self, session: str | None) -> AbstractContextManager[None]:
+        """Return nothing: all weights are of the servers' own model."""
+        return nullcontext()
+
+    def forget(self, session: str) -> None:
+        pass
 
     def close(self) -> None:
         if self._staged is not None:

@@ -29,6 +29,14 @@ _EXCERPT = 500  # characters of a response that an error shows
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that servers have loaded under a name."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """The label of the weights that serve now, and the policy version of each label admitted so far."""
 
@@ -186,7 +194,9 @@ class Server:
             raise EngineError(f"{self}: {path} was not answered")
         return self._content(path, response)
 
-    async def score(self, ids: Ids, temperature: float = 1.0, salt: str | None = None) -> Floats:
+    async def score(
+        self, ids: Ids, temperature: float = 1.0, salt: str | None = None, adapter: Adapter | None = None
+    ) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
 
         One call at temperature 1. vLLM scores prompts at no other, so that any other takes one call for each token,
@@ -195,10 +205,11 @@ class Server:
         if len(ids) + 1 > self.context:  # vLLM samples a token, too
             raise EngineError(f"{len(ids)} tokens to score, and one that vLLM samples, exceed {self.context}")
         if temperature != 1.0:
-            calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt) for n in range(1, len(ids)))
+            calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt, adapter) for n in range(1, len(ids)))
             return np.array(await asyncio.gather(*calls), np.float32)
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await self.post("/inference/v1/generate", {"token_ids": ids.tolist(), "sampling_params": sampling})
+        body = {"token_ids": ids.tolist(), "sampling_params": sampling, **_model(adapter)}
+        answer = await self.post("/inference/v1/generate", body)
         entries = answer["prompt_logprobs"] or []
         if len(entries) != len(ids):
             raise EngineError(f"{self} returned {len(entries)} log-probabilities for {len(ids)} tokens to score")
@@ -243,10 +254,12 @@ class Server:
             reason = str(error) or f"no answer for {_TELLING:g} s"
             self.lose(f"the process that makes rollout workers' calls of it: {reason}")
 
-    async def _score_next(self, prompt: Ids, token: int, temperature: float, salt: str | None) -> float:
+    async def _score_next(
+        self, prompt: Ids, token: int, temperature: float, salt: str | None, adapter: Adapter | None
+    ) -> float:
         asked = [token, 0 if token else 1]  # one more, because the sampled token takes up one of the answers
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "logprob_token_ids": asked}
-        body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt}
+        body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt, **_model(adapter)}
         answer = await self.post("/inference/v1/generate", body)
         [content] = answer["choices"][0]["logprobs"]["content"]
         logprobs = {entry["token_id"]: float(entry["logprob"]) for entry in [*content["top_logprobs"], content]}
@@ -264,7 +277,7 @@ class Server:
     def _content(self, path: str, response: httpx.Response) -> Any:
         if response.status_code != 200:
             raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
-        return response.json() if response.content else None
+        return response.json() if response.headers.get("content-type", "").startswith("application/json") else None
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
         """Return the response, or raise ServerLost as soon as the server is given up."""
@@ -329,10 +342,11 @@ async def sample(
     stop_token_ids: Sequence[int],
     cache_salt: str | None,
     expert_layers: Sequence[int] | None = None,
+    adapter: Adapter | None = None,
 ) -> Completion:
     """Sample one completion from admitted weights. Cancelling aborts it on the server.
 
-    expert_layers: hidden layers whose experts the completion reports; None: no routing.
+    expert_layers: hidden layers whose experts the completion reports; None: no routing. adapter: whose tokens all are.
     Raises EngineError for a refused request, weights that were not admitted, or missing experts; ServerLost.
     """
     await admission.settled()  # a completion that begins now is of the new weights
@@ -354,18 +368,25 @@ async def sample(
     if expert_layers is not None:  # from the prompt's last token on, which predicts the first sampled one
         params["routed_experts_prompt_start"] = len(prompt_ids) - 1
     ids, salt = np.asarray(prompt_ids).tolist(), admission.now.salt(cache_salt)
-    body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt}
+    body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt, **_model(adapter)}
     answer = await server.post("/inference/v1/generate", body)
     await admission.settled()  # one that ends now may hold tokens of weights that are not admitted yet
     [choice] = answer["choices"][:1]
     logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
+    tokens = len(choice["token_ids"])
     return Completion(
         token_ids=np.array(choice["token_ids"], np.int32),
         logprobs=np.zeros_like(logprobs) if sampling.temperature == 0 else np.minimum(logprobs, 0.0),
         stop_reason=StopReason(choice["finish_reason"]),
-        policy_versions=admission.now.spans(choice["weight_versions"] or []),
+        policy_versions=admission.now.spans(choice["weight_versions"] or [])
+        if adapter is None
+        else (VersionSpan(adapter.version, 0, tokens),) * bool(tokens),
         routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
     )
+
+
+def _model(adapter: Adapter | None) -> dict[str, str]:
+    return {} if adapter is None else {"model": adapter.name}
 
 
 def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Sequence[int]) -> Routing | None:

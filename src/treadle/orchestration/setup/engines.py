@@ -24,6 +24,7 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
+from treadle.models.model_files import is_adapter
 from treadle.models.weights import adapter_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.chat_interface import ChatInterface
@@ -181,7 +182,8 @@ async def open_vllm(
     models: directory in which the model is handed over, which trainer and
     servers see; default: that of temporary files.
     """
-    from treadle.engines.vllm.engine import open_engine as start  # httpx, which only this needs
+    from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
+    from treadle.engines.vllm.engine import open_engine as start
     from treadle.engines.vllm.publication import Probe
 
     config, model = spec.config, spec.source.model
@@ -190,18 +192,24 @@ async def open_vllm(
         config = config.model_copy(update={"options": {**config.options, "args": args}})
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.chat.stop_token_ids
-    connected = partial(start, config, spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
+    connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
     if config.vllm.urls:  # servers that have a model
-        return await connected(serve=None)
+        return await connected(config, serve=None)
     logs = spec.log_directory()
     with ExitStack() as cleanup:
         folder = _directory(cleanup, models)
         await spec.source.export(folder)
+        if is_adapter(folder):
+            exported = Exported.read(folder)
+            config, served = exported.served_by(config, slots=(spec.pinned or 0) + 2), exported.base
+            connected = partial(connected, adapters=folder.parent, pinned=spec.pinned)
+        else:
+            served = folder
 
         def serve_model(number: int) -> Started:
-            return serve(number, folder, config, logs / f"vllm-{number}.log")
+            return serve(number, served, config, logs / f"vllm-{number}.log")
 
-        return await connected(serve=serve_model, on_close=cleanup.pop_all().close)
+        return await connected(config, serve=serve_model, on_close=cleanup.pop_all().close)
 
 
 def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
