@@ -25,7 +25,7 @@ from treadle.orchestration.reporting.callbacks import Callbacks
 from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.session import Address

@@ -15,6 +15,7 @@ from treadle.core.draws import Stream
 from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.callbacks import Progress
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
@@ -328,8 +329,8 @@ def tiny(*overrides: str) -> RunConfig:
     return build(RunConfig, apply_overrides(_TINY, overrides))
 
 
-class Quiet:
-    """Progress that keeps the lines and the rows it is told."""
+class Quiet(Progress):
+    """Keeps the lines and the rows of a run. began: called when a phase begins."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -338,11 +339,11 @@ class Quiet:
     def log(self, line: str) -> None:
         self.lines.append(line)
 
-    def phase(self, name: str, total: int) -> None: ...
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        if done == 0:
+            self.began(name)
 
-    def advance(self, done: int, note: str = "") -> None: ...
+    def began(self, name: str) -> None: ...
 
-    def updated(self, row: Any, updates: int) -> None:
+    def update(self, row: Any) -> None:
         self.rows.append(row)
-
-    def evaluated(self, result: Any) -> None: ...

@@ -21,7 +21,7 @@ from tests.worlds import END, chatml, tiny
 from treadle.cli.main import main
 from treadle.orchestration.reporting.callbacks import Callback
 from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces
+from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces
 from treadle.orchestration.store.run_directory import RunDirectory
 
 

@@ -9,8 +9,7 @@ from tests.worlds import tiny, user
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.reporting.clock import Clock
-from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.reporting.reporter import Clock, Reporter
 from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.orchestration.stopping import StopRequest

@@ -17,10 +17,9 @@ from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.inputs import Inputs, load_inputs, record_data
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.rollout_store import read_shard
+from treadle.orchestration.store.rollout_store import read_shard, read_traces
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import KEYS, row_checksum
-from treadle.orchestration.store.trace_store import read_traces
 from treadle.orchestration.train import train_run
 
 Summary = dict[str, Any]
@@ -67,7 +66,7 @@ class Interrupting(Quiet):
         super().__init__()
         self.number, self.left, self.what = number, which, what
 
-    def phase(self, name: str, total: int) -> None:
+    def began(self, name: str) -> None:
         self.left -= name == self.what
         if not self.left:
             self.left = -1

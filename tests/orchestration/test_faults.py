@@ -120,14 +120,14 @@ class Filling(Quiet):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, update: int) -> None:
         super().__init__()
-        self.monkeypatch, self.update = monkeypatch, update
+        self.monkeypatch, self.last = monkeypatch, update
 
-    def updated(self, row: Any, updates: int) -> None:
+    def update(self, row: Any) -> None:
         def full(path: Path, content: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        super().updated(row, updates)
-        if row["update"] == self.update:
+        super().update(row)
+        if row["update"] == self.last:
             self.monkeypatch.setattr("treadle.core.files.write_durably", full)
 
 

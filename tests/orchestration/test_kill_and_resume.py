@@ -194,10 +194,10 @@ class Striking(Quiet):
 
     def __init__(self, batch: int) -> None:
         super().__init__()
-        self.batch = batch
+        self.after = batch
 
-    def phase(self, name: str, total: int) -> None:
-        if name == "rollout" and len(self.rows) == self.batch:
+    def began(self, name: str) -> None:
+        if name == "rollout" and len(self.rows) == self.after:
             [pid] = children()
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()

@@ -1,8 +1,11 @@
 """Every recorded step is in exactly one state, through recording, checkpoints and roll-backs."""
 
-import json
+import random
+import shutil
 import sqlite3
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sqlite_pages import content_bytes
 from tests.worlds import make_group, make_step
-from treadle.core.errors import Cause, RunError
+from treadle.core.errors import Cause, DamageError, RunError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import DroppedStep, dropped_steps, leave_out
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Trajectory
 from treadle.orchestration.store.ledger import Ledger, TrainedBatch
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.loop_state import LoopState
-from treadle.orchestration.store.tables import journal_mode
+from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
+from treadle.orchestration.store.tables import KEYS, journal_mode, row_checksum
 
 
 @pytest.fixture
@@ -54,37 +57,6 @@ def states(ledger: LedgerReader) -> dict[str, tuple[str, str | None]]:
     found = {row["trajectory_id"]: (row["state"], row["reason"]) for row in rows}
     assert len(found) == len(rows)
     return found
-
-
-def test_recording_notes_everything(ledger: Ledger) -> None:
-    steps = (make_step([1, 2, 3], [4], 0.5), make_step([1, 2, 3, 4, 5], [], 0.25))
-    ledger.record(
-        [make_group(3, good("g000003", reward=0.75, steps=steps), failed("g000003", 1))], "train", 7, shard("s")
-    )
-    [row] = ledger.query("SELECT * FROM groups")
-    task = json.loads(row.pop("task"))
-    row.pop("checksum")
-    assert row == {
-        "group_id": "g000003",
-        "idx": 3,
-        "split": "train",
-        "epoch": 0,
-        "position": 3,
-        "batch": 7,
-        "trained_version": None,
-    }
-    assert task["task_id"] == "t3"
-    assert task["prompt"] == [{"role": "user", "content": "?"}]
-    first, second = ledger.query("SELECT * FROM trajectories ORDER BY attempt")
-    assert (first["reward"], first["status"], first["failure_cause"], first["advantage"]) == (0.75, "done", None, None)
-    assert (first["steps"], first["completion_tokens"], first["oldest_version"], first["seconds"]) == (2, 1, 0, 0.5)
-    assert (second["reward"], second["status"], second["shard"]) == (None, "failed", "s")
-    assert (second["failure_cause"], second["failure_message"]) == ("timeout", "too slow")
-    rows = ledger.query("SELECT * FROM steps WHERE trajectory_id = 'g000003.0' ORDER BY step")
-    assert [(r["step"], r["prompt_tokens"], r["completion_tokens"], r["reward"]) for r in rows] == [
-        (0, 3, 1, 0.5),
-        (1, 5, 0, 0.25),
-    ]
 
 
 def test_steps_that_were_dropped_when_recorded_stay_so(ledger: Ledger) -> None:
@@ -234,17 +206,6 @@ def test_refused_trajectories_say_why_and_are_dropped_with_the_checkpoint(ledger
     assert len(ledger.query("SELECT 1 FROM steps WHERE state = 'trained' AND trajectory_id = 'g000000.0'")) == 1
 
 
-def test_a_group_that_is_discarded_is_dropped_at_once(ledger: Ledger) -> None:
-    ledger.record([group(0), group(1)], "train", 0, shard("shard"))
-    ledger.note_dropped(leave_out(group(1), DropReason.FILTERED))
-    assert states(ledger) == {
-        "g000000.0": ("recorded", None),
-        "g000000.1": ("dropped", "failed"),
-        "g000001.0": ("dropped", "filtered"),
-        "g000001.1": ("dropped", "failed"),
-    }
-
-
 def test_recording_is_all_or_nothing(ledger: Ledger) -> None:
     ledger.record([group(1)], "train", 0, shard("s"))
     with pytest.raises(sqlite3.IntegrityError):
@@ -281,9 +242,158 @@ def test_what_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
         Ledger(tmp_path / "no")
 
 
-def test_any_unicode_survives(ledger: Ledger) -> None:
-    message = "naïve ☃ \x00 \u2028"
-    bad = Trajectory("g0.0", "t", 0, (), None, Status.FAILED, Failure(Cause.AGENT, message))
-    ledger.record([make_group(0, bad, name="g0")], "train", 0, shard("s"))
-    found: list[dict[str, Any]] = ledger.query("SELECT failure_message FROM trajectories")
-    assert found == [{"failure_message": message}]
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        fill(ledger)
+    return tmp_path / "ledger.sqlite"
+
+
+def fill(ledger: Ledger) -> None:
+    """All kinds of values, and of changes."""
+    for index in range(8):
+        name = f"g{index:06d}"
+        failure = Failure(Cause.AGENT, "naïve ☃ \x00 \u2028")
+        attempts = [
+            Trajectory(f"{name}.0", "t", 0, (make_step(), make_step()), -0.0, Status.DONE, seconds=index / 3),
+            Trajectory(f"{name}.1", "t", 1, (make_step(),), None, Status.FAILED, failure),
+            Trajectory(f"{name}.2", "t", 2, (make_step(),), 1, Status.DONE),
+        ]
+        shard = WrittenFile(f"{name}.parquet", "0" * 64)
+        ledger.record([make_group(index, *attempts, name=name)], "train", index, shard)
+    ledger.note_trained(0, ["g000000", "g000001"], {"g000000.0": -0.0, "g000001.0": float("nan"), "g000001.2": 1})
+    ledger.commit_checkpoint("step-000001", LoopState(1, 1, 3), manifest_sha256="1" * 64)
+    ledger.note_refused({"g000003.0": "ä\x00\u2028"})
+    ledger.note_damaged(["g000004.0"])
+    ledger.roll_back(LoopState(1, 1, 3, outstanding=(1,)), DropReason.RESAMPLED, keep=["g000005"])
+
+
+def everything(path: Path) -> Any:
+    """All rows; or, where that is refused, the error."""
+    try:
+        LedgerReader(path, "do this").prove()
+        return [LedgerReader(path, "do this").rows(table, "ORDER BY 1") for table in KEYS]
+    except RunError as error:
+        assert "\n" not in str(error) and str(error).endswith("; do this")
+        return error
+
+
+def flips(places: list[int], count: int) -> Iterator[tuple[int, int]]:
+    draws = random.Random(count)
+    for _ in range(count):
+        yield draws.choice(places), 1 << draws.randrange(8)
+
+
+def flipped(path: Path, place: int, mask: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= mask
+    path.write_bytes(content)
+
+
+def test_whatever_byte_of_a_row_or_an_index_is_flipped_it_is_seen(path: Path) -> None:
+    places = content_bytes(path)
+    for place, mask in flips(places, 200):
+        flipped(path, place, mask)
+        assert isinstance(everything(path), DamageError), place
+        flipped(path, place, mask)
+    assert len(everything(path)[0]) == 8
+
+
+def test_whatever_byte_of_the_file_is_flipped_nothing_is_read_that_was_not_written(path: Path) -> None:
+    """Free space and what a reader has no use for may be anything."""
+    good = everything(path)
+    seen = 0
+    for place, mask in flips(list(range(path.stat().st_size)), 300):
+        flipped(path, place, mask)
+        found = everything(path)
+        seen += isinstance(found, RunError)
+        assert isinstance(found, RunError) or found == good, place
+        flipped(path, place, mask)
+    assert seen > 30
+
+
+def test_a_damaged_row_is_not_changed_either(path: Path) -> None:
+    """The change would give it a new checksum."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE trajectories SET reward = 5 WHERE trajectory_id = 'g000007.0'")
+    message = r"a row is not as it was written: g000007\.0 of trajectories; restore it"
+    with closing(Ledger(path)) as ledger, pytest.raises(DamageError, match=message):
+        ledger.note_trained(1, [], {"g000006.0": 1.0, "g000007.0": 1.0})
+    assert isinstance(everything(path), DamageError)
+    assert not LedgerReader(path).query("SELECT 1 FROM trajectories WHERE advantage = 1 AND trajectory_id > 'g000006'")
+
+
+def test_only_what_is_asked_for_is_proven(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE trajectories SET reward = 5 WHERE trajectory_id = 'g000007.0'")
+    reader = LedgerReader(path)
+    reader.prove("groups", "steps")
+    assert reader.rows("trajectories", "WHERE trajectory_id = ?", "g000006.0")
+    for table in ((), ("trajectories",)):
+        with pytest.raises(DamageError, match=r"g000007\.0 of trajectories"):
+            reader.prove(*table)
+    with pytest.raises(DamageError, match=r"g000007\.0 of trajectories"):
+        reader.rows("trajectories", "WHERE group_id = ?", "g000007")
+
+
+def test_any_client_reads_and_writes_it(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*), sum(idx) FROM groups").fetchone() == (8, 28)
+        [row] = connection.execute("SELECT * FROM files WHERE name = 'rollouts/g000000.parquet'")
+        with connection:
+            connection.execute("INSERT INTO files VALUES ('a', 'b', ?)", (row_checksum(["a", "b"]),))
+    LedgerReader(path).prove()
+    assert row[-1] == row_checksum(row[:-1])
+
+
+def test_a_statement_that_is_wrong_is_no_damage(path: Path) -> None:
+    with pytest.raises(RunError, match="cannot be read: no such column: colour") as caught:
+        LedgerReader(path).query("SELECT colour FROM groups")
+    assert not isinstance(caught.value, DamageError)
+
+
+@pytest.mark.parametrize("change", ["ADD COLUMN extra INTEGER", "RENAME COLUMN epoch TO round"])
+def test_another_schema_is_refused(change: str, path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"ALTER TABLE groups {change}")
+    with pytest.raises(DamageError, match="is damaged: the definition of the table groups is not the one"):
+        LedgerReader(path).prove()
+
+
+def test_a_copy_is_a_ledger_like_it(path: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("VACUUM INTO ?", (str(tmp_path / "vacuumed"),))
+    with closing(Ledger(path)) as ledger:
+        ledger.backup(tmp_path / "backup")
+    shutil.copy(path, tmp_path / "copied")
+    copies = [everything(tmp_path / name) for name in ("vacuumed", "backup", "copied")]
+    assert all(copy == everything(path) for copy in copies)
+
+
+def test_a_closed_ledger_is_one_file_that_a_read_only_disk_may_hold(path: Path) -> None:
+    path.chmod(0o400)
+    path.parent.chmod(0o500)
+    try:
+        LedgerReader(path).prove()
+        assert list(path.parent.iterdir()) == [path]
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_it_is_not_closed_while_another_thread_writes(tmp_path: Path) -> None:
+    """SQLite has no guard of its own: a statement on a connection that is being closed ends the process."""
+    ledger, begun, closed = Ledger(tmp_path / "ledger.sqlite"), threading.Event(), threading.Event()
+
+    def write() -> None:
+        with ledger.transaction() as db:
+            begun.set()
+            assert not closed.wait(0.1)
+            db.execute("INSERT INTO files VALUES ('a', 'b', 0)")
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    begun.wait()
+    ledger.close()
+    closed.set()
+    writing.join()
+    assert [row["name"] for row in LedgerReader(tmp_path / "ledger.sqlite").query("SELECT * FROM files")] == ["a"]

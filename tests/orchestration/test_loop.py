@@ -232,7 +232,7 @@ class Breaking(Quiet):
         super().__init__()
         self.world, self.after = world, after
 
-    def updated(self, row: Any, updates: int) -> None:
+    def update(self, row: Any) -> None:
         if row["update"] == self.after:
             self.world.every = 2
 
@@ -316,7 +316,7 @@ class Dying(Quiet):
         super().__init__()
         self.left = which
 
-    def evaluated(self, result: Any) -> None:
+    def evaluate(self, result: Any) -> None:
         self.left -= 1
         if not self.left:
             raise SystemExit("killed")
@@ -376,9 +376,9 @@ def test_a_second_signal_interrupts_at_once_and_the_run_still_resumes(
     tmp_path: Path, reference: tuple[Path, Summary]
 ) -> None:
     class Impatient(Interrupting):
-        def phase(self, name: str, total: int) -> None:
+        def began(self, name: str) -> None:
             twice = self.left == 1 and name == "rollout"
-            super().phase(name, total)
+            super().began(name)
             if twice:
                 os.kill(os.getpid(), self.number)
 

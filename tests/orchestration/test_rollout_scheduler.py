@@ -21,7 +21,7 @@ from treadle.orchestration.sampling.failures import FailurePolicy, FailuresConfi
 from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController, RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.testing import FakeEngine, VirtualLoop
 
 # TaskOrder

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worlds import make_group, make_step
-from treadle.core.errors import RunError
+from tests.orchestration.runs import check_finished, query, start
+from tests.worlds import Quiet, make_group, make_step, tiny
+from treadle.core.errors import DamageError, RunError
 from treadle.core.files import write_atomically
 from treadle.core.rewards import Reward
+from treadle.core.trainer import StepTrace
 from treadle.core.types import (
     BreakCause,
     DropReason,
@@ -26,7 +29,17 @@ from treadle.core.types import (
     StopReason,
     Trajectory,
 )
-from treadle.orchestration.store.rollout_store import read_steps, write_shard
+from treadle.orchestration.setup.inputs import load_inputs
+from treadle.orchestration.store.rollout_store import (
+    load_traces,
+    load_trajectory,
+    read_steps,
+    read_traces,
+    write_shard,
+    write_traces,
+)
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.train import train_run
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 amounts = st.floats(-1e11, 1e11)  # of rewards
@@ -69,20 +82,11 @@ def _routing(tokens: int, layers: int, top_k: int) -> Routing:
     return ((rows + np.arange(top_k)) % 2**15).reshape(tokens, layers, top_k).astype(np.int16)
 
 
-def same(a: Step, b: Step) -> bool:
-    arrays = ("prompt_ids", "completion_ids", "logprobs", "policy_versions", "mask")
-    plain = {field.name for field in fields(Step)} - {*arrays, "routing", "given"}
-    tokens = [None if step.given.tokens is None else step.given.tokens.tobytes() for step in (a, b)]
-    exact = all(
-        getattr(a, n).tobytes() == getattr(b, n).tobytes() and getattr(a, n).dtype == getattr(b, n).dtype
-        for n in arrays
-    )
-    if (a.routing is None) != (b.routing is None):
-        return False
-    if a.routing is not None and b.routing is not None:
-        exact &= a.routing.dtype == b.routing.dtype and np.array_equal(a.routing, b.routing)
-    given = tokens[0] == tokens[1] and a.given.components == b.given.components
-    return exact and given and all(getattr(a, n) == getattr(b, n) for n in plain)
+def plain(value: Any) -> Any:
+    """Arrays as their type, shape and bytes, so that records compare bit by bit."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    return [plain(getattr(value, field.name)) for field in fields(value)] if is_dataclass(value) else value
 
 
 @settings(max_examples=40)
@@ -94,23 +98,17 @@ def test_a_shard_gives_back_every_bit(tmp_path_factory: pytest.TempPathFactory, 
     assert [p.name for p in directory.iterdir()] == [shard.name] == ["train-g.parquet"]
     for trajectory in trajectories:
         found = read_steps(directory, shard, trajectory.trajectory_id)
-        assert len(found) == len(trajectory.steps)
-        assert all(map(same, trajectory.steps, found))
+        assert [plain(step) for step in found] == [plain(step) for step in trajectory.steps]
     assert read_steps(directory, shard, "nobody") == []
 
 
 def test_pandas_reads_a_shard(tmp_path: Path) -> None:
-    done = [
-        Trajectory(f"g0.{n}", "t", n, (make_step(), make_step([1, 2, 3], [4], 0.5)), 1.0, Status.DONE) for n in range(2)
-    ]
-    shard = write_shard(tmp_path, "x", [make_group(0, *done, name="g0")])
+    steps = (make_step(), make_step([1, 2, 3], [4], 0.5))
+    shard = write_shard(tmp_path, "x", [make_group(0, Trajectory("g0.0", "t", 0, steps, 1.0, Status.DONE), name="g0")])
     table = pandas.read_parquet(tmp_path / shard.name)
-    assert table.trajectory_id.tolist() == ["g0.0", "g0.0", "g0.1", "g0.1"]
-    assert table.step.tolist() == [0, 1, 0, 1]
-    assert table.completion_ids[1].tolist() == [4]
-    assert table.logprobs[0].dtype == np.float32
-    assert table.reward.tolist() == [0.0, 0.5, 0.0, 0.5]
-    assert table.stop_reason.unique().tolist() == ["stop"]
+    assert (table.trajectory_id.tolist(), table.step.tolist()) == (["g0.0", "g0.0"], [0, 1])
+    assert (table.completion_ids[1].tolist(), table.reward.tolist()) == ([4], [0.0, 0.5])
+    assert table.logprobs[0].dtype == np.float32 and table.stop_reason.unique().tolist() == ["stop"]
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +126,91 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     write_atomically(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+floats = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> StepTrace:
+    size = draw(st.integers(0, 5))
+
+    def array(values: st.SearchStrategy[Any], dtype: type[np.generic]) -> Any:
+        return np.array(draw(st.lists(values, min_size=size, max_size=size)), dtype)
+
+    return StepTrace(
+        update=draw(st.integers(1, 9)),
+        group_id="g",
+        trajectory_id=draw(st.sampled_from(["g.0", "g.1"])),
+        step=draw(st.integers(0, 9)),
+        logprobs=array(floats, np.float32),
+        entropy=array(floats, np.float32),
+        advantage=array(floats, np.float32),
+        ratio=array(floats, np.float32) if draw(st.booleans()) else None,
+        clipped=array(st.booleans(), np.bool_) if draw(st.booleans()) else None,
+    )
+
+
+def plain_traces(found: Sequence[StepTrace]) -> list[Any]:
+    return [plain(trace) for trace in found]
+
+
+@settings(max_examples=40)
+@given(st.lists(traces(), min_size=1, max_size=5))
+def test_a_file_gives_back_every_bit(tmp_path_factory: pytest.TempPathFactory, written: list[StepTrace]) -> None:
+    folder = tmp_path_factory.mktemp("traces")
+    file = write_traces(folder, 12, written)
+    assert [path.name for path in folder.iterdir()] == [file.name] == ["v000012.parquet"]
+    assert plain_traces(read_traces(folder, file)) == plain_traces(written)
+    for name in ("g.0", "g.1", "nobody"):
+        assert plain_traces(read_traces(folder, file, name)) == plain_traces(
+            [t for t in written if t.trajectory_id == name]
+        )
+
+
+TRACED = "orchestration.traced_groups=1"
+
+
+def test_what_is_traced_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    kept = start(tmp_path / "all", TRACED)
+    none = start(tmp_path / "none", "orchestration.traced_groups=0")
+    assert kept["weights_sha256"] == none["weights_sha256"]
+    for run in ("all", "none"):
+        check_finished(tmp_path / run)
+    assert len(list((tmp_path / "all" / "traces").iterdir())) == 4 and not list(
+        (tmp_path / "none" / "traces").iterdir()
+    )
+    [row] = query(tmp_path / "all", "SELECT trajectory_id FROM trajectories WHERE advantage NOT NULL LIMIT 1")
+    ledger_row, steps = load_trajectory(tmp_path / "all", row["trajectory_id"])
+    found = load_traces(tmp_path / "all", row["trajectory_id"])
+    assert [trace.step for trace in found] == list(range(len(steps)))
+    for trace, step in zip(found, steps, strict=True):
+        np.testing.assert_allclose(trace.logprobs, step.logprobs, atol=1e-4)  # of the engine, with the same weights
+        np.testing.assert_allclose(trace.advantage, ledger_row["advantage"], rtol=1e-6)
+    assert load_traces(tmp_path / "none", row["trajectory_id"]) == []
+    table = pandas.read_parquet(tmp_path / "all" / "traces")
+    assert table["update"].tolist() == sorted(table["update"]) and set(table["update"]) == {1, 2, 3, 4}
+    assert table.clipped[0].dtype == np.bool_ and len(table.ratio[0]) == len(table.entropy[0])
+
+
+def test_a_run_that_goes_back_forgets_the_traces_of_what_it_undoes(tmp_path: Path) -> None:
+    """Here nothing is traced afterwards, so that those that are left are those from before."""
+    run, often = tmp_path / "run", ("orchestration.checkpoint_every=1", "orchestration.keep_last=9")
+    start(run, TRACED, *often)
+    before = {file.name: file.read_bytes() for file in (run / "traces").iterdir()}
+    config = tiny("orchestration.traced_groups=0", *often)
+    train_run(config, load_inputs(config), run, Quiet(), checkpoint="step-000002", resume=True)
+    left = {name: before[name] for name in ("v000000.parquet", "v000001.parquet")}
+    assert {file.name: file.read_bytes() for file in (run / "traces").iterdir()} == left
+    ledger = RunDirectory.open(run).ledger()
+    assert ledger.traces().keys() == left.keys()
+
+
+def test_a_damaged_file_is_refused_and_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    start(run, TRACED, "orchestration.updates=1")
+    assert load_traces(run, "g000000.0")
+    file = run / "traces" / "v000000.parquet"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamageError, match=r"v000000\.parquet"):
+        load_traces(run, "g000000.0")

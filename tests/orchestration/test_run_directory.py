@@ -1,10 +1,12 @@
 """Who owns a run directory, and what is kept of its metrics."""
 
+import asyncio
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,12 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.worlds import ROOT, tiny
+from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
+from tests.worlds import ROOT, Quiet, make_group, make_step, tiny
 from treadle.core.errors import RunError
 from treadle.core.files import new_directory
+from treadle.core.types import Group, Status, Trajectory
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
+from treadle.orchestration.store.run_store import RunStore
 
 LOCKER = """
 import sys, time
@@ -55,13 +60,8 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, tiny())
     run.close()
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with subprocess.Popen(
-        [sys.executable, "-c", LOCKER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as other:
+    command, pipe = [sys.executable, "-c", LOCKER, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(RunError, match="another process is training in"):
@@ -75,7 +75,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     run.close()
 
 
-def update_row(number: int) -> dict[str, Any]:
+def logged(number: int) -> dict[str, Any]:
     return {"kind": "update", "update": number, "x": 0.1 * number}
 
 
@@ -100,15 +100,17 @@ def test_metrics_after_the_checkpoint_are_forgotten_and_so_is_an_unfinished_line
     run = RunDirectory(tmp_path)
     assert run.metrics() == []
     assert run.roll_back_metrics(0, []) is None  # killed before the first line
-    rows = [update_row(number) for number in range(1, 6)]
+    rows = [logged(number) for number in range(1, 6)]
     rows.insert(2, {"kind": "evaluation", **evaluation(2)})
     for row in rows:
         run.log(row)
-    with run.metrics_file.open("a") as file:
-        file.write('{"kind": "update", "upd')
-    assert run.metrics() == rows
+        run.log_interval(row)
+    for file in (run.metrics_file, run.intervals_file):
+        with file.open("a") as log:
+            log.write('{"kind": "update", "upd')
+    assert run.metrics() == run.intervals() == rows
     assert run.roll_back_metrics(3, [evaluation(2)]) is None
-    assert run.metrics() == rows[:4]
+    assert run.metrics() == run.intervals() == rows[:4]
     run.log(rows[4])
     assert run.metrics() == rows[:5]
 
@@ -116,41 +118,24 @@ def test_metrics_after_the_checkpoint_are_forgotten_and_so_is_an_unfinished_line
 def test_evaluations_are_rolled_back_to_those_of_the_state(tmp_path: Path) -> None:
     """One that was logged after the checkpoint of its own update is made again, and one that was lost is there."""
     run = RunDirectory(tmp_path)
-    for row in ({"kind": "evaluation", **evaluation(0)}, update_row(1), {"kind": "evaluation", **evaluation(1)}):
+    for row in ({"kind": "evaluation", **evaluation(0)}, logged(1), {"kind": "evaluation", **evaluation(1)}):
         run.log(row)
     assert run.roll_back_metrics(1, [evaluation(0), evaluation(0, 0.0)]) is None
-    expected = [{"kind": "evaluation", **evaluation(0)}, {"kind": "evaluation", **evaluation(0, 0.0)}, update_row(1)]
+    expected = [{"kind": "evaluation", **evaluation(0)}, {"kind": "evaluation", **evaluation(0, 0.0)}, logged(1)]
     assert run.metrics() == expected
-
-
-def test_intervals_are_rolled_back_with_the_updates(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-
-    def interval(phase: str, update: int) -> dict[str, Any]:
-        return {"phase": phase, "update": update, "started": 1e9, "seconds": 0.5}
-
-    assert run.intervals() == []
-    rows = [interval("rollout", 1), interval("update", 1), interval("checkpoint", 1), interval("rollout", 2)]
-    for row in rows:
-        run.log_interval(row)
-    with run.intervals_file.open("a") as file:
-        file.write('{"phase": "rollout", "upd')
-    assert run.intervals() == rows
-    run.roll_back_metrics(1, [])
-    assert run.intervals() == rows[:3]
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b"\xff\xfe", b'{"kind": "update"}'])
 def test_lines_of_metrics_that_are_broken_or_missing_are_told(line: bytes, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for number in range(1, 6):
-        run.log(update_row(number))
+        run.log(logged(number))
     lines = run.metrics_file.read_bytes().splitlines(keepends=True)
     run.metrics_file.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
-    assert run.metrics() == [update_row(number) for number in (1, 3, 4, 5)]
+    assert run.metrics() == [logged(number) for number in (1, 3, 4, 5)]
     told = "metrics.jsonl cannot be read in line 2 and has no line of update 2"
     assert run.metrics_log().problem(5) == run.roll_back_metrics(4, []) == told
-    assert run.metrics() == [update_row(number) for number in (1, 3, 4)]
+    assert run.metrics() == [logged(number) for number in (1, 3, 4)]
     assert run.metrics_log().problem(4) == "metrics.jsonl has no line of update 2"
     run.metrics_file.unlink()
     assert run.metrics_log().problem(8) == "metrics.jsonl has no line of update 1, 2, 3, 4, 5 and 3 more"
@@ -163,12 +148,6 @@ def test_too_little_space_is_told_before_the_run(tmp_path: Path, monkeypatch: py
     run.require_space(9_000_000, keep=2)
     with pytest.raises(RunError, match=r"29 MB free at .* 3 checkpoints need 30 MB"):
         run.require_space(10_000_000, keep=2)
-
-
-def test_a_full_disk_is_told_when_logging(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "gone")
-    with pytest.raises(RunError, match=r"could not write .*metrics.jsonl.*then --resume"):
-        run.log({"update": 1})
 
 
 def commit(run: RunDirectory) -> None:
@@ -218,3 +197,96 @@ def test_a_summary_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -
     assert run.state() == "stopped"
     run.summary_file.write_bytes(b"{}")
     assert run.state() == "finished"
+
+
+def part(index: int) -> Group:
+    return make_group(index, Trajectory(f"g{index:06d}.0", "t", 0, (make_step(),), 1.0, Status.DONE))
+
+
+def record(run: Path, ledger: Ledger, count: int) -> list[BaseException | None]:
+    """Several at once, then one more; what each got."""
+
+    async def everyone() -> list[BaseException | None]:
+        store = RunStore(RunDirectory(run), ledger)
+        first = await asyncio.gather(*(store.record(part(index), 0) for index in range(count)), return_exceptions=True)
+        return [*first, *await asyncio.gather(store.record(part(count), 0), return_exceptions=True)]
+
+    return asyncio.run(everyone())
+
+
+def test_those_that_finish_together_share_a_shard(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    (tmp_path / "rollouts").mkdir()
+    assert record(tmp_path, ledger, 3) == [None] * 4
+    assert ledger.shards().keys() == {"train-g000000.0.parquet", "train-g000003.0.parquet"}
+    assert ledger.shards().keys() == {file.name for file in (tmp_path / "rollouts").iterdir()}
+    ledger.close()
+
+
+def test_a_write_that_fails_fails_for_all_that_were_in_it_and_after_it(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    got = record(tmp_path / "nowhere", ledger, 3)
+    assert [type(error) for error in got] == [RunError] * 4
+    assert not ledger.query("SELECT * FROM groups")
+    ledger.close()
+
+
+class Refusing(Quiet):
+    """After the second update the run's rollouts cannot be written any more."""
+
+    def __init__(self, rollouts: Path) -> None:
+        super().__init__()
+        self.rollouts = rollouts
+
+    def update(self, row: object) -> None:
+        super().update(row)
+        if len(self.rows) == 2:
+            self.rollouts.rename(self.rollouts.with_name("away"))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_disk_that_refuses_ends_the_run_which_can_be_gone_on_with(staleness: int, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    options = (f"orchestration.max_staleness={staleness}", "data.train.options.seconds=0.01")
+    with pytest.raises(RunError, match=r"could not write .*\.parquet.* then --resume"):
+        start(path, *options, "orchestration.updates=6", progress=Refusing(path / "rollouts"))
+    (path / "away").rename(path / "rollouts")
+    (path / "rollouts" / "train-g000099.0.parquet").write_bytes(b"written, and killed before it was on record")
+    resume(path)
+    check_finished(path)
+    assert not query(path, "SELECT * FROM steps WHERE state = 'recorded'")
+
+
+CLOCKS = 0.05  # seconds by which two clocks may differ
+
+
+def test_a_synchronous_run(tmp_path: Path) -> None:
+    run, before = tmp_path / "run", time.time()
+    start(run)
+    after = time.time()
+    intervals = RunDirectory.open(run).intervals()
+    expected = {(phase, update) for phase in ("rollout", "update", "publish") for update in range(1, 5)}
+    expected |= {*(("checkpoint", update) for update in (0, 2, 4)), ("evaluation", 0), ("evaluation", 4)}
+    assert {(row["phase"], row["update"]) for row in intervals} >= expected
+    for row in intervals:
+        assert before - CLOCKS <= row["started"] <= row["started"] + row["seconds"] <= after + CLOCKS
+    for row in updates(run):
+        for phase in ("rollout", "update", "publish"):
+            [own] = [i for i in intervals if (i["phase"], i["update"]) == (phase, row["update"])]
+            assert own["seconds"] == pytest.approx(row[f"seconds_{phase}"])
+        assert "seconds_evaluation" not in row
+    trained = {
+        row["trajectory_id"]: row["trained_version"] + 1
+        for row in query(run, "SELECT trajectory_id, trained_version FROM trajectories JOIN groups USING (group_id)")
+        if row["trained_version"] is not None
+    }
+    rollouts = {row["update"]: row for row in intervals if row["phase"] == "rollout"}
+    for trajectory, steps in recorded(run):
+        for step in steps:
+            assert step.started is not None and step.waited is not None
+            assert 0 <= step.waited <= step.seconds
+            if trajectory in trained:
+                rollout = rollouts[trained[trajectory]]
+                assert rollout["started"] - CLOCKS <= step.started
+                assert step.started + step.seconds <= rollout["started"] + rollout["seconds"] + CLOCKS

@@ -1,10 +1,11 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from tests.view.browser import chromium, require_chromium
 from tests.view.worlds import record_hostile, record_run
 from treadle.view.app import make_app
 
@@ -42,6 +43,13 @@ def asking(*paths: Path) -> Get:
         return answer.json()
 
     return get
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    require_chromium()
+    with chromium() as made:
+        yield made
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from tests.view.conftest import asking
 from treadle.core.engine import ProcessId
-from treadle.orchestration.reporting.live_status import LiveStatus, RunStatus
+from treadle.orchestration.reporting.callbacks import LiveStatus, RunStatus
 from treadle.view.recorded_run import RecordedRun
 
 STATUS = RunStatus(

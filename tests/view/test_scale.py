@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.view.browser import WIDE, Viewer, chromium, require_chromium, serving
+from tests.view.browser import WIDE, Viewer, serving
 from tests.view.worlds import log_update
 from tests.worlds import make_group, make_step, tiny
 from treadle.core.files import WrittenFile
@@ -73,13 +73,6 @@ def long_trajectory(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large_ledger(tmp_path_factory.mktemp("large") / "large")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    require_chromium()
-    with chromium() as made:
-        yield made
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -15,10 +15,9 @@ from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Failure, Group, Message, Status, Step, Task, Trajectory
 from treadle.orchestration.store.ledger import Ledger, TrainedBatch
-from treadle.orchestration.store.loop_state import LoopState
-from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.ledger_reader import LoopState
+from treadle.orchestration.store.rollout_store import write_shard, write_traces
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.trace_store import write_traces
 
 UPDATES = 12
 ESCAPES = "\x1b[31mred\x1b[0m"
@@ -94,17 +93,8 @@ def trace(group: Group, attempt: int, step: int, update: int) -> StepTrace:
     """What an update computed of a step."""
     trajectory = group.trajectories[attempt]
     tokens = np.arange(len(trajectory.steps[step].completion_ids), dtype=np.float32)
-    return StepTrace(
-        update=update,
-        group_id=group.group_id,
-        trajectory_id=trajectory.trajectory_id,
-        step=step,
-        logprobs=-0.1 * (tokens + update),
-        entropy=0.5 + tokens,
-        advantage=0.25 * (tokens + 1),
-        ratio=1 + 0.1 * tokens,
-        clipped=tokens > 0,
-    )
+    names, values = (group.group_id, trajectory.trajectory_id), (-0.1 * (tokens + update), 0.5 + tokens)
+    return StepTrace(update, *names, step, *values, 0.25 * (tokens + 1), 1 + 0.1 * tokens, tokens > 0)
 
 
 def record_run(path: Path, *overrides: str, updates: int = UPDATES) -> Path:
@@ -172,14 +162,6 @@ def record_hostile(path: Path, tokenizer: Path) -> Path:
     )
     with closing(Ledger(run.ledger_file)) as ledger:
         ledger.record([own], "train", 0, write_shard(run.rollouts, "train-g000000", [own]))
-    run.log(
-        {
-            "kind": "update",
-            "update": 1,
-            "version": 0,
-            "reward_mean": float("nan"),
-            f"env/{SCRIPT}": 1.0,
-            "odd\ud800": 2.0,
-        }
-    )
+    row = {"kind": "update", "update": 1, "version": 0, "reward_mean": float("nan"), f"env/{SCRIPT}": 1.0}
+    run.log({**row, "odd\ud800": 2.0})
     return path

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from treadle.core.text import escape_line, escape_text
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.reporting.callbacks import PlainProgress, Progress, evaluation_lines, update_line
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown
-from treadle.orchestration.reporting.progress import PlainProgress, Progress, evaluation_lines, update_line
 
 _PLAIN_WIDTH = 1000  # a pipe has no width: tables are as wide as what they hold
 Part = str | tuple[str, str]  # some text; or some text and its style
@@ -117,13 +117,13 @@ _WIDE = 110  # columns from which both times and a longer bar fit beside the fig
 @contextmanager
 def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]:
     """Yield live progress on a terminal, else plain lines; on standard error for commands that print a result."""
-    console, table_by = Console(stderr), config.data.table_by
+    console, shows = Console(stderr), (config.orchestration.updates, config.data.table_by)
     if console.is_terminal:
         with make_bars(console) as bars:
-            yield LiveProgress(console, bars, config.orchestration.updates, table_by)
+            yield LiveProgress(console, bars, *shows)
     else:
         with redirect_stdout(sys.stderr) if stderr else nullcontext():  # PlainProgress prints
-            yield PlainProgress(table_by)
+            yield PlainProgress(*shows)
 
 
 def make_bars(console: Console) -> bar.Progress:
@@ -140,29 +140,29 @@ def make_bars(console: Console) -> bar.Progress:
     return bar.Progress(*columns, console=console.rich, transient=True, refresh_per_second=5)
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """Shows two bars, the run's updates and the current phase; every tenth update's figures stay as a line."""
 
     def __init__(self, console: Console, bars: bar.Progress, updates: int, table_by: str | None = None) -> None:
-        self._console, self._bars, self._table_by = console, bars, table_by
+        self._console, self._bars, self._updates, self._table_by = console, bars, updates, table_by
         self._run = bars.add_task("updates", total=updates, note="", visible=False)
         self._phase = bars.add_task("loading", total=None, note="")  # libraries and model, until a phase begins
 
     def log(self, line: str) -> None:
         self._console.line(line)
 
-    def phase(self, name: str, total: int) -> None:
-        self._bars.reset(self._phase, total=total, description=escape_line(name), visible=True, note="")
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        if done == 0:
+            self._bars.reset(self._phase, total=total, description=escape_line(name), visible=True, note="")
+        else:
+            self._bars.update(self._phase, completed=done, note=escape_line(note))
 
-    def advance(self, done: int, note: str = "") -> None:
-        self._bars.update(self._phase, completed=done, note=escape_line(note))
-
-    def updated(self, row: Mapping[str, Any], updates: int) -> None:
+    def update(self, row: Mapping[str, Any]) -> None:
         note = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
-        self._bars.update(self._run, completed=row["update"], total=updates, note=note, visible=True)
-        if row["update"] % _EVERY == 0 or row["update"] in (1, updates) or row["failed"]:
-            self._console.line(update_line(row, updates, self._console.width))
+        self._bars.update(self._run, completed=row["update"], note=note, visible=True)
+        if row["update"] % _EVERY == 0 or row["update"] in (1, self._updates) or row["failed"]:
+            self._console.line(update_line(row, self._updates, self._console.width))
 
-    def evaluated(self, result: EvaluationResult) -> None:
+    def evaluate(self, result: EvaluationResult) -> None:
         for line in evaluation_lines(result, self._table_by, self._console.width):
             self._console.line(line, style="bold")

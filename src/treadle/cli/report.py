@@ -15,8 +15,8 @@ from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.options import Commands, add_command
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
+from treadle.orchestration.reporting.callbacks import update_line
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.reporting.progress import update_line
 from treadle.orchestration.store.ledger_reader import no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -256,7 +256,7 @@ def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    from treadle.orchestration.reporting.picture import FORMATS, draw_runs
+    from treadle.orchestration.reporting.curve import FORMATS, draw_runs
 
     output = options.output
     if output.suffix not in FORMATS:

@@ -75,7 +75,7 @@ def run_show(options: argparse.Namespace) -> int:
         else:
             console.table(table) if rows else console.line("no trajectories yet")
         return 0
-    from treadle.orchestration.store.recorded import load_run_tokenizer, load_traces, load_trajectory
+    from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces, load_trajectory
 
     row, steps = load_trajectory(run_path, options.trajectory)
     traces = load_traces(run_path, options.trajectory)
@@ -92,7 +92,7 @@ def as_json(
     row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer, traces: Sequence[StepTrace] = ()
 ) -> dict[str, Any]:
     """Return everything on record about a trajectory as plain data; the last of several traces of a step counts."""
-    from treadle.orchestration.store.recorded import decoder, step_relations
+    from treadle.orchestration.store.rollout_store import decoder, step_relations
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
     head = {key: value for key, value in row.items() if key not in internal}
@@ -180,7 +180,7 @@ def ending(row: dict[str, Any]) -> str:
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    from treadle.orchestration.store.recorded import decoder, load_run_tokenizer, load_trajectory, step_relations
+    from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, load_trajectory, step_relations
 
     row, steps = load_trajectory(run, trajectory_id)
     decode = decoder(load_run_tokenizer(run))
@@ -272,7 +272,7 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
-    from treadle.orchestration.reporting.live_status import RunStatus
+    from treadle.orchestration.reporting.callbacks import RunStatus
 
     state, status = directory.state(), RunStatus.read(directory.status_file)
     if status is None:

@@ -27,8 +27,7 @@ from treadle.envs.tasks import (
     made_class,
 )
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
-from treadle.orchestration.reporting.progress import PlainProgress, Progress
+from treadle.orchestration.reporting.callbacks import Callback, PlainProgress, Progress, load_callbacks
 from treadle.orchestration.setup.inputs import IN_MEMORY, SPLITS, Split, load_split, make_inputs
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
@@ -101,7 +100,7 @@ def train(
         {name: player} if kind == "driver" else {},
     )
 
-    progress = progress or PlainProgress(config.data.table_by)
+    progress = progress or PlainProgress(config.orchestration.updates, config.data.table_by)
     if not wait_passively():
         progress.log(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "

@@ -21,14 +21,13 @@ from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
-from treadle.orchestration.reporting.progress import Progress
-from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
@@ -36,6 +35,7 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 
 if TYPE_CHECKING:
+    from treadle.orchestration.reporting.reporter import Reporter
     from treadle.orchestration.store.run_store import RunStore
     from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
@@ -247,7 +247,8 @@ async def _play(
 
     config, finished = subject.config, itertools.count(1)
     temperature = config.evaluation.temperature
-    progress.phase("evaluation", len(inputs.held_out) * config.evaluation.attempts_at(temperature))
+    total = len(inputs.held_out) * config.evaluation.attempts_at(temperature)
+    progress.phase("evaluation", 0, total)
     engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), renderer, source)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
@@ -260,7 +261,7 @@ async def _play(
                 name="evaluation",
                 update=subject.update,
                 temperature=temperature,
-                on_trajectory=lambda: progress.advance(next(finished)),
+                on_trajectory=lambda: progress.phase("evaluation", next(finished), total),
             )
     finally:
         await engine.close()

@@ -23,8 +23,7 @@ from treadle.core.types import DropReason, Group
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import Evaluator
 from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.reporting.clock import Clock
-from treadle.orchestration.reporting.reporter import Reporter
+from treadle.orchestration.reporting.reporter import Clock, Reporter
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController, RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder, TaskQueue
@@ -38,7 +37,7 @@ from treadle.orchestration.stopping import (
 )
 from treadle.orchestration.store.checkpoint_retention import best_update, checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import TrainedBatch
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
 from treadle.training.checkpoint import remove_others

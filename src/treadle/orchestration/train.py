@@ -23,13 +23,9 @@ from treadle.engines.kv_budget import budgeted
 from treadle.models.chat import load_chat
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop import Loop, StartingPoint, make_loop
-from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, RunStart
-from treadle.orchestration.reporting.clock import Clock
-from treadle.orchestration.reporting.curve import RunMetrics
-from treadle.orchestration.reporting.live_status import LiveStatus
-from treadle.orchestration.reporting.picture import draw_runs
-from treadle.orchestration.reporting.progress import Progress, ProgressCallback
-from treadle.orchestration.reporting.summary import run_summary
+from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, LiveStatus, Progress, RunStart
+from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
+from treadle.orchestration.reporting.reporter import Clock, run_summary
 from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
@@ -39,12 +35,11 @@ from treadle.orchestration.setup.warm_start import check_demonstrations, run_war
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.local_ledger import open_ledger, recover_ledger
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.run_store import RunStore
+from treadle.orchestration.store.run_store import RunStore, open_ledger, recover_ledger
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.make import load_model
@@ -138,7 +133,7 @@ def _train(
         status = LiveStatus()
         status.sources.append(trainer.status)
         members = {run.metrics_file.name: JsonLines(run), run.status_file.name: status, **inputs.callbacks}
-        callbacks = Callbacks(members, StopRequest(), ProgressCallback(progress, section.updates))
+        callbacks = Callbacks(members, StopRequest(), progress)
         work = _Run(config, inputs, run, renderer, trainer, runtime, callbacks, status, progress, state, clock, resumed)
         with status.writing(run.status_file):
             return callbacks.around(RunStart(path, config, state.update, progress.log), work.run)

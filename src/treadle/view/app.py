@@ -1,29 +1,49 @@
-"""The viewer's routes: the pages' files, what they ask for as JSON, and files to download."""
+"""The viewer's routes, who may use them, and the file that carries a page with its answers.
+
+Only the browser that opened the printed link may read, under a known host name: the link's token becomes a cookie that
+no script can read, and every other request needs it. Headers keep scripts, frames and requests of foreign pages out. An
+exported file has the same modules as data: URLs in an import map, needs no server and makes no request.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import mimetypes
-from collections.abc import Callable, Iterable
+import secrets
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote
 
-from fastapi import FastAPI, Query, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import FastAPI, Query
+from fastapi.responses import JSONResponse
 from pydantic_core import PydanticSerializationError, to_json
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import treadle
 from treadle.core.errors import RunError, TreadleError
-from treadle.view.compare import compare
-from treadle.view.evaluations import compare_tasks
-from treadle.view.export import export_page, static_files
+from treadle.core.text import escape_line
+from treadle.view.compare import compare, compare_tasks
 from treadle.view.groups import list_groups
-from treadle.view.guard import Guard
-from treadle.view.models import Json
 from treadle.view.recorded_run import Key, RecordedRun, Run, Runs
-from treadle.view.run_pages import view_breaks, view_counts, view_intervals, view_metrics, view_run
-from treadle.view.timeline import activity, calls_of_update
+from treadle.view.run_pages import (
+    activity,
+    calls_of_update,
+    view_breaks,
+    view_counts,
+    view_intervals,
+    view_metrics,
+    view_run,
+)
+from treadle.view.texts import Json
 from treadle.view.trajectories import experts_of, follow_task, search_update, view_group, view_trajectory
 
 _RUN_PAGES: dict[str, Callable[..., Any]] = {
@@ -50,16 +70,24 @@ def guarded_app(paths: Iterable[Path], token: str, hosts: Iterable[str] = ()) ->
 
 
 def make_app(paths: Iterable[Path]) -> FastAPI:
-    """Return the application without its guard."""
     app = FastAPI(title="Treadle viewer", docs_url=None, redoc_url=None, openapi_url=None)
     runs = app.state.runs = Runs(list(paths))
     for error in (TreadleError, OSError):
         app.add_exception_handler(error, _problem)
-    _add_static(app)
+    static = static_files()
+
+    @app.get("/static/{name:path}")
+    def file(name: str) -> Response:
+        if name not in static:
+            return PlainTextResponse("no such file\n", 404)
+        kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0] or "text/plain"
+        return Response(static[name], media_type=kind)
+
+    app.get("/")(lambda: file("index.html"))
 
     def list_runs() -> Json:
         roots = [str(root) for root in runs.roots]
-        return {"runs": runs.summaries(), "roots": roots, "version": treadle.__version__}
+        return {"runs": [run.summary() for run in runs.all()], "roots": roots, "version": treadle.__version__}
 
     def changes() -> Json:
         return {"runs": {run.key: {"version": run.signature(), "now": run.now()} for run in runs.all()}}
@@ -98,7 +126,6 @@ def _answering(view: Callable[..., Any]) -> Callable[..., Response]:
 
 
 def _json(answer: Any) -> bytes:
-    """Return an answer as JSON. Infinities and NaN become null; lone surrogates are replaced."""
     try:
         return to_json(answer, inf_nan_mode="null")
     except PydanticSerializationError:  # text that UTF-8 cannot write
@@ -119,45 +146,134 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _add_static(app: FastAPI) -> None:
-    static = static_files()
-
-    @app.get("/static/{name:path}")
-    def file(name: str) -> Response:
-        if name not in static:
-            return PlainTextResponse("no such file\n", 404)
-        kind = "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0] or "text/plain"
-        return Response(static[name], media_type=kind)
-
-    app.get("/")(lambda: file("index.html"))
-
-
 def _export_trajectory(run: Run, trajectory_id: Key) -> Response:
-    path, answer = _trajectory_answer(run, trajectory_id)
-    return _download(run, "trajectory", trajectory_id, {path: answer})
+    view = view_trajectory(run, trajectory_id)
+    return _download(run, "trajectory", trajectory_id, {f"trajectories/{trajectory_id}": view})
 
 
 def _export_group(run: Run, group_id: Key) -> Response:
     view = view_group(run, group_id)
-    answers = {f"runs/{_in_path(run.key)}/groups/{_in_path(group_id)}": _json(view).decode()}
-    answers |= dict(_trajectory_answer(run, attempt.trajectory_id) for attempt in view.group.attempts)
-    return _download(run, "group", group_id, answers)
+    names = [attempt.trajectory_id for attempt in view["group"].attempts]
+    attempts = {f"trajectories/{name}": view_trajectory(run, name) for name in names}
+    return _download(run, "group", group_id, {f"groups/{group_id}": view, **attempts})
 
 
-def _trajectory_answer(run: RecordedRun, trajectory_id: str) -> tuple[str, str]:
-    """Return the path by which a page asks for a trajectory, and the answer."""
-    path = f"runs/{_in_path(run.key)}/trajectories/{_in_path(trajectory_id)}"
-    return path, _json(view_trajectory(run, trajectory_id)).decode()
+def _download(run: RecordedRun, kind: str, name: str, views: Mapping[str, Any]) -> Response:
+    def encoded(*parts: str) -> str:  # as JavaScript's `encodeURIComponent` does
+        return "/".join(quote(part, safe="!'()*") for part in parts)
 
-
-def _in_path(name: str) -> str:
-    """Return a name as JavaScript's `encodeURIComponent` writes it."""
-    return quote(name, safe="!'()*")
-
-
-def _download(run: RecordedRun, kind: str, name: str, answers: dict[str, str]) -> Response:
-    route = f"run/{_in_path(run.key)}/{kind}/{_in_path(name)}"
-    page = export_page(f"{name} · {run.path.name}", route, answers)
+    answers = {encoded("runs", run.key, *path.split("/", 1)): _json(view).decode() for path, view in views.items()}
+    page = export_page(f"{name} · {run.path.name}", encoded("run", run.key, kind, name), answers)
     file = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in f"{run.key}-{name}")
     headers = {"content-disposition": f'attachment; filename="{file}.html"'}
     return Response(page.encode("utf-8", "replace"), media_type="text/html", headers=headers)
+
+
+_IMPORT_MAP = "sha256-7aYZZYc1GcpJYWEttmz7y2mNrmjY7kKFWeKQjexbQ3c="
+"""Of the import map in static/index.html."""
+POLICY = (
+    f"default-src 'none'; script-src 'self' '{_IMPORT_MAP}'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_NO_TOKEN = "open the link that `treadle view` printed: it carries the token\n"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class Guard:
+    """Middleware that admits requests with the token's cookie, a known host name and a reading method.
+
+    hosts: names or addresses by which browsers may reach the server, without ports: a tunnel may have any port.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Iterable[str] = ()) -> None:
+        self._app, self._token = app, token
+        self._hosts = {*LOOPBACK, *(f"[{host}]" if ":" in host else host.lower() for host in hosts)}
+        self._cookie = f"treadle_view_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # ports share their cookies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        refusal = self._answer(Request(scope))
+        await (refusal or self._app)(scope, receive, send_guarded)
+
+    def _answer(self, request: Request) -> Response | None:
+        """Return the refusal of a request; None if it may reach the application."""
+        host = request.headers.get("host", "").lower()
+        name, colon, port = host.rpartition(":")  # `[::1]` and `8321` of `[::1]:8321`
+        if (name if colon and port.isdigit() else host) not in self._hosts:
+            return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("nothing can be changed here\n", 405)
+        tokens = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
+        if request.url.path == "/" and tokens:
+            if not self._is_token(tokens[-1]):
+                return PlainTextResponse(_NO_TOKEN, 403)
+            answer = RedirectResponse("./", 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        if not self._is_token(request.cookies.get(self._cookie, "")):
+            return PlainTextResponse(_NO_TOKEN, 403)
+        return None
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode("utf-8", "replace"), self._token.encode())
+
+
+_ENTRY = 'import "pages/app.js";'
+
+
+def static_files() -> dict[str, bytes]:
+    """Return the pages' files: name below `static/` -> content."""
+    root = files("treadle.view") / "static"
+    pages = {entry.name: entry.read_bytes() for entry in root.iterdir() if entry.is_file()}
+    return pages | {f"vendor/{entry.name}": entry.read_bytes() for entry in (root / "vendor").iterdir()}
+
+
+def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
+    """Return the file's content. route: the page it opens at. answers: path -> JSON."""
+    static = static_files()
+    modules = {
+        f"pages/{name}": f"data:text/javascript;base64,{b64encode(content).decode()}"
+        for name, content in static.items()
+        if name.endswith(".js")
+    }
+    import_map = json.dumps({"imports": modules})
+    style = (static["vendor/uPlot.min.css"] + static["style.css"]).decode()
+    policy = (
+        f"default-src 'none'; script-src {_hash(import_map)} {_hash(_ENTRY)} data:; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    held = ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items())
+    embedded = f'{{"route": {json.dumps(route)}, "answers": {{{held}}}}}'
+    embedded = embedded.replace("<", "\\u003c")  # it must not end the element that holds it
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(escape_line(title))}</title>\n<style>{style}</style>\n"
+        f'<script type="importmap">{import_map}</script>\n</head>\n<body>\n'
+        f'<script type="application/json" id="embedded">{embedded}</script>\n'
+        f'<div id="app"></div>\n<script type="module">{_ENTRY}</script>\n</body>\n</html>\n'
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"

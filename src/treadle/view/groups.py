@@ -1,4 +1,4 @@
-"""The table of groups, with their attempts."""
+"""The table of groups, with their attempts; and what became of each step, in words (docs/runs.md has all reasons)."""
 
 from __future__ import annotations
 
@@ -6,61 +6,64 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from treadle.core.errors import Cause, RunError
 from treadle.core.text import escape_line
-from treadle.core.types import PLAYERS, DropReason, Status, StepState
-from treadle.orchestration.store.group_search import find_groups
-from treadle.view.models import Attempt, GroupRow, Json
-from treadle.view.recorded_run import LARGEST, RecordedRun, Run
-from treadle.view.texts import clipped
-
-Split = Literal["train", "held_out"]
-Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
-Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
-Words = Annotated[str, Field(max_length=200)]
-
-
-class GroupQuery(BaseModel):
-    """Which groups to list, in which order, and which page of them.
-
-    search: words that the task, an id or a failure must all contain. reason, cause, status: of a step or an attempt of
-    the group. component: of the reward, for that order. around: a group whose neighbors are named.
-    """
-
-    split: Split | None = None
-    preset: Preset | None = None
-    reason: DropReason | None = None
-    cause: Cause | None = None
-    status: Status | None = None
-    search: Words = ""
-    update: int | None = Field(None, ge=0, le=LARGEST)
-    sort: Sort = "group"
-    component: Words = ""
-    descending: bool = True
-    offset: int = Field(0, ge=0, le=LARGEST)
-    limit: int = Field(100, ge=1, le=200)
-    around: str | None = Field(None, max_length=1000)
-
+from treadle.core.types import PLAYERS, DropReason, StepState
+from treadle.orchestration.store.group_search import GroupQuery, find_groups
+from treadle.view.recorded_run import RecordedRun, Run
+from treadle.view.texts import Json, clipped
 
 _EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
 _QUESTION = 240  # characters of a question in the table
 
 
+class Attempt(BaseModel):
+    """A trajectory as a table shows it. states: number of its steps by outcome, `{"dropped: stale": 2}`."""
+
+    trajectory_id: str
+    attempt: int
+    status: str
+    reward: float | None
+    trained_reward: float | None
+    advantage: float | None
+    components: dict[str, float]
+    steps: int
+    completion_tokens: int
+    seconds: float
+    failure_cause: str | None
+    failure_message: str | None
+    warning: str
+    states: dict[str, int]
+
+
+class GroupRow(BaseModel):
+    """A line of the groups' table. update: the one that trained it, or after which it was evaluated.
+
+    when: that in words, or why there is none: `update 3`, `no update: stale`.
+    """
+
+    group_id: str
+    split: str
+    task_id: str
+    question: str
+    played_by: str
+    update: int | None
+    version: int | None
+    when: str
+    attempts: list[Attempt]
+
+
 def list_groups(run: Run, query: Annotated[GroupQuery, Query()]) -> Json:
-    """Return a page of the table, and the neighbors of `around`; total: groups that match. Raises RunError."""
-    versions = [] if query.update is None else run.versions_of(query.update)
-    page = find_groups(run.ledger, versions=versions, **query.model_dump())
-    neighbors = {"previous": page.previous, "next": page.next}
-    return {"total": page.total, "offset": query.offset, "rows": group_rows(run, page.rows), **neighbors}
+    page = find_groups(run.ledger, query, [] if query.update is None else run.versions_of(query.update))
+    return {**page, "rows": group_rows(run, page["rows"])}
 
 
 def group_rows(run: RecordedRun, rows: Sequence[Mapping[str, Any]]) -> list[GroupRow]:
-    """Return the lines of groups with their attempts, given their rows of the ledger."""
     names = [row["group_id"] for row in rows]
     states: dict[str, dict[str, int]] = defaultdict(dict)
     for row in run.ledger.attempts_states(names):
@@ -106,7 +109,6 @@ def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> 
 
 
 def _question(task: Mapping[str, Any]) -> str:
-    """Return what a task asks, in a line: its last message of a user, or all its extras."""
     asked = [m.get("content") for m in task.get("prompt") or () if isinstance(m, dict) and m.get("role") == "user"]
     text = str(asked[-1]) if asked else json.dumps(task.get("extras") or {}, ensure_ascii=False)
     text = escape_line(" ".join(text[: 4 * _QUESTION].split()))
@@ -114,8 +116,108 @@ def _question(task: Mapping[str, Any]) -> str:
 
 
 def groups_of_task(run: RecordedRun, task_id: str, split: str) -> list[GroupRow]:
-    """Return all groups of a task, oldest first. Raises RunError if none is on record."""
     rows = run.ledger.groups_of_task(task_id, split)
     if not rows:
         raise RunError(f"no {split} task {task_id!r} in {run.path}")
     return group_rows(run, rows)
+
+
+_REASON = 200  # characters
+
+
+class Explanation(NamedTuple):
+    """A sentence about an outcome, and the settings that decide it."""
+
+    text: str
+    settings: tuple[str, ...] = ()
+
+
+def _dropped(why: str, *settings: str) -> Explanation:
+    return Explanation(f"Not trained: {why}", settings)
+
+
+REASONS: Mapping[DropReason, Explanation] = {
+    DropReason.FAILED: _dropped(
+        "its attempt, or too many of its group, ended without a reward, which is not 0.", "training.min_group_size"
+    ),
+    DropReason.RESAMPLED: _dropped(
+        "the run stopped before a checkpoint held it, and sampled its batch again.", "orchestration.checkpoint_every"
+    ),
+    DropReason.REFUSED: _dropped(
+        "the learner's model cannot take its trajectory.", "rollout.max_input_tokens", "rollout.max_completion_tokens"
+    ),
+    DropReason.CANCELLED: _dropped(
+        "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
+    ),
+    DropReason.STALE: _dropped(
+        "its policy was too old by its update.", "orchestration.max_staleness", "orchestration.stale_policy"
+    ),
+    DropReason.FILTERED: _dropped(
+        "all advantages of its group are 0; dynamic sampling leaves it out.", "algorithm.dynamic_sampling"
+    ),
+    DropReason.ROLLED_BACK: _dropped(
+        "its policy was lost when the run went back to a checkpoint.", "orchestration.checkpoint_every"
+    ),
+    DropReason.OVERLONG: _dropped(
+        "its trajectory was cut off at a limit, or too few of its group were not.",
+        *("rewards.overlong", "rollout.max_completion_tokens", "rollout.max_steps"),
+    ),
+    DropReason.DAMAGED: _dropped("its tokens were found damaged on disk when the run was resumed."),
+    DropReason.UNUSED: _dropped("it still waited for an update when the run was finished.", "orchestration.updates"),
+}
+_STATES: Mapping[StepState, Explanation] = {
+    StepState.TRAINED: Explanation("Trained."),
+    StepState.EVALUATED: Explanation("Played in an evaluation, which trains nothing.", ("evaluation.every",)),
+    StepState.RECORDED: Explanation(
+        "Recorded and durable; no checkpoint holds it yet.", ("orchestration.checkpoint_every",)
+    ),
+}
+_LIMITS: Mapping[Cause, tuple[str, ...]] = {
+    Cause.TIMEOUT: ("rollout.trajectory_timeout", "rollout.agent_timeout", "rollout.environment_timeout"),
+    Cause.CONTEXT: ("rollout.max_input_tokens",),
+}
+
+
+def failure_settings(cause: str, message: str) -> tuple[str, ...]:
+    """Return the settings that decide about such a failure; of several limits, those that the message names."""
+    if cause not in list(Cause):
+        return ()
+    limits = _LIMITS.get(Cause(cause), ())
+    named = tuple(path for path in limits if path in message)
+    return (*(named or limits), "failures.causes")
+
+
+def explain(state: str, reason: str | None) -> Explanation:
+    """Explain a state of the ledger; one that this version does not know, by its name alone."""
+    try:
+        return REASONS[DropReason(reason)] if reason is not None else _STATES[StepState(state)]
+    except (ValueError, KeyError):
+        return Explanation(f"{state}: {reason}" if reason else state)
+
+
+def fate(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> Json:
+    """Explain a step's outcome, by its and its trajectory's row. trainable: number of its trainable sampled tokens."""
+    text, settings = explain(step["state"], step["reason"])
+    if step["state"] == StepState.TRAINED:
+        text = _trained(step, trajectory, update, trainable)
+    elif step["state"] == StepState.RECORDED and update is not None:
+        text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
+    elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
+        message = trajectory["failure_message"] or ""
+        why = clipped(message, _REASON)  # the trajectory's page has all of it
+        text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
+        settings = failure_settings(trajectory["failure_cause"], message)
+    elif step["reason"] == DropReason.REFUSED and trajectory["warning"]:
+        text = f"Not trained: the learner's model cannot take its trajectory: {clipped(trajectory['warning'])}"
+    return {"state": step["state"], "reason": step["reason"], "text": text, "settings": settings}
+
+
+def _trained(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> str:
+    where = "" if update is None else f" in update {update}"
+    text = f"Trained{where}: {trainable} of its {step['completion_tokens']} sampled tokens are in the loss"
+    advantage = trajectory["advantage"]
+    if advantage is None:
+        return f"{text}."
+    if advantage == 0:
+        return f"{text}, but with advantage 0 they push nothing either way."
+    return f"{text}, made {'more' if advantage > 0 else 'less'} likely by an advantage of {advantage:+.3g}."

@@ -13,20 +13,18 @@ from fastapi import Path as InPath
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.live_status import RunStatus, duration
+from treadle.orchestration.reporting.callbacks import RunStatus, duration
+from treadle.orchestration.store.group_search import LARGEST
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
-from treadle.orchestration.store.recorded import load_run_tokenizer
-from treadle.orchestration.store.run_directory import MetricsLog, RunDirectory
-from treadle.view.models import Json, RunSummary
-from treadle.view.texts import TokenTexts
+from treadle.orchestration.store.rollout_store import load_run_tokenizer
+from treadle.orchestration.store.run_directory import JsonLog, RunDirectory
+from treadle.view.texts import Json, TokenTexts
 
 T = TypeVar("T")
-LARGEST = 2**31 - 1
 Number = Annotated[int, Query(ge=0, le=LARGEST)]
 Key = Annotated[str, InPath(max_length=1000)]
 _SPARKLINE = 60  # points of a run's reward in the list of runs
 _SPEED_OVER = 10  # updates
-_MAX_OPEN = 4  # runs whose contents are kept in memory, each with its tokenizer
 
 
 class RecordedRun:
@@ -37,10 +35,6 @@ class RecordedRun:
         self.directory = RunDirectory(path)
         self.ledger = LedgerReader(self.directory.ledger_file)
         self._kept: dict[str, tuple[object, Any]] = {}
-
-    def release(self) -> None:
-        """Forget what was read, except the line in the list of runs: there may be hundreds of runs."""
-        self._kept = {"summary": self._kept["summary"]} if "summary" in self._kept else {}
 
     def signature(self) -> str:
         """Return a text that changes whenever anything that is shown may have changed."""
@@ -64,7 +58,7 @@ class RecordedRun:
         if state == "in progress" and status.phase == "warm start":
             if status.done:
                 seconds = (status.total - status.done) * (status.written - status.since) / status.done
-        elif state == "in progress" and (pace := self.summary().seconds_per_update) is not None:
+        elif state == "in progress" and (pace := self.summary()["seconds_per_update"]) is not None:
             seconds = (status.updates - status.update) * pace
         of_it = " of it" if status.phase == "warm start" else ""
         left = f"about {duration(seconds)} left{of_it}" if seconds else ""
@@ -79,30 +73,25 @@ class RecordedRun:
         return value
 
     def config(self) -> RunConfig:
-        """Return the configuration. Raises TreadleError if it cannot be read, or is not as it was written."""
         try:
             content = self.directory.config_file.read_bytes()
         except OSError as error:
             raise RunError(f"{self.directory.config_file} cannot be read: {error.strerror or error}") from error
         return self.kept("config", content, self.directory.config)
 
-    def metrics(self) -> tuple[str, MetricsLog]:
-        """Return metrics.jsonl, and a name that changes when the file is rewritten."""
-        return self._log(self.directory.metrics_file, self.directory.metrics_log)
-
-    def intervals(self) -> tuple[str, MetricsLog]:
-        return self._log(self.directory.intervals_file, lambda: MetricsLog(self.directory.intervals(), []))
-
-    def _log(self, file: Path, read: Callable[[], MetricsLog]) -> tuple[str, MetricsLog]:
+    def log(self, file: Path) -> tuple[str, JsonLog]:
+        """Return metrics.jsonl or intervals.jsonl, and a name that changes when the file is rewritten."""
         try:
             s = file.stat()
         except FileNotFoundError:
-            return "none", MetricsLog([], [])
-        return str(s.st_ino), self.kept(file.name, (s.st_ino, s.st_mtime_ns, s.st_size), read)
+            return "none", JsonLog([], [])
+        return str(s.st_ino), self.kept(file.name, (s.st_ino, s.st_mtime_ns, s.st_size), lambda: JsonLog.read(file))
+
+    def metrics(self) -> JsonLog:
+        return self.log(self.directory.metrics_file)[1]
 
     def rows(self, kind: str) -> list[Json]:
-        """Return the rows of metrics.jsonl of one kind, `update` or `evaluation`."""
-        return [row for row in self.metrics()[1].rows if row["kind"] == kind]
+        return [row for row in self.metrics().rows if row["kind"] == kind]
 
     def texts(self) -> tuple[TokenTexts, str | None]:
         """Return the texts of tokens, and why there is no tokenizer: then they are shown by their ids."""
@@ -127,41 +116,40 @@ class RecordedRun:
         """Return the versions of the policy that an update was made with: one, or none if it is not logged."""
         return [row["version"] for row in self.rows("update") if row["update"] == update]
 
-    def summary(self) -> RunSummary:
-        """Return the run's line in the list of runs; what cannot be read is missing, and named."""
+    def summary(self) -> Json:
+        """Return the run's line in the list of runs; what cannot be read is missing, and named in `problems`."""
         return self.kept("summary", self.signature(), self._summary)
 
-    def _summary(self) -> RunSummary:
-        summary = RunSummary(key=self.key, name=self.path.name, path=str(self.path), state=self.state())
-        updates, evaluated = self.rows("update"), self.rows("evaluation")
+    def _summary(self) -> Json:
+        summary: Json = {"key": self.key, "name": self.path.name, "path": str(self.path), "state": self.state()}
+        log = JsonLog.read(self.directory.metrics_file)  # not kept: there may be hundreds of runs
+        updates, evaluated = ([row for row in log.rows if row["kind"] == kind] for kind in ("update", "evaluation"))
+        problems = [log.problem(0), self._ledger_problem()]
         try:
             config = self.config()
-            summary.recipe, summary.about, summary.seed = config.recipe, config.about, config.seed
-            summary.updates = config.orchestration.updates
+            summary |= {"recipe": config.recipe, "about": config.about, "seed": config.seed}
+            summary["updates"] = config.orchestration.updates
             evaluated = [row for row in evaluated if row["temperature"] == config.evaluation.temperature]
         except TreadleError as error:
-            summary.problems.append(str(error))
+            summary |= {"recipe": "", "about": "", "seed": None, "updates": 0}
+            problems.insert(0, str(error))
         held_out = [{"update": r["update"], "success": r["success"], "reward": r["reward_mean"]} for r in evaluated]
         graded = [h for h in held_out if h["success"] is not None]
-        summary.best = max(graded, key=lambda h: (h["success"], -h["update"]), default=None)
-        summary.last = held_out[-1] if held_out else None
-        if updates:
-            summary.update = max(row["update"] for row in updates)
-            summary.reward = updates[-1].get("reward_mean")
-            evenly = (round(i * (len(updates) - 1) / (_SPARKLINE - 1)) for i in range(_SPARKLINE))
-            summary.rewards = [updates[i].get("reward_mean") for i in dict.fromkeys(evenly)]
-            summary.wall_seconds = updates[-1].get("wall_seconds")
-            first, last = updates[-_SPEED_OVER - 1 :][0], updates[-1]
-            if (done := last["update"] - first["update"]) > 0:
-                summary.seconds_per_update = (last["wall_seconds"] - first["wall_seconds"]) / done
-        if unreadable := self.metrics()[1].unreadable:
-            summary.problems.append(f"metrics.jsonl cannot be read in line {', '.join(map(str, unreadable[:5]))}")
-        problem = self._ledger_problem()
-        summary.problems += [problem] if problem and problem not in summary.problems else []
-        return summary
+        first, last = (updates[-_SPEED_OVER - 1 :][0], updates[-1]) if updates else ({}, {})
+        done = last.get("update", 0) - first.get("update", 0)
+        evenly = dict.fromkeys(round(i * (len(updates) - 1) / (_SPARKLINE - 1)) for i in range(_SPARKLINE))
+        return summary | {
+            "update": max((row["update"] for row in updates), default=0),
+            "best": max(graded, key=lambda h: (h["success"], -h["update"]), default=None),
+            "last": held_out[-1] if held_out else None,
+            "reward": last.get("reward_mean"),
+            "rewards": [updates[i].get("reward_mean") for i in evenly] if updates else [],
+            "seconds_per_update": (last["wall_seconds"] - first["wall_seconds"]) / done if done > 0 else None,
+            "wall_seconds": last.get("wall_seconds"),
+            "problems": list(dict.fromkeys(filter(None, problems))),
+        }
 
     def _ledger_problem(self) -> str | None:
-        """Return why the ledger cannot be read, or that there is none."""
         if not self.ledger.path.is_file():
             if any(self.directory.checkpoints.glob("step-*")):
                 return f"the run has no ledger any more; {salvage(self.path)}"
@@ -180,11 +168,9 @@ class Runs:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.roots = list(paths)
         self._runs: dict[Path, RecordedRun] = {}
-        self._open: list[RecordedRun] = []  # those asked for last, the newest at the end
         self._lock = Lock()
 
     def all(self) -> list[RecordedRun]:
-        """Return the runs that exist now, the newest first."""
         with self._lock:
             paths = [path for root in self.roots for path in _runs_in(root)]
             for path in paths:
@@ -192,23 +178,12 @@ class Runs:
                     self._runs[path] = RecordedRun(path, self._new_key(path))
             return [self._runs[path] for path in sorted(dict.fromkeys(paths), key=_changed, reverse=True)]
 
-    def summaries(self) -> list[RunSummary]:
-        """Return the lines of all runs."""
-        lines = []
-        for run in self.all():
-            lines.append(run.summary())
-            if run not in self._open:
-                run.release()
-        return lines
-
     def get(self, key: str) -> RecordedRun:
-        """Return a run by its key. Raises RunError."""
         if key not in {run.key for run in list(self._runs.values())}:
             self.all()  # it may be new
         with self._lock:
             for run in self._runs.values():
                 if run.key == key:
-                    self._open = [*(other for other in self._open if other is not run), run][-_MAX_OPEN:]
                     return run
         raise RunError(f"no run {key!r} here; see the list of runs")
 

@@ -1,21 +1,52 @@
-"""Texts of tokens, and the messages that they make up."""
+"""What a page shows of tokens: their texts, the messages they make up, their prefix tree, values of sampled ones."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 
 from treadle.core.text import escape_text
-from treadle.core.types import Ids
-from treadle.view.models import Span
+from treadle.core.trainer import StepTrace
+from treadle.core.types import Ids, Step
+from treadle.packing.flat import PackedCall
+from treadle.packing.tree import depth_first
 
+Json = dict[str, Any]
 _PIECE = "\ufffd"  # what an unfinished character decodes to
 _MESSAGE = 2000  # characters
 _LONGEST = 4  # bytes of a character
+
+
+class Span(BaseModel):
+    """Tokens [start, end) of a step with one role and kind: template, text, thought or call."""
+
+    start: int
+    end: int
+    role: str
+    kind: str
+
+
+class Segment(BaseModel):
+    """Consecutive tokens of the prefix tree without a fork, all read or all sampled.
+
+    parent: index of the segment before it; -1 at a root. depth: tokens before it. steps: indices of those it is part
+    of. sampled: of those that sampled it; the others read it. joined: (start, count, text) of tokens that are pieces of
+    a character.
+    """
+
+    parent: int
+    depth: int
+    ids: list[int]
+    steps: list[int] = []
+    sampled: list[int] = []
+    joined: list[tuple[int, int, str]] = []
 
 
 class TokenTexts:
@@ -39,7 +70,6 @@ class TokenTexts:
         return self._cache[ident]
 
     def raw(self, ident: int) -> str:
-        """Return what the token decodes to behind other text, where a tokenizer writes its blank."""
         if self._tokenizer is None:
             return ""
         if ident in self.special:
@@ -47,7 +77,6 @@ class TokenTexts:
         return self._decode([*self._anchor, ident])[self._before :]
 
     def all(self, ids: Iterable[int]) -> dict[int, str]:
-        """Return id -> text of each distinct id."""
         return {ident: self.of(ident) for ident in dict.fromkeys(ids)}
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
@@ -137,7 +166,6 @@ def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list
 
 
 def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Yield where each part of a message's text begins, and its kind: text, thought or call."""
     for match in _FOLDED.finditer(text, start, end):
         if match.start() > start:
             yield start, "text"
@@ -153,3 +181,91 @@ def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts:
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)
     return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]
+
+
+def prefix_segments(calls: Sequence[PackedCall]) -> tuple[list[Segment], list[int]]:
+    """Return the segments in depth-first order, and for each call the segment in which it ends.
+
+    For example, of `a b | c`, `a b c d | e` and `a x | y`: `a`, `b`, `c` (sampled by the first), `d`, `e`, `x`, `y`.
+    """
+    order, indices = depth_first(calls, [0] * len(calls))
+    shared = indices.tolist()
+    segments: list[Segment] = []
+    last = [0] * len(calls)
+    pending = [(0, len(order), 0, -1)]  # calls order[first:stop] agree in `depth` tokens, up to the end of `parent`
+    while pending:
+        first, stop, depth, parent = pending.pop()
+        while first < stop and len(calls[order[first]].token_ids) == depth:
+            last[order[first]] = parent
+            first += 1
+        forks = [at for at in range(first + 1, stop) if shared[at] == depth]
+        if forks:
+            parts = list(pairwise([first, *forks, stop]))
+            pending += [(start, end, depth, parent) for start, end in reversed(parts)]
+        elif first < stop:
+            group = order[first:stop]
+            ends = [e for n in group for e in (calls[n].prompt_length, len(calls[n].token_ids)) if e > depth]
+            end = min(ends + shared[first + 1 : stop])
+            sampled = sorted(n for n in group if calls[n].prompt_length <= depth)
+            ids = calls[group[0]].token_ids[depth:end].tolist()
+            segments.append(Segment(parent=parent, depth=depth, ids=ids, steps=sorted(group), sampled=sampled))
+            pending.append((first, stop, end, len(segments) - 1))
+    return segments, last
+
+
+COLUMNS = (
+    ("logprob", "log-prob, engine", "low", "log-probability in the distribution that it was sampled from"),
+    ("learner_logprob", "log-prob, learner", "low", "log-probability by the learner, before the update"),
+    ("ratio", "ratio", "around_one", "probability by the learner over the one that the loss compares with"),
+    ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
+    ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
+    ("mask", "mask", "flag", "whether the token may be trained"),
+    ("version", "version", "steps", "of the policy that sampled the token"),
+    ("entropy", "entropy", "high", "of the distribution that the token is drawn from, by the learner, in nats"),
+    ("reward", "token reward", "diverging", "given for this very token"),
+)
+"""(name, label, scale, help) of all values of a sampled token. Traces are recorded for a share of the groups only.
+
+scale: what stands out. low: small log-probabilities; high: large values; around_one: ratios far from 1; diverging: both
+signs; steps: whole numbers apart; flag: yes.
+"""
+
+
+def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
+    """Return name -> a value for each sampled token, for the recorded columns. advantage: the trajectory's mean."""
+    mask = step.mask.tolist()
+    columns: dict[str, list[Any]] = {
+        "logprob": _rounded(step.logprobs),
+        "mask": mask,
+        "version": step.policy_versions.tolist(),
+    }
+    if trace is not None:
+        columns["learner_logprob"] = _rounded(trace.logprobs)
+        columns["entropy"] = _rounded(trace.entropy)
+        columns["advantage"] = [a if m else None for a, m in zip(_rounded(trace.advantage), mask, strict=True)]
+        if trace.ratio is not None:
+            columns["ratio"] = _rounded(trace.ratio)
+        if trace.clipped is not None:
+            columns["clipped"] = trace.clipped.tolist()
+    elif advantage is not None:
+        columns["advantage"] = [advantage if m else None for m in mask]
+    if step.given.tokens is not None:
+        columns["reward"] = step.given.tokens.tolist()
+    return columns
+
+
+def columns_of(recorded: Iterable[str], split: str) -> list[Json]:
+    """Return the columns to show, given the names of those that some step has.
+
+    In training, a column that could have been recorded is shown as missing; few environments reward single tokens.
+    """
+    names = set(recorded)
+    return [
+        {"name": name, "label": label, "help": text, "scale": scale, "is_recorded": name in names}
+        for name, label, scale, text in COLUMNS
+        if name in names or (split == "train" and name != "reward")
+    ]
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]

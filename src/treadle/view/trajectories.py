@@ -15,19 +15,22 @@ from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step, StepState, common_prefix
 from treadle.orchestration.reporting.report import PackingCount
-from treadle.orchestration.store.recorded import step_relations
-from treadle.orchestration.store.rollout_store import read_shard, read_steps
-from treadle.orchestration.store.trace_store import read_traces
+from treadle.orchestration.store.group_search import Split
+from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.packing.breaks import Relation
 from treadle.packing.flat import PackedCall
-from treadle.view import models
-from treadle.view.columns import columns_of, step_columns
-from treadle.view.fates import fate
-from treadle.view.groups import Split, group_rows, groups_of_task
-from treadle.view.models import Json
+from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
-from treadle.view.segments import prefix_segments
-from treadle.view.texts import TokenTexts, extended_spans, message_spans
+from treadle.view.texts import (
+    Json,
+    Span,
+    TokenTexts,
+    columns_of,
+    extended_spans,
+    message_spans,
+    prefix_segments,
+    step_columns,
+)
 
 _SNIPPET = 60  # characters on either side of what was found
 _MAX_FOUND = 200
@@ -35,95 +38,95 @@ _MAX_DRAWN = 24  # attempts side by side
 _COMPUTED = (StepState.TRAINED, StepState.RECORDED)  # states of steps that are in an update, or still may be
 
 
-def view_trajectory(run: Run, trajectory_id: Key) -> models.TrajectoryView:
-    """Return a trajectory; where its tokens cannot be read, the rest of it and why. Raises RunError."""
-    row, group_row = _rows_of(run, trajectory_id)
+def view_trajectory(run: Run, trajectory_id: Key) -> Json:
+    """Return a trajectory; where its tokens cannot be read, the rest of it and why (`problem`). Raises RunError."""
+    row = _row(run, "trajectories", "trajectory_id", trajectory_id)
+    group_row = _row(run, "groups", "group_id", row["group_id"])
     [group] = group_rows(run, [group_row])
     names = [a.trajectory_id for a in group.attempts]
-    at = names.index(trajectory_id)
-    view = models.TrajectoryView(
-        run=run.key,
-        attempt=group.attempts[at],
-        group=group,
-        split=group.split,
-        ground_truth=json.loads(group_row["task"]).get("ground_truth"),
-        traceback=escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
-        metrics={name: e["value"] for name, e in json.loads(row["metrics"]).items()},  # {"tool_calls": 2.0}
-        siblings=names,
+    view: Json = {
+        "run": run.key,
+        "attempt": group.attempts[names.index(trajectory_id)],
+        "group": group,
+        "split": group.split,
+        "ground_truth": json.loads(group_row["task"]).get("ground_truth"),
+        "traceback": escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
+        "metrics": {name: e["value"] for name, e in json.loads(row["metrics"]).items()},  # {"tool_calls": 2.0}
+        "siblings": names,
         **run.ledger.neighbors("trajectories", trajectory_id),
-    )
+        **{"steps": [], "columns": [], "segments": [], "texts": {}, "special": [], "cost": None},
+    }
     try:
-        rows = run.ledger.steps(trajectory_id)
-        steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
+        rows, steps = run.ledger.steps(trajectory_id), _steps_of(run, row)
         if len(steps) != len(rows):
             raise DamageError(
                 f"the ledger has {len(rows)} steps of {trajectory_id}, its shard {row['shard']} {len(steps)}"
             )
     except TreadleError as error:
-        view.problem = str(error)
-        return view
-    _add_tokens(view, run, steps, rows, row)
-    return view
+        return {**view, "problem": str(error)}
+    return view | _tokens(run, group, steps, rows, row)
 
 
-def _rows_of(run: RecordedRun, trajectory_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", trajectory_id)
+def _row(run: RecordedRun, table: str, key: str, name: str) -> dict[str, Any]:
+    rows = run.ledger.rows(table, f"WHERE {key} = ?", name)
     if not rows:
-        raise RunError(f"no trajectory {trajectory_id!r} in {run.path}")
-    groups = run.ledger.rows("groups", "WHERE group_id = ?", rows[0]["group_id"])
-    if not groups:
-        raise DamageError(f"the ledger of {run.path} has trajectory {trajectory_id!r}, but not its group")
-    return rows[0], groups[0]
+        raise RunError(f"no {key.removesuffix('_id')} {name!r} in {run.path}")
+    return rows[0]
 
 
-def _add_tokens(
-    view: models.TrajectoryView,
-    run: RecordedRun,
-    steps: Sequence[Step],
-    rows: Sequence[Mapping[str, Any]],
-    row: Mapping[str, Any],
-) -> None:
-    """Add what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
+def _steps_of(run: RecordedRun, row: Mapping[str, Any]) -> list[Step]:
+    return read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), row["trajectory_id"])
+
+
+def _calls(steps: Sequence[Step], trajectory: int = 0) -> list[PackedCall]:
+    return [PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=trajectory) for step in steps]
+
+
+def _tokens(
+    run: RecordedRun, group: GroupRow, steps: Sequence[Step], rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+) -> Json:
+    """Return what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
     texts, no_texts = run.texts()
-    traces, no_traces = _traces(run, view.attempt.trajectory_id, view.group.version if view.split == "train" else None)
-    view.problem = "; ".join(filter(None, (no_texts, no_traces))) or None
+    traces, no_traces = _traces(run, row["trajectory_id"], group.version if group.split == "train" else None)
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
-    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-    ends = _add_tree(view, calls, texts)
-    related = step_relations(steps, texts.decode)
-    spans: list[list[models.Span]] = []
+    calls, related = _calls(steps), step_relations(steps, texts.decode)
+    tree, ends = _tree(calls, texts)
+    spans: list[list[Span]] = []
+    views: list[Json] = []
     for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
         ids = call.token_ids.tolist()
         base = spans[relation.base] if relation.base is not None else []
         spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
         trace = traces.get(number)
-        view.steps.append(
-            models.StepView(
-                step=number,
-                segment=ends[number],
-                prompt_tokens=len(step.prompt_ids),
-                completion_tokens=len(step.completion_ids),
-                relation=_relation(relation),
-                fate=fate(rows[number], row, view.group.update, int(step.mask.sum())),
-                spans=spans[-1],
-                columns=step_columns(step, row["advantage"], trace),
-                traced_in=trace.update if trace else None,
-                began=None if step.started is None else step.started - first_call,
-                waited=step.waited,
-                stop_reason=str(step.stop_reason),
-                temperature=step.sampling.temperature,
-                reward=step.reward,
-                shaping=step.shaping,
-                components=dict(step.given.by_name),
-                seconds=step.seconds,
-                versions=sorted({int(version) for version in step.policy_versions}),
-                has_experts=step.routing is not None,
-            )
+        views.append(
+            {
+                "step": number,
+                "segment": ends[number],  # the one that its tokens end in; its ancestors hold the tokens before
+                "prompt_tokens": len(step.prompt_ids),
+                "completion_tokens": len(step.completion_ids),
+                "relation": _relation(relation),
+                "fate": fate(rows[number], row, group.update, int(step.mask.sum())),
+                "spans": spans[-1],
+                "columns": step_columns(step, row["advantage"], trace),  # name -> a value for each sampled token
+                "traced_in": trace.update if trace else None,  # the update whose learner the columns are of
+                # seconds from the attempt's first call to this one, and from there to its sampling
+                "began": None if step.started is None else step.started - first_call,
+                "waited": step.waited,
+                "stop_reason": str(step.stop_reason),
+                "temperature": step.sampling.temperature,
+                "reward": step.reward,
+                "shaping": step.shaping,
+                "components": dict(step.given.by_name),
+                "seconds": step.seconds,
+                "versions": sorted({int(version) for version in step.policy_versions}),
+                "has_experts": step.routing is not None,
+            }
         )
-    view.columns = columns_of((name for step in view.steps for name in step.columns), view.split)
+    columns = columns_of((name for view in views for name in view["columns"]), group.split)
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
-    if view.split == "train" and trained:
-        view.cost = _cost(run, [trained])
+    cost = _cost(run, [trained]) if group.split == "train" and trained else None
+    problem = "; ".join(filter(None, (no_texts, no_traces))) or None
+    return {**tree, "steps": views, "columns": columns, "cost": cost, "problem": problem}
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
@@ -136,14 +139,13 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
     return {trace.step: trace for trace in sorted(traces, key=lambda trace: trace.update)}, None
 
 
-def _add_tree(view: models.TokenTree, calls: Sequence[PackedCall], texts: TokenTexts) -> list[int]:
-    """Add the prefix tree of some calls; returns the segment in which each ends."""
-    view.segments, ends = prefix_segments(calls)
-    for segment in view.segments:
+def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[int]]:
+    """Return the prefix tree of some calls, with the text of each token id in it, and the segment each call ends in."""
+    segments, ends = prefix_segments(calls)
+    for segment in segments:
         segment.joined = texts.joined(segment.ids)
-    view.texts = texts.all(ident for segment in view.segments for ident in segment.ids)
-    view.special = sorted(view.texts.keys() & texts.special)
-    return ends
+    shown = texts.all(ident for segment in segments for ident in segment.ids)
+    return {"segments": segments, "texts": shown, "special": sorted(shown.keys() & texts.special)}, ends
 
 
 def _relation(relation: Relation) -> Json:
@@ -162,74 +164,64 @@ def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> Json:
     return {"step": count.step, "chain": count.chain, "tree": count.group_tree, "used": used}
 
 
-def view_group(run: Run, group_id: Key) -> models.GroupView:
-    """Return a group, with the tree of all steps whose tokens can be read. Raises RunError."""
-    rows = run.ledger.rows("groups", "WHERE group_id = ?", group_id)
-    if not rows:
-        raise RunError(f"no group {group_id!r} in {run.path}")
-    [group] = group_rows(run, rows)
-    view = models.GroupView(
-        run=run.key,
-        group=group,
-        ground_truth=json.loads(rows[0]["task"]).get("ground_truth"),
+def view_group(run: Run, group_id: Key) -> Json:
+    row = _row(run, "groups", "group_id", group_id)
+    [group] = group_rows(run, [row])
+    attempts, trained = _attempts(run, group.attempts)
+    return {
+        "run": run.key,
+        "group": group,
+        "ground_truth": json.loads(row["task"]).get("ground_truth"),
         **run.ledger.neighbors("groups", group_id),
-    )
-    trained = _add_attempts(view, run, group.attempts)
-    if group.split == "train" and any(trained):
-        view.cost = _cost(run, [calls for calls in trained if calls])
-    return view
+        **attempts,
+        "cost": _cost(run, [c for c in trained if c]) if group.split == "train" and any(trained) else None,
+    }
 
 
-def follow_task(
-    run: Run, task_id: Annotated[str, Query(max_length=1000)], split: Split = "held_out"
-) -> models.Followed:
+def follow_task(run: Run, task_id: Annotated[str, Query(max_length=1000)], split: Split = "held_out") -> Json:
     """Return all groups of a task, oldest first, and the tree of attempts of each. Raises RunError if there is none."""
     groups = groups_of_task(run, task_id, split)
-    view = models.Followed(task_id=task_id, question=groups[0].question, groups=groups)
     attempts = [(attempt.attempt, -n, attempt) for n, group in enumerate(groups) for attempt in group.attempts]
     drawn = sorted(attempts, key=lambda one: one[:2])[:_MAX_DRAWN]
+    tree, _ = _attempts(run, [attempt for *_, attempt in sorted(drawn, key=lambda one: (-one[1], one[0]))])
     if len(drawn) < len(attempts):
-        view.problems.append(f"{len(drawn)} of {len(attempts)} attempts are side by side: first ones, newest first")
-    _add_attempts(view, run, [attempt for *_, attempt in sorted(drawn, key=lambda one: (-one[1], one[0]))])
-    return view
+        note = f"{len(drawn)} of {len(attempts)} attempts are side by side: first ones, newest first"
+        tree["problems"].insert(0, note)
+    return {"task_id": task_id, "question": groups[0].question, "groups": groups, **tree}
 
 
-def _add_attempts(
-    view: models.AttemptsTree, run: RecordedRun, attempts: Sequence[models.Attempt]
-) -> list[list[PackedCall]]:
-    """Add the tree of all steps whose tokens can be read; returns the calls that training computes of each attempt."""
+def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list[list[PackedCall]]]:
+    """Return the tree of all steps whose tokens can be read, and the calls that training computes of each attempt.
+
+    apart: trajectory -> the position in its last step's sequence where it first differs from the first attempt.
+    """
     texts, no_texts = run.texts()
-    view.problems += [no_texts] if no_texts else []
+    problems, views = [no_texts] if no_texts else [], list[Json]()
     trained: list[list[PackedCall]] = []
     calls: list[PackedCall] = []
     whole: dict[str, Ids] = {}
     for number, attempt in enumerate(attempts):
         try:
-            [trajectory] = run.ledger.rows("trajectories", "WHERE trajectory_id = ?", attempt.trajectory_id)
-            shard = run.ledger.shard(trajectory["shard"])
-            steps = read_steps(run.directory.rollouts, shard, attempt.trajectory_id)
+            steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", attempt.trajectory_id))
         except TreadleError as error:
-            view.problems += [str(error)] if str(error) not in view.problems else []
+            problems += [str(error)] if str(error) not in problems else []
             steps = []
-        rows = run.ledger.steps(attempt.trajectory_id)
-        outcomes = {row["step"]: (row["state"], row["reason"]) for row in rows}
+        outcomes = {row["step"]: (row["state"], row["reason"]) for row in run.ledger.steps(attempt.trajectory_id)}
+        own, related = _calls(steps, number), step_relations(steps, texts.decode)
+        calls += own
         trained.append([])
-        for at, (step, relation) in enumerate(zip(steps, step_relations(steps, texts.decode), strict=True)):
+        for at, (call, relation) in enumerate(zip(own, related, strict=True)):
             state, reason = outcomes.get(at, (StepState.RECORDED, None))
-            calls.append(PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=number))
             if state in _COMPUTED:
-                trained[-1].append(calls[-1])
-            names = {"trajectory_id": attempt.trajectory_id, "step": at, "prompt_tokens": len(step.prompt_ids)}
-            view.steps.append({**names, "relation": _relation(relation), "state": state, "reason": reason})
-        if steps:
-            whole[attempt.trajectory_id] = steps[-1].full_ids
-    ends = _add_tree(view, calls, texts)
-    for tree_step, end in zip(view.steps, ends, strict=True):
-        tree_step["segment"] = end
-    first = next(iter(whole.values()), None)
-    if first is not None:
-        view.apart = {name: common_prefix(first, ids) for name, ids in whole.items()}
-    return trained
+                trained[-1].append(call)
+            names = {"trajectory_id": attempt.trajectory_id, "step": at, "prompt_tokens": call.prompt_length}
+            views.append({**names, "relation": _relation(relation), "state": state, "reason": reason})
+        if own:
+            whole[attempt.trajectory_id] = own[-1].token_ids
+    tree, ends = _tree(calls, texts)
+    steps_in_tree = [{**view, "segment": end} for view, end in zip(views, ends, strict=True)]
+    apart = {name: common_prefix(next(iter(whole.values())), ids) for name, ids in whole.items()}
+    return {**tree, "steps": steps_in_tree, "apart": apart, "problems": problems}, trained
 
 
 def search_update(run: Run, update: Number, text: Annotated[str, Query(min_length=1, max_length=200)]) -> Json:
@@ -271,8 +263,7 @@ def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts
 
 def experts_of(run: Run, trajectory_id: Key, step: Number, token: Number) -> Json:
     """Return the experts chosen for one sampled token, by layer: [M][k]. Raises RunError if none are on record."""
-    row, _ = _rows_of(run, trajectory_id)
-    steps = read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), trajectory_id)
+    steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", trajectory_id))
     routing = steps[step].routing if step < len(steps) else None
     if routing is None or token >= len(routing):
         raise RunError(f"no experts are on record for token {token} of step {step} of {trajectory_id!r}")

@@ -62,8 +62,8 @@ class Patient(Vowels):
 
 
 class Watching(Quiet):
-    def updated(self, row: Any, updates: int) -> None:
-        super().updated(row, updates)
+    def update(self, row: Any) -> None:
+        super().update(row)
         if len(self.rows) == 20:
             Patient.late.set()
 

@@ -11,18 +11,29 @@ always may.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from treadle.core.engine import ComponentStatus, ProcessId
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
+from treadle.core.text import escape_line
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import CallbackConfig, RunConfig
-from treadle.orchestration.reporting.metrics import EvaluationResult
+from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.isolation.user_code import raised
@@ -30,10 +41,7 @@ from treadle.rollout.isolation.user_code import raised
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a callback gets at the start of a run.
-
-    update: number of the last update already made; 0 in a new run. log: adds a line to the run's output.
-    """
+    """Start of a run. update: the last one already made, 0 in a new run. log: adds a line to the run's output."""
 
     directory: Path
     config: RunConfig
@@ -81,10 +89,7 @@ class Callback:
         """A line of the run's output: a failure seen for the first time, a task that is left out."""
 
     def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
-        """End of the run, or its interruption: with its summary, or with an error.
-
-        An exception in this method only becomes a line of output.
-        """
+        """End of the run, with its summary or an error. An exception here only becomes a line of output."""
 
 
 EVENTS = tuple(name for name, member in vars(Callback).items() if inspect.isfunction(member) and name[0] != "_")
@@ -117,11 +122,10 @@ class Callbacks(Callback):
         self._members, self.stop, self._progress = dict(members), stop, progress
 
     def around(self, run: RunStart, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case.
-
-        Raises RunError if a callback cannot start, and what `work` raises.
-        """
+        """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case."""
         started: dict[str, Callback] = {}
+        summary: Mapping[str, Any] | None = None
+        failure: BaseException | None = None
         try:
             for name, callback in self._members.items():
                 started[name] = callback
@@ -130,12 +134,16 @@ class Callbacks(Callback):
                     raise error
                 if error is not None:
                     raise RunError(raised(f"callback {name}: start", error)) from error
-            summary = work()
+            result = work()
+            summary = MappingProxyType(result)
+            return result
         except BaseException as error:
-            _end(started, run, None, error)
+            failure = error
             raise
-        _end(started, run, MappingProxyType(summary), None)
-        return summary
+        finally:
+            for name, callback in started.items():
+                if (problem := _raised_by(callback.end, summary, failure)) is not None:
+                    run.log(raised(f"callback {name}: end", problem))
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
@@ -150,15 +158,8 @@ class Callbacks(Callback):
             getattr(self._progress, event)(*arguments)
 
 
-def _passing_on(event: str) -> Callable[..., None]:
-    def method(self: Callbacks, *arguments: Any) -> None:
-        self.notify(event, *arguments)
-
-    return method
-
-
 for _event in EVENTS[1:-1]:  # `around` calls `start` and `end`
-    setattr(Callbacks, _event, _passing_on(_event))
+    setattr(Callbacks, _event, partialmethod(Callbacks.notify, _event))
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callback] = ()) -> dict[str, Callback]:
@@ -187,14 +188,6 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
     return members
 
 
-def _end(
-    started: Mapping[str, Callback], run: RunStart, summary: Mapping[str, Any] | None, error: BaseException | None
-) -> None:
-    for name, callback in started.items():
-        if (problem := _raised_by(callback.end, summary, error)) is not None:
-            run.log(raised(f"callback {name}: end", problem))
-
-
 def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | None:
     """Return what the callback raises, if anything: user code's exceptions are caught here, and only here."""
     try:
@@ -214,3 +207,207 @@ def _read_only(argument: Any) -> Any:
         case EvaluationResult():
             return deepcopy(argument)
     return argument
+
+
+class Progress(Callback):
+    """Shows a run, or the work of another command, to a person; its methods must return at once."""
+
+    def log(self, line: str) -> None:
+        """Show a line that is worth keeping."""
+
+    def message(self, line: str) -> None:
+        self.log(line)
+
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        """Show the progress of a phase. note: a few words beside it."""
+
+
+def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:
+    """Return `update 37/200  reward 0.61 ...`, most important first, without what exceeds `width`; failures always."""
+    gap = row.get("logprob_gap_max")  # not of every update
+    figures = [
+        f"update {row['update']:>{len(str(updates))}}/{updates}",
+        f"reward {shown(row['reward_mean'])}",
+        f"success {shown(row['success'])}",
+        f"steps {shown(row['steps_mean'], 2)}",
+        f"tokens {shown(row['completion_tokens_mean'], 1)}",
+        f"entropy {shown(row['entropy'])}",
+        f"gap {'-' if gap is None else f'{gap:.0e}'}",
+        f"rollout {row['seconds_rollout']:.2f}s",
+        f"update {row['seconds_update']:.2f}s",
+    ]
+    failed = [f"FAILED {row['failed']}/{row['trajectories']}"] if row["failed"] else []
+    while len(line := "  ".join([*figures, *failed])) > width and len(figures) > 1:
+        figures.pop()
+    return line
+
+
+def evaluation_lines(result: EvaluationResult, table_by: str | None = None, width: float = math.inf) -> list[str]:
+    """Return `held-out success 0.412 (512 tasks, temperature 1, after 50 updates)  hops 1: 0.903  2: 0.251`.
+
+    table_by: what the result's parts are by. width: in columns; what does not fit goes into further lines, whole.
+    """
+    how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
+    failed = f", {result.failed} failed" if result.failed else ""
+    tasks = f"{result.tasks} tasks" + (f" x {result.attempts}" if result.attempts > 1 else "")
+    passes = [f"pass@{k} {shown(value)}" for k, value in result.pass_at.items() if k != "1"]
+    by = [f"{key}: {shown(value)}" for key, value in result.by.items()]
+    if by and table_by:
+        by[0] = f"{table_by} {by[0]}"
+    lines = [f"held-out success {shown(result.success)} ({tasks}{failed}, {how}, after {result.update} updates)"]
+    for part in (*passes, *by):
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"  {part}")
+    return lines
+
+
+class PlainProgress(Progress):
+    """Prints plain lines, for logs and scripts: the updates, and a phase's progress after a while without a line.
+
+    updates: of the whole run. table_by: what evaluations are split by. interval: seconds without a line.
+    """
+
+    def __init__(self, updates: int = 0, table_by: str | None = None, interval: float = 30.0) -> None:
+        self._updates, self._table_by, self._interval = updates, table_by, interval
+        self._last = -math.inf  # when something was printed
+
+    def log(self, line: str) -> None:
+        self._last = time.monotonic()
+        print(escape_line(line), flush=True)  # noqa: T201
+
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        if done and time.monotonic() - self._last >= self._interval:
+            self.log(f"{name} {done}/{total} {note}".rstrip())
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self.log(update_line(row, self._updates))
+
+    def evaluate(self, result: EvaluationResult) -> None:
+        self.log(*evaluation_lines(result, self._table_by))
+
+
+_PERIOD = 1.0  # seconds
+_STALE = 10.0  # seconds without a status after which `doing` says so
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """What a run does at one moment.
+
+    written: that moment, in seconds since 1970. update: the last one made, of `updates`. phase: in progress since
+    `since`, `done` of `total` pieces of it. trained, published: policy versions of the learner and the engines; None
+    before the first publication. message: the last line of the run's output, and when. error: what ended the run.
+    """
+
+    process: ProcessId
+    written: float
+    update: int = 0
+    updates: int = 0
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    since: float = 0.0
+    trained: int | None = None
+    published: int | None = None
+    message: str = ""
+    message_at: float = 0.0
+    error: str = ""
+    components: tuple[ComponentStatus, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> RunStatus | None:
+        """Return what a run wrote last; None if there is nothing that can be read."""
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def doing(self, state: str) -> str:
+        """Return in words what the run does, or how it ended: `rollout 12/64 for 8 s`. state: `RunDirectory.state`."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))
+        if state != "in progress":
+            if self.error:
+                return f"ended {when}: {self.error}"
+            return f"ended {when}" if state == "finished" else f"last status {when}, during {self.phase}"
+        if (silent := time.time() - self.written) > _STALE:
+            return f"no status for {duration(silent)}, since {self.phase}: the process may be stopped, or its disk full"
+        pieces = f" {self.done}/{self.total}" if self.total > 1 else ""
+        return f"{self.phase}{pieces} for {duration(time.time() - self.since)}"
+
+
+def duration(seconds: float) -> str:
+    """Return `8 s`, `12 min` or `3.5 h`."""
+    if seconds < 90:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class LiveStatus(Callback):
+    """Writes what the run does each second, on a thread: also while the event loop computes.
+
+    sources: called for the status of the run's components.
+    """
+
+    def __init__(self) -> None:
+        now = time.time()
+        self.sources: list[Callable[[], Sequence[ComponentStatus]]] = []
+        self._status = RunStatus(ProcessId.own(), written=now, since=now)
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Write the file each second within the context, and once more on leaving, with what was raised."""
+        ended = threading.Event()
+
+        def work() -> None:
+            while not ended.wait(_PERIOD):
+                self._write(path)
+
+        thread = threading.Thread(target=work, name="treadle-status", daemon=True)
+        self._write(path)
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._change(error=f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+        finally:
+            ended.set()
+            thread.join()
+            self.sources.clear()  # the components have ended
+            self._write(path)
+
+    def start(self, run: RunStart) -> None:
+        self._change(update=run.update, updates=run.config.orchestration.updates)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._change(update=row["update"])
+
+    def publish(self, version: int) -> None:
+        self._change(trained=version, published=version)
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        self._change(phase=name, done=done, total=total, since=time.time() if done == 0 else self._status.since)
+
+    def interval(self, row: Mapping[str, Any]) -> None:
+        """End of a phase: the learner is a version ahead of the engines until its weights are published."""
+        if row["phase"] == "update" and self._status.published is not None:
+            self._change(trained=self._status.published + 1)
+            self.phase("publish", 0, 0)
+        elif row["phase"] == "publish":
+            self._change(published=self._status.trained)
+
+    def message(self, line: str) -> None:
+        self._change(message=line, message_at=time.time())
+
+    def _change(self, **fields: Any) -> None:
+        self._status = replace(self._status, **fields)
+
+    def _write(self, path: Path) -> None:
+        components = tuple(component for source in tuple(self.sources) for component in source())
+        status = replace(self._status, written=time.time(), components=components)
+        temporary = path.with_name(f".{path.name}.new")
+        with suppress(OSError):  # a full disk ends the run elsewhere; the next write may succeed
+            temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
+            os.replace(temporary, path)  # not durable, and need not be

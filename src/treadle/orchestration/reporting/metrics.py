@@ -12,48 +12,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from treadle.core.metrics import Figure, Measures, Metric, declared, measured, shares
+from treadle.core.metrics import Figure, Measures, Metric, View, declared, measured, shares
 from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
 from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
 
+
+def _mean(name: str, unit: str, text: str, view: View = "played") -> Metric:
+    return Metric(name, "trajectory", "mean", unit, text, view=view)
+
+
 # over graded trajectories
 
-REWARD_MEAN = Metric("reward_mean", "trajectory", "mean", "", "reward")
-REWARD_POSITIVE = Metric("reward_positive", "trajectory", "mean", "share", "reward above 0")
-REWARD_COMPONENT = Metric(
-    "reward_*_mean", "trajectory", "mean", "", "one component of the reward, before weights, if there are named ones"
-)
-SHAPED_REWARD = Metric(
-    "shaped_reward_mean", "trajectory", "mean", "", "reward in the baseline, where shaping did anything", view="trained"
-)
-SUCCESS = Metric(
-    "success", "trajectory", "mean", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`"
-)
-STEPS_MEAN = Metric("steps_mean", "trajectory", "mean", "steps", "LLM calls")
+REWARD_MEAN = _mean("reward_mean", "", "reward")
+REWARD_POSITIVE = _mean("reward_positive", "share", "reward above 0")
+REWARD_COMPONENT = _mean("reward_*_mean", "", "one component of the reward, before weights, if there are named ones")
+SHAPED_REWARD = _mean("shaped_reward_mean", "", "reward in the baseline, where shaping did anything", view="trained")
+SUCCESS = _mean("success", "share", "reward, or `evaluation.success_of`, of at least `evaluation.success_at`")
+STEPS_MEAN = _mean("steps_mean", "steps", "LLM calls")
 STEPS_MAX = Metric("steps_max", "trajectory", "max", "steps", "most LLM calls")
-COMPLETION_TOKENS_MEAN = Metric("completion_tokens_mean", "trajectory", "mean", "tokens", "sampled, over all its steps")
+COMPLETION_TOKENS_MEAN = _mean("completion_tokens_mean", "tokens", "sampled, over all its steps")
 COMPLETION_TOKENS_MAX = Metric("completion_tokens_max", "trajectory", "max", "tokens", "most sampled")
-PROMPT_TOKENS_MEAN = Metric(
-    "prompt_tokens_mean", "trajectory", "mean", "tokens", "prompts as sent: what three steps share counts three times"
-)
-TRAJECTORY_SECONDS = Metric(
-    "trajectory_seconds_mean", "trajectory", "mean", "seconds", "from its first to its last moment"
-)
-ENGINE_SHARE = Metric(
-    "engine_share", "trajectory", "mean", "share", "of those seconds in engine calls; concurrent calls add up"
-)
-LAST_STOP = Metric("last_stop_*", "trajectory", "mean", "share", "why the last completion ended, if there is any step")
-STALENESS_MEAN = Metric(
-    "staleness_mean", "trajectory", "mean", "versions", "learner's version less the oldest that sampled a token"
-)
+PROMPT_TOKENS_MEAN = _mean("prompt_tokens_mean", "tokens", "prompts as sent: what three steps share counts three times")
+TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
+ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
+LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
+STALENESS_MEAN = _mean("staleness_mean", "versions", "learner's version less the oldest that sampled a token")
 STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference: the worst straggler")
 TOKEN_STALENESS = Metric(
     "token_staleness_mean", "token", "mean", "versions", "learner's version less the one that sampled the token"
 )
 _TRAINED = "`staleness_mean` without dropped steps; at most `orchestration.max_staleness`"
-TRAINED_STALENESS_MEAN = Metric("trained_staleness_mean", "trajectory", "mean", "versions", _TRAINED, view="trained")
+TRAINED_STALENESS_MEAN = _mean("trained_staleness_mean", "versions", _TRAINED, view="trained")
 TRAINED_STALENESS_MAX = Metric(
     "trained_staleness_max", "trajectory", "max", "versions", "largest such difference", view="trained"
 )
@@ -68,13 +59,9 @@ REFUSED = Metric(
 )
 WARNINGS = Metric("warnings", "trajectory", "sum", "trajectories", "with a warning")
 BLOCKED = Metric(
-    "blocked_seconds",
-    "trajectory",
-    "sum",
-    "seconds",
-    "environments and agents held up the event loop, a second or more",
+    "blocked_seconds", "trajectory", "sum", "seconds", "user code held up the event loop, a second or more"
 )
-ENDED = Metric("ended_*", "trajectory", "mean", "share", "how it ended, failed ones too")
+ENDED = _mean("ended_*", "share", "how it ended, failed ones too")
 DROPPED = Metric(
     "dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur", view="dropped"
 )
@@ -137,10 +124,7 @@ class EvaluationResult:
 def trajectory_metrics(
     groups: Sequence[Group], success_at: float, version: int, success_of: str | None = None
 ) -> Measures:
-    """Return the metrics of one update's groups, in which what was left out is marked as `core.outcomes` does.
-
-    Means over trajectories are over those with a reward. version: of the policy before the update.
-    """
+    """Return the metrics of one update's groups. version: of the policy before the update."""
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
     versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
@@ -162,10 +146,7 @@ def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
 
 
 def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float, abandoned_threads: int) -> Measures:
-    """Return the metrics of the run itself.
-
-    seconds: by phase of the update. wall, cpu: seconds of the run so far. abandoned_threads: their number now.
-    """
+    """Return the metrics of the run itself. seconds: by phase of the update. wall, cpu: seconds of the run so far."""
     phases = {SECONDS.of(phase): [value] for phase, value in seconds.items()}
     return measured("run", {**phases, WALL_SECONDS: [wall], CPU_SECONDS: [cpu], ABANDONED_THREADS: [abandoned_threads]})
 
@@ -205,7 +186,6 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
 
 
 def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:
-    """Return the staleness of each trajectory that has a token."""
     return [version - view.oldest_version for view in views if view.oldest_version is not None]
 
 
@@ -224,7 +204,6 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
 
 
 def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
-    """Return metrics over tasks; those without a graded attempt are left out."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     values: dict[Metric, Sequence[float]] = {
         EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]
@@ -265,10 +244,7 @@ def evaluation_result(
     table_by: str | None,
     success_of: str | None = None,
 ) -> EvaluationResult:
-    """Return the result of an evaluation from the groups that were played.
-
-    update: the last one before it. success_at, success_of: as in `EvaluationConfig`. table_by: key of a task's extras.
-    """
+    """Return the result of an evaluation. update: the last one before it. table_by: key of a task's extras."""
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     everyone = [t for attempts in graded for t in attempts]
     successes = [[_success(t, success_at, success_of) for t in attempts] for attempts in graded]

@@ -19,8 +19,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
 from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.recorded import decoder, load_run_tokenizer
-from treadle.orchestration.store.rollout_store import open_shard, token_arrays
+from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.flat import PackedCall
@@ -101,7 +100,6 @@ class PackingCount:
         return [call for call, shared in zip(tree.calls, following, strict=True) if shared < len(call.token_ids)]
 
     def add_group(self, ends: Sequence[PackedCall]) -> None:
-        """Count a group, after its trajectories. ends: the calls that `add_trajectory` returned for them."""
         self.groups += bool(ends)
         self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
 
@@ -120,16 +118,17 @@ class RelationCount:
     breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
 
     def add(self, split: str, trajectory: str, steps: Sequence[Relation]) -> None:
-        """Count the relations of a trajectory's steps."""
         self.kinds.setdefault(split, Counter()).update(relation.kind for relation in steps)
         for number, relation in enumerate(steps):
             if relation.cause is not None:
                 self.extra_tokens[split] += relation.extra_tokens
-                row = self.breaks.setdefault(relation.cause, {"count": 0, "extra_tokens": 0, "examples": []})
+                row = self.breaks.setdefault(
+                    relation.cause, {"cause": str(relation.cause), "count": 0, "extra_tokens": 0, "examples": []}
+                )
                 row["count"] += 1
                 row["extra_tokens"] += relation.extra_tokens
-                row["examples"].append({"trajectory_id": trajectory, "step": number, **asdict(relation)})
-                row["examples"] = sorted(row["examples"], key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
+                examples = [*row["examples"], {"trajectory_id": trajectory, "step": number, **asdict(relation)}]
+                row["examples"] = sorted(examples, key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
 
     def facts(self) -> dict[str, Any]:
         """Return counts by split, and breaks by cause, the costliest first, each with its costliest examples."""
@@ -138,8 +137,7 @@ class RelationCount:
             | {"extra_tokens": self.extra_tokens[split]}
             for split, kinds in sorted(self.kinds.items(), reverse=True)
         ]
-        breaks = [{"cause": str(cause), **row} for cause, row in self.breaks.items()]
-        return {"splits": splits, "breaks": sorted(breaks, key=lambda row: -row["extra_tokens"])}
+        return {"splits": splits, "breaks": sorted(self.breaks.values(), key=lambda row: -row["extra_tokens"])}
 
 
 def count_tokens(
@@ -208,19 +206,17 @@ class _Shards:
                 self._read[shard] = _played(open_shard(self._folder, self._files[shard]))
             except DamageError:
                 self._read[shard] = {}
-                exists = (self._folder / shard).is_file()
-                (self.damaged if exists else self.missing).append(shard)
-        steps = self._read[shard].pop(trajectory, [])
+                (self.damaged if (self._folder / shard).is_file() else self.missing).append(shard)
         self._untaken[shard] -= 1
+        steps = self._read[shard].pop(trajectory, [])
         if not self._untaken[shard]:
             del self._read[shard]
         return steps
 
 
 def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
-    """Return trajectory_id -> its steps, in call order."""
     columns = ["trajectory_id", "step", "break_cause", "dropped"]
-    trajectories: dict[str, list[_Played]] = {}
+    trajectories: dict[str, list[_Played]] = defaultdict(list)
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=[*columns, "prompt_ids", "completion_ids"]):
             rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
@@ -228,6 +224,5 @@ def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
             for (trajectory, number, cause, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
                 if dropped not in NOT_PLAYED:
                     call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
-                    step = _Played(number, call, BreakCause(cause) if cause else None)
-                    trajectories.setdefault(trajectory, []).append(step)
+                    trajectories[trajectory].append(_Played(number, call, BreakCause(cause) if cause else None))
     return trajectories

@@ -1,20 +1,25 @@
-"""What a loop reports: rows of metrics, the progress of phases, and each problem once."""
+"""What a loop reports: rows of metrics, the progress of phases, each problem once; and the run's summary.json."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from treadle.algorithms import estimators
+from treadle.algorithms.estimators import Advantage
+from treadle.core.outcomes import as_played
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
-from treadle.orchestration.reporting.clock import Clock
 from treadle.orchestration.reporting.metrics import run_metrics, trajectory_metrics
-from treadle.orchestration.reporting.reward_notes import reward_notes
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.rollout.isolation.user_code import abandoned_threads
 
 _MOST_COMPLAINTS = 20  # of a run
@@ -22,10 +27,7 @@ _OF_BATCH = ("rollout", "update", "publish")
 
 
 class Reporter:
-    """Turns what happens in the loop into events of `callbacks`; decides nothing.
-
-    seconds: of the phases of the current batch, by name.
-    """
+    """Turns what happens in the loop into events of `callbacks`. seconds: of the current batch's phases, by name."""
 
     def __init__(self, config: RunConfig, callbacks: Callback, clock: Clock) -> None:
         self.callbacks, self.clock = callbacks, clock
@@ -35,7 +37,6 @@ class Reporter:
         self._reported: set[str] = set()
 
     def begin(self, phase: str, total: int) -> None:
-        """Report the start of a phase of `total` equal pieces."""
         self._phase, self._done, self._total = phase, 0, total
         self.callbacks.phase(phase, 0, total)
 
@@ -60,9 +61,6 @@ class Reporter:
             {"kind": "interval", "update": update, "phase": phase, "started": started, "seconds": seconds}
         )
 
-    def message(self, line: str) -> None:
-        self.callbacks.message(line)
-
     def batch(self, groups: Sequence[Group], first: bool) -> None:
         """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
         self.failures(groups)
@@ -70,20 +68,18 @@ class Reporter:
             self._once(text, text)
 
     def failures(self, groups: Sequence[Group]) -> None:
-        """Report each failure or warning, once."""
         for trajectory in (t for group in groups for t in group.trajectories):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
 
     def refusals(self, refused: Mapping[str, str]) -> None:
-        """Report why trajectories could not be trained: trajectory_id -> why."""
         for why in refused.values():
             self._once(why, f"not trained: {why}")
 
     def _once(self, text: str, line: str) -> None:
         if text and text not in self._reported and len(self._reported) < _MOST_COMPLAINTS:
             self._reported.add(text)
-            self.message(line)
+            self.callbacks.message(line)
 
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
         """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
@@ -98,3 +94,82 @@ class Reporter:
             )
             row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
             self.callbacks.update({**row, **(played + result.metrics + of_run)})
+
+
+@dataclass(slots=True)
+class Clock:
+    """Measures wall and CPU seconds of a run. wall_before, cpu_before: those of the run's earlier processes."""
+
+    wall_before: float = 0.0
+    cpu_before: float = 0.0
+    _wall: float = field(default_factory=time.perf_counter)
+    _cpu: float = field(default_factory=time.process_time)
+
+    def read(self) -> tuple[float, float]:
+        return (
+            self.wall_before + time.perf_counter() - self._wall,
+            self.cpu_before + time.process_time() - self._cpu,
+        )
+
+
+def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
+    """Yield a line for rewards whose detail the advantage ignores; in the run's first batch, for unknown components."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    name = config.algorithm.advantage
+    early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
+    if early and not advantage.by_step:
+        yield (
+            f"the environment rewards single steps, of which algorithm.advantage {name} "
+            "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
+        )
+    by_token = any(step.given.tokens is not None for t in trajectories for step in as_played(t).steps)
+    if by_token and not advantage.by_token:
+        yield (
+            f"there are rewards of single tokens, of which algorithm.advantage {name} "
+            f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
+        )
+    names = {component for t in trajectories for component in as_played(t).components}
+    judged = config.evaluation.success_of
+    named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
+    for option, components in named.items():
+        unknown = [component for component in components if component not in names]
+        if first and unknown and any(t.reward is not None for t in trajectories):
+            had = ", ".join(sorted(names)) or "none"
+            yield f"{option}: nothing in the first batch was given as {', '.join(unknown)}; components: {had}"
+
+
+def run_summary(
+    config: RunConfig,
+    run: Path,
+    state: LoopState,
+    *,
+    weights_sha256: str,
+    stopped_early: bool,
+    warm_start: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what summary.json holds; held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
+    sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
+    greedy = [e for e in state.evaluations if e["temperature"] == 0]
+
+    def success(results: list[dict[str, Any]], at: int) -> float | None:
+        ended = at == 0 or not stopped_early
+        return results[at]["success"] if results and ended and (results[at]["update"] == 0) == (at == 0) else None
+
+    return {
+        "run": str(run),
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "updates": state.update,
+        "stopped_early": stopped_early,
+        "held_out_success_before": success(sampled, 0),
+        "held_out_success_after": success(sampled, -1),
+        "held_out_greedy_before": success(greedy, 0),
+        "held_out_greedy_after": success(greedy, -1),
+        "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
+        "evaluations": list(state.evaluations),
+        "warm_start": warm_start,
+        "threads": torch.get_num_threads(),
+        "wall_seconds": round(state.wall_seconds, 1),
+        "cpu_seconds": round(state.cpu_seconds, 1),
+        "weights_sha256": weights_sha256,
+    }

@@ -6,7 +6,7 @@ An update's figures have its number as their step; those of an evaluation are `e
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import time
 from abc import abstractmethod
@@ -64,26 +64,24 @@ class Tracker(Callback):
 
     def update(self, row: Mapping[str, Any]) -> None:
         figures = {name: value for name, value in scalars(row) if name != "update"}
-        self._survive(lambda: self.log(figures, row["update"]))
+        self._call(self.log, figures, row["update"])
 
     def evaluate(self, result: EvaluationResult) -> None:
         assert self._run is not None
         greedy = result.temperature == 0 != self._run.config.evaluation.temperature
-        figures = asdict(result)
-        update = figures.pop("update")
+        figures = {name: value for name, value in asdict(result).items() if name != "update"}
         named = dict(scalars(figures, "evaluation/greedy/" if greedy else "evaluation/"))
-        self._survive(lambda: self.log(named, update))
+        self._call(self.log, named, result.update)
 
     def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
-        """Close the tracker if it was opened, as finished, stopped or failed."""
         outcome: Outcome = "failed" if summary is None else "stopped" if summary["stopped_early"] else "finished"
         if self._run is not None:
-            self._survive(lambda: self.close(outcome))
+            self._call(self.close, outcome)
 
-    def _survive(self, call: Callable[[], None]) -> None:
+    def _call(self, method: Callable[..., None], *arguments: Any) -> None:
         """Call the tracking library; its first error becomes a line of output, and none ends the run."""
         try:
-            call()
+            method(*arguments)
         except Exception as error:  # noqa: BLE001  # foreign code
             if not self._reported and self._run is not None:
                 self._reported = True
@@ -166,7 +164,6 @@ class Trackio(Tracker):
         self._where = {"project": project, "group": group, "space_id": space_id}
 
     def open(self, run: RunStart, run_id: str | None) -> str:
-        """Begin or resume the Trackio run; its id is its name."""
         self._open = self._library.init(
             **self._where,
             name=run_id or run.directory.name,
@@ -218,7 +215,6 @@ class MLflow(Tracker):
         self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until all is sent, then set the run's status."""
         try:
             for sent in self._sending:
                 sent.wait()
@@ -238,12 +234,7 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 def _required(package: str) -> Any:
     """Return the library; an empty folder of its name does not count. Raises ConfigError naming the extra."""
-    try:
-        library = importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        library = None
-    if library is None or library.__file__ is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise ConfigError(f"callbacks: {package!r} is not installed; {how_to_install(package)}")
-    return library
+    return importlib.import_module(package)

@@ -37,7 +37,7 @@ from treadle.orchestration.reporting.reporter import Reporter
 from treadle.orchestration.sampling.failures import fails_by_task
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.stopping import WindowStats, check_discard_rate, check_failure_rate
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.drivers.gateway import BAD_REQUESTS
 
@@ -184,7 +184,7 @@ class Groups:
         if reason is DropReason.FAILED:
             if fails_by_task(group, self._config.training.group_size, least) and self._queue.count_failure(group.task):
                 failed = f"its last {self._config.failures.task_limit} groups had fewer than {least} graded attempts"
-                self._reporter.message(f"task {group.task.task_id} is left out: {failed}")
+                self._reporter.callbacks.message(f"task {group.task.task_id} is left out: {failed}")
             self._reporter.failures([group])
             return reason
         self._queue.failed_tasks.pop(group.task.task_id, None)  # enough are graded

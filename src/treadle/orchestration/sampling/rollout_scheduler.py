@@ -18,7 +18,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.stopping import StopConditionMet
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.session import Address
 

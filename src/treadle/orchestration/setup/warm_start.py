@@ -26,7 +26,7 @@ from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.progress import Progress
+from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.setup.engines import use_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
@@ -92,10 +92,10 @@ async def run_warm_start(
     demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
 
     def advance(step: int, loss: float) -> None:
-        progress.advance(step, f"loss {loss:.3f}")
+        progress.phase("warm start", step, section.steps, f"loss {loss:.3f}")
         phase("warm start", step, section.steps)
 
-    progress.phase("warm start", section.steps)
+    progress.phase("warm start", 0, section.steps)
     phase("warm start", 0, section.steps)
     result = await warm_start(trainer, renderer, demonstrations, section, advance)
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)

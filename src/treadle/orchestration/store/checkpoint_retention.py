@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from treadle.core.errors import RemovedError, RunError
 from treadle.core.files import Manifest
 from treadle.orchestration.config import KeepBest, RunConfig
-from treadle.orchestration.store.ledger_reader import LedgerReader, no_checkpoint
+from treadle.orchestration.store.ledger_reader import LedgerReader, manifest_name, no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -40,31 +40,23 @@ def find_checkpoint(path: Path, which: str) -> Manifest:
     completed. The manifest is compared with the ledger's record; the files that it lists are not read.
     Raises RunError, also for a checkpoint that is gone.
     """
+    return read_checkpoint(path, which, lambda manifest: None)[0]
+
+
+def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
+    """Find a checkpoint (`find_checkpoint`) and apply `read` to it; again if the run removes it meanwhile."""
     run, missing = RunDirectory.open(path), None
     while True:
         ledger = run.ledger()
         name, others = _choose(run, ledger, which)
-        sha256 = ledger.manifest_sha256(name)
         remedy = f"restore it, or take another checkpoint ({', '.join(others)})" if others else "restore it from a copy"
         try:
-            return Manifest.load(run.checkpoints / name, sha256, remedy)
+            manifest = Manifest.load(run.checkpoints / name, ledger.file_sha256(manifest_name(name)), remedy)
+            return manifest, read(manifest)
         except RemovedError:
             if name == missing:
                 raise RunError(f"checkpoint {name} of run {str(path)!r} is gone; {remedy}") from None
             missing = name  # the run has gone on meanwhile
-
-
-def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
-    """Find a checkpoint (`find_checkpoint`) and apply `read` to it; again if the run removes it meanwhile.
-
-    Raises RunError.
-    """
-    while True:
-        manifest = find_checkpoint(path, which)
-        try:
-            return manifest, read(manifest)
-        except RemovedError:
-            continue
 
 
 def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, list[str]]:
@@ -82,10 +74,10 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
             raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(on_disk)}")
         name = checkpoint_name(best)
         if name not in on_disk:
-            why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
             among = [checkpoint_update(Path(each)) for each in on_disk]
             second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
             advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
+            why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
             raise RunError(
                 f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
                 f"it has {', '.join(on_disk) or 'none'}{advice}"
@@ -100,18 +92,15 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
 def best_update(
     evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
 ) -> int | None:
-    """Update with the best evaluation at this temperature, the earliest of equals; None without any.
-
-    among: candidates; default: all.
-    """
-    best: tuple[float, int] | None = None
-    for row in evaluations:
-        figure, update = row[_FIGURES[metric]], row["update"]
-        if row["temperature"] != temperature or figure is None or (among is not None and update not in among):
-            continue
-        if best is None or figure > best[0]:
-            best = (figure, update)
-    return None if best is None else best[1]
+    """Update with the best evaluation at this temperature, the earliest of equals; among: candidates, default all."""
+    figures = [
+        (row[_FIGURES[metric]], -row["update"])
+        for row in evaluations
+        if row["temperature"] == temperature
+        and row[_FIGURES[metric]] is not None
+        and (among is None or row["update"] in among)
+    ]
+    return -max(figures)[1] if figures else None
 
 
 def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:

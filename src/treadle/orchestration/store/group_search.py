@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, Field
+
+from treadle.core.errors import Cause
+from treadle.core.types import DropReason, Status
 from treadle.orchestration.store.ledger_reader import LedgerReader
+
+Split = Literal["train", "held_out"]
+Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
+Sort = Literal["group", "update", "task", "reward", "spread", "steps", "tokens", "failed", "seconds", "component"]
+Words = Annotated[str, Field(max_length=200)]
+LARGEST = 2**31 - 1
 
 _ATTEMPTS = "groups.group_id IN (SELECT group_id FROM trajectories WHERE"
 _STEPS = f"{_ATTEMPTS} trajectory_id IN (SELECT trajectory_id FROM steps WHERE"
@@ -50,66 +59,62 @@ _WORD = (  # the first condition is quick, and holds wherever the second does
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPage:
-    """Part of the table. total: groups that meet the conditions. previous, next: of the group `around`."""
+class GroupQuery(BaseModel):
+    """Which groups to list, in which order, and which page of them.
 
-    total: int
-    rows: list[dict[str, Any]]
-    previous: str | None = None
-    next: str | None = None
+    search: words that the task, an id or a failure must all contain. reason, cause, status: of a step or an attempt of
+    the group. component: of the reward, for that order. around: a group whose neighbors are named.
+    """
+
+    split: Split | None = None
+    preset: Preset | None = None
+    reason: DropReason | None = None
+    cause: Cause | None = None
+    status: Status | None = None
+    search: Words = ""
+    update: int | None = Field(None, ge=0, le=LARGEST)
+    sort: Sort = "group"
+    component: Words = ""
+    descending: bool = True
+    offset: int = Field(0, ge=0, le=LARGEST)
+    limit: int = Field(100, ge=1, le=200)
+    around: str | None = Field(None, max_length=1000)
 
 
-def find_groups(
-    ledger: LedgerReader,
-    *,
-    split: str | None,
-    preset: str | None,
-    search: str,
-    update: int | None,
-    versions: Sequence[int],
-    sort: str,
-    component: str,
-    descending: bool,
-    offset: int,
-    limit: int,
-    around: str | None = None,
-    **having: str | None,
-) -> GroupPage:
-    """Return a page of the table. Raises RunError.
+def find_groups(ledger: LedgerReader, query: GroupQuery, versions: Sequence[int]) -> dict[str, Any]:
+    """Return a page of the table: `rows` of `total`, and the neighbors `previous` and `next` of the group `around`.
 
-    search: words that the task, an id or a failure must all contain. versions: of the policy that `update` trained.
-    component: of the reward, where `sort` says so. having: a reason, cause or status that a step or an attempt of the
-    group has.
+    versions: of the policy that `query.update` trained. Raises RunError.
     """
     where, values = ["1"], list[Any]()
-    if split is not None:
+    if query.split is not None:
         where.append("split = ?")
-        values.append(split)
-    if preset is not None:
-        where.append(f"({_PRESETS[preset]})")
-    for name, value in having.items():
-        if value is not None:
-            where.append(_HAVING[name])
+        values.append(query.split)
+    if query.preset is not None:
+        where.append(f"({_PRESETS[query.preset]})")
+    for name, condition in _HAVING.items():
+        if (value := getattr(query, name)) is not None:
+            where.append(condition)
             values.append(value)
-    if update is not None:
+    if query.update is not None:
         where.append("(trained_version IN (SELECT value FROM json_each(?)) OR groups.group_id GLOB ?)")
-        values += [json.dumps(versions), f"e{update:06d}*"]
-    for word in search.split():
+        values += [json.dumps(versions), f"e{query.update:06d}*"]
+    for word in query.search.split():
         where.append(_WORD)
         values += [json.dumps(word)[1:-1], *[word] * 4]
-    condition = " AND ".join(where)
-    by, joined, of_join = _COLUMNS.get(sort, "a.figure"), "", list[str]()
-    if sort in _SUMS:
-        figures = f"SELECT group_id, {_SUMS[sort]} AS figure FROM trajectories GROUP BY group_id"
-        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [component] * figures.count("?")
-    way = "DESC" if descending else "ASC"
-    total = ledger.query(f"SELECT count(*) AS total FROM groups WHERE {condition}", *values)[0]["total"]
-    rest = f"{joined} WHERE {condition} ORDER BY {by} {way} NULLS LAST, groups.rowid {way}"
-    rows = ledger.rows("groups", f"{rest} LIMIT ? OFFSET ?", *of_join, *values, limit, offset)
-    if around is None:
-        return GroupPage(total, rows)
-    names = [row["group_id"] for row in ledger.query(f"SELECT groups.group_id FROM groups {rest}", *of_join, *values)]
-    at = names.index(around) if around in names else len(names)
-    previous = names[at - 1] if 0 < at < len(names) else None
-    return GroupPage(total, rows, previous, names[at + 1] if at + 1 < len(names) else None)
+    by, joined, of_join = _COLUMNS.get(query.sort, "a.figure"), "", list[str]()
+    if query.sort in _SUMS:
+        figures = f"SELECT group_id, {_SUMS[query.sort]} AS figure FROM trajectories GROUP BY group_id"
+        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [query.component] * figures.count("?")
+    way, all_of_them = "DESC" if query.descending else "ASC", " AND ".join(where)
+    total = ledger.query(f"SELECT count(*) AS total FROM groups WHERE {all_of_them}", *values)[0]["total"]
+    rest = f"{joined} WHERE {all_of_them} ORDER BY {by} {way} NULLS LAST, groups.rowid {way}"
+    rows = ledger.rows("groups", f"{rest} LIMIT ? OFFSET ?", *of_join, *values, query.limit, query.offset)
+    page = {"total": total, "offset": query.offset, "rows": rows, "previous": None, "next": None}
+    if query.around is not None:
+        ids = ledger.query(f"SELECT groups.group_id FROM groups {rest}", *of_join, *values)
+        names = [None, *(row["group_id"] for row in ids), None]
+        if query.around in names:
+            at = names.index(query.around)
+            page |= {"previous": names[at - 1], "next": names[at + 1]}
+    return page

@@ -21,8 +21,7 @@ from treadle.core.files import WrittenFile, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
 from treadle.orchestration.config import SCHEMA_VERSION
-from treadle.orchestration.store.ledger_reader import UNTAKEN, LedgerReader, manifest_name, shows_damage, trace_file
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import UNTAKEN, LedgerReader, LoopState, manifest_name, trace_file
 from treadle.orchestration.store.tables import SCHEMA, insert, journal_mode, update
 
 _COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record before the first replaces the second
@@ -30,10 +29,7 @@ _COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record befor
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """Groups that were trained together, as a checkpoint makes it final.
-
-    dropped_steps: their steps that were not trained. traces: the file with their traces, if any.
-    """
+    """Groups that were trained together. dropped_steps: those left out. traces: the file with the others', if any."""
 
     dropped_steps: tuple[DroppedStep, ...]
     traces: WrittenFile | None = None
@@ -42,25 +38,22 @@ class TrainedBatch:
 class Ledger(LedgerReader):
     """The ledger of a run that this process trains; the only writer. Thread-safe.
 
-    copy: for readers, in the run directory, if the ledger itself is elsewhere (`local_ledger`).
+    copy: for readers, in the run directory, if the ledger itself is elsewhere (`run_store.open_ledger`).
     Changing a row that is not as it was written raises DamageError; RunError if the disk fails.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
         super().__init__(path, f"remove it: the run then goes on with its copy {copy}" if copy else "")
         self._copy, self._lock = copy, threading.Lock()
-        with self._damage_named(), ExitStack() as on_failure:
-            try:
-                self._db = sqlite3.connect(path, check_same_thread=False)  # the lock sees to that
-                on_failure.callback(self._db.close)
-                if not self._db.execute("SELECT 1 FROM sqlite_schema").fetchone():
-                    self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
-                self._check_version(self._db)
-                self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # no effect where it cannot be had
-                self._db.execute("PRAGMA synchronous=EXTRA")  # FULL, and as durable without WAL
-                on_failure.pop_all()
-            except sqlite3.OperationalError as error:
-                raise RunError(f"the ledger {path} cannot be opened: {error}; {self.remedy}") from error
+        with self._errors("cannot be opened"), ExitStack() as on_failure:
+            self._db = sqlite3.connect(path, check_same_thread=False)  # the lock sees to that
+            on_failure.callback(self._db.close)
+            if not self._db.execute("SELECT 1 FROM sqlite_schema").fetchone():
+                self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
+            self._check_version(self._db)
+            self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # no effect where it cannot be had
+            self._db.execute("PRAGMA synchronous=EXTRA")  # FULL, and as durable without WAL
+            on_failure.pop_all()
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -69,15 +62,8 @@ class Ledger(LedgerReader):
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit on leaving, roll back on any error."""
-        with self._lock, self._damage_named():
-            try:
-                with self._db:
-                    yield self._db
-            except sqlite3.OperationalError as error:
-                if shows_damage(error):
-                    raise
-                raise RunError(f"the ledger could not be written: {error}; free disk space, then --resume") from error
+        with self._lock, self._errors("could not be written", "free disk space, then --resume"), self._db:
+            yield self._db
 
     def close(self) -> None:
         """Close it, when no other thread uses it, as a single file, readable on a read-only disk."""
@@ -160,20 +146,14 @@ class Ledger(LedgerReader):
                 _note_file(db, manifest_name(directory), manifest_sha256)
 
     def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
-        """Drop recorded steps that are not in the resumed checkpoint, except of the groups to `keep`; return how many.
-
-        Their groups stay on record under their own ids.
-        """
+        """Drop recorded steps that are not in the resumed checkpoint, except those of groups to `keep`."""
         with self.transaction() as db:
             _forget_versions(db, state)
             which = f"{UNTAKEN} AND group_id NOT IN (SELECT value FROM json_each(?))"
             return _move_steps(db, StepState.DROPPED, reason, which, *_place(state), json.dumps(keep))
 
     def return_to(self, directory: str) -> int:
-        """Make an earlier checkpoint the latest and roll back everything after it, in one transaction.
-
-        Returns how many steps are dropped, including trained ones.
-        """
+        """Make an earlier checkpoint the latest and roll back everything after it; return how many steps it drops."""
         state = self.checkpoint(directory)
         with self.transaction() as db:
             last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
@@ -212,12 +192,10 @@ class Ledger(LedgerReader):
             copy.execute("PRAGMA journal_mode=DELETE")
 
     def has_copied(self, sha256: str) -> bool:
-        """Whether the copy with this digest is the last one made here."""
         return sha256 in (self.file_sha256(_COPY), self.file_sha256(_COPY_BEFORE))
 
 
 def _place(state: LoopState) -> tuple[int, str]:
-    """Values of `UNTAKEN`."""
     return state.cursor, json.dumps(state.outstanding)
 
 
@@ -231,7 +209,6 @@ def _forget_versions(db: sqlite3.Connection, state: LoopState) -> None:
 
 
 def _drop_steps(db: sqlite3.Connection, steps: Iterable[DroppedStep]) -> None:
-    """Drop those of the steps that are not in a terminal state."""
     for step in steps:
         changes = {"state": StepState.DROPPED, "reason": step.reason}
         which = "trajectory_id = ? AND step = ? AND state = ?"

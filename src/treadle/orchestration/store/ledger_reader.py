@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import MANIFEST, WrittenFile
 from treadle.orchestration.config import SCHEMA_VERSION
-from treadle.orchestration.store.loop_state import LoopState
 from treadle.orchestration.store.tables import KEYS, Damaged, check_row, check_table
 
 Row = dict[str, Any]
 
 UNTAKEN = "(idx >= ? OR idx IN (SELECT value FROM json_each(?)))"  # cursor, outstanding
 _STEPS = "steps JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id)"
-_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)  # the latter where SQLite's own message quotes what is damaged
+_NOT_UTF8 = "Could not decode to UTF-8"  # SQLite's message
 
 
 def salvage(run: Path) -> str:
@@ -50,7 +49,6 @@ def trace_file(version: int) -> str:
 
 
 def manifest_name(checkpoint: str) -> str:
-    """Name on record of a checkpoint's manifest."""
     return f"checkpoints/{checkpoint}/{MANIFEST}"
 
 
@@ -70,7 +68,6 @@ class LedgerReader:
         return tuple(n for f in files if f.is_file() for s in (f.stat(),) for n in (s.st_ino, s.st_mtime_ns, s.st_size))
 
     def query(self, sql: str, *values: Any) -> list[Row]:
-        """Rows of a SELECT, not proven."""
         with self._reading() as db:
             return _dicts(db.execute(sql, values))
 
@@ -90,14 +87,8 @@ class LedgerReader:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._damage_named():
-            try:
-                with self._opened() as db:
-                    yield db
-            except sqlite3.OperationalError as error:
-                if shows_damage(error):
-                    raise
-                raise RunError(f"the ledger {self.path} cannot be read: {error}; {self.remedy}") from error
+        with self._errors("cannot be read"), self._opened() as db:
+            yield db
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
@@ -114,13 +105,20 @@ class LedgerReader:
             raise RunError(f"the ledger {self.path} {what}; {self.remedy}")
 
     @contextmanager
-    def _damage_named(self) -> Iterator[None]:
+    def _errors(self, what: str, remedy: str = "") -> Iterator[None]:
+        """Raise DamageError if the file is not as it was written, RunError if the disk or a process is the cause."""
         try:
             yield
-        except (Damaged, *_ERRORS) as error:
-            if isinstance(error, sqlite3.Error) and not shows_damage(error):
-                raise
-            raise DamageError(f"the ledger {self.path} is damaged: {_what(error)}; {self.remedy}") from error
+        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:  # SQLite's message quotes what is damaged
+            no_text = isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8)
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+            is_sql = isinstance(error, sqlite3.Error) and not no_text
+            if not is_sql or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                problem = "a row is not as it was written: its text is not UTF-8" if no_text else error
+                raise DamageError(f"the ledger {self.path} is damaged: {problem}; {self.remedy}") from error
+            if isinstance(error, sqlite3.OperationalError):
+                raise RunError(f"the ledger {self.path} {what}: {error}; {remedy or self.remedy}") from error
+            raise  # a bug
 
     @property
     def remedy(self) -> str:
@@ -135,10 +133,10 @@ class LedgerReader:
 
     def checkpoint(self, directory: str) -> LoopState:
         """Raises RunError if it was not committed, or was rolled back."""
-        states = {row["directory"]: row["state"] for row in self.rows("checkpoints", "ORDER BY number")}
-        if directory not in states:
+        rows = self.rows("checkpoints", "WHERE directory = ? ORDER BY number", directory)
+        if not rows:
             raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
-        return LoopState.from_json(states[directory])
+        return LoopState.from_json(rows[-1]["state"])
 
     def checkpoint_names(self) -> list[str]:
         """Directory names of all committed checkpoints, oldest first, without those rolled back."""
@@ -148,8 +146,8 @@ class LedgerReader:
     def files(self, prefix: str) -> dict[str, WrittenFile]:
         """Recorded files whose names in the run directory have this prefix, by the rest of their names."""
         rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
-        files = (WrittenFile(row["name"].removeprefix(prefix), row["sha256"]) for row in rows)
-        return {file.name: file for file in files}
+        names = [row["name"].removeprefix(prefix) for row in rows]
+        return {name: WrittenFile(name, row["sha256"]) for name, row in zip(names, rows, strict=True)}
 
     def shards(self) -> dict[str, WrittenFile]:
         """Files with the tokens of all trajectories on record, by their names in `rollouts/`."""
@@ -160,23 +158,13 @@ class LedgerReader:
         return self.files("traces/")
 
     def shard(self, name: str) -> WrittenFile:
-        sha256 = self.file_sha256(f"rollouts/{name}")
-        if sha256 is None:
+        if (sha256 := self.file_sha256(f"rollouts/{name}")) is None:
             raise DamageError(f"the ledger {self.path} does not know the shard {name}; restore it from a copy")
         return WrittenFile(name, sha256)
 
     def traces_of(self, version: int | None) -> WrittenFile | None:
         """The file with the traces of groups that this version trained; None without any."""
-        name = trace_file(version) if version is not None else ""
-        sha256 = self.file_sha256(f"traces/{name}") if name else None
-        return WrittenFile(name, sha256) if sha256 else None
-
-    def config_sha256(self) -> set[str]:
-        """SHA-256 of config.yaml now and before each change: the process may have died during a change."""
-        return {file.sha256 for file in self.files("config").values()}
-
-    def manifest_sha256(self, checkpoint: str) -> str | None:
-        return self.file_sha256(manifest_name(checkpoint))
+        return None if version is None else self.traces().get(trace_file(version))
 
     def file_sha256(self, name: str) -> str | None:
         """SHA-256 of a file, by its name in the run directory; None if it is not on record."""
@@ -213,17 +201,15 @@ class LedgerReader:
     # --- counts ------------------------------------------------------------------------------------------------------
 
     def splits(self) -> list[Row]:
-        """Counts of groups, trajectories, failed ones, steps and tokens of each split."""
         rows = self.query(
             "SELECT split, count(DISTINCT group_id) AS groups, count(*) AS trajectories, count(failure_cause) AS "
             "failed FROM trajectories JOIN groups USING (group_id) GROUP BY 1 ORDER BY 1 DESC"
         )
-        sums = {row["split"]: defaultdict[str, int](int) for row in rows}
-        for row in self.step_states():
-            for name, column in (("steps", "count"), ("prompt_tokens",) * 2, ("completion_tokens",) * 2):
-                sums[row["split"]][name] += row[column]
-        names = ("steps", "prompt_tokens", "completion_tokens")
-        return [{**row, **{name: sums[row["split"]][name] for name in names}} for row in rows]
+        columns = {"steps": "count", "prompt_tokens": "prompt_tokens", "completion_tokens": "completion_tokens"}
+        states = self.step_states()
+        for row in rows:
+            row |= {k: sum(s[column] for s in states if s["split"] == row["split"]) for k, column in columns.items()}
+        return rows
 
     def step_states(self) -> list[Row]:
         """Steps and tokens of each split, state and reason, the most frequent first."""
@@ -259,14 +245,12 @@ class LedgerReader:
         )
 
     def blocked(self) -> Row:
-        """Number of trajectories that blocked the event loop, and for how long."""
         return self.query(
             "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
             "FROM trajectories WHERE blocked_seconds > 0"
         )[0]
 
     def warnings(self) -> list[Row]:
-        """The five most frequent warnings."""
         return self.query(
             "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
             "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
@@ -283,7 +267,6 @@ class LedgerReader:
     # --- trajectories and groups -------------------------------------------------------------------------------------
 
     def newest(self, count: int) -> list[Row]:
-        """The last trajectories on record, newest first, with split and task_id."""
         return self.query(
             "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
             "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
@@ -301,10 +284,7 @@ class LedgerReader:
         return rows[0] if rows else None
 
     def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
-        """Attempts at one task in two evaluations, from failure to success if there is one.
-
-        component: of the reward that is compared with `success`, instead of the reward.
-        """
+        """Attempts at one task in two evaluations, from failure to success if possible. component: judged instead."""
         judged = "coalesce((SELECT value FROM json_each({0}.components) WHERE key = ?), {0}.reward)"
         values = (component, success) * 2
         rows = self.query(
@@ -322,7 +302,6 @@ class LedgerReader:
         return f"{evaluation}r{times - 1}-*" if times > 1 else f"{evaluation}-*"
 
     def evaluations(self) -> list[str]:
-        """Names of the evaluations, the oldest first."""
         rows = self.query(
             "SELECT substr(group_id, 1, instr(group_id, '-') - 1) AS name FROM groups WHERE split != 'train' "
             "GROUP BY 1 ORDER BY min(rowid)"
@@ -333,7 +312,6 @@ class LedgerReader:
         return self.rows("groups", "WHERE group_id GLOB ? ORDER BY rowid", f"{evaluation}-*")
 
     def groups_of_task(self, task_id: str, split: str) -> list[Row]:
-        """Groups of a task, the oldest first."""
         which = "WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
         return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
 
@@ -342,7 +320,6 @@ class LedgerReader:
         return self.rows("trajectories", which, json.dumps(groups))
 
     def attempts_states(self, groups: Sequence[str]) -> list[Row]:
-        """Number of steps of each trajectory, state and reason."""
         return self.query(
             "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
             "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",
@@ -390,15 +367,26 @@ def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
     return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
-def shows_damage(error: BaseException) -> bool:
-    """Whether an error is about the file's content, not about the disk, other processes or a statement."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or _is_no_text(error)
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """All that resuming needs, with the weights and the optimizer.
 
+    cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
+    graded attempts. began: when the run did, in ISO format: the date that templates write.
+    """
 
-def _is_no_text(error: BaseException) -> bool:
-    return isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode to UTF-8")
+    update: int = 0
+    version: int = 0
+    cursor: int = 0
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    evaluations: tuple[dict[str, Any], ...] = ()
+    outstanding: tuple[int, ...] = ()
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
+    began: str = ""
 
-
-def _what(error: BaseException) -> str:
-    return "a row is not as it was written: its text is not UTF-8" if _is_no_text(error) else str(error)
+    @classmethod
+    def from_json(cls, text: str) -> LoopState:
+        state = json.loads(text)
+        return cls(**{**state, **{name: tuple(state[name]) for name in ("evaluations", "outstanding")}})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,26 @@ from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, T
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.loop_state import LoopState
+from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.training.checkpoint import remove_others
 
 
-@dataclass(frozen=True, slots=True)
-class Restorable:
-    """Recorded after a checkpoint, and trainable by its next update.
-
-    groups: with their attempts, by index. damaged: shard -> ids of attempts in it that cannot be read.
-    """
-
-    groups: dict[int, Group] = field(default_factory=dict)
-    damaged: dict[str, list[str]] = field(default_factory=dict)
-
-
-def restorable_groups(ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int) -> Restorable:
-    """Return the groups whose attempts on record can all be trained by the checkpoint's next update.
+def restorable_groups(
+    ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int
+) -> tuple[dict[int, Group], dict[str, list[str]]]:
+    """Return the groups, by index, whose attempts on record can all be trained by the checkpoint's next update; and
+    shard -> ids of attempts in it that cannot be read.
 
     Tokens may be `max_staleness` versions old, but not newer than the checkpoint: those weights were lost. At
     max_staleness 0 the whole batch is resampled, so that it repeats bit for bit. A damaged attempt excludes its group,
     whose baseline it would change.
     """
-    restorable = Restorable()
+    groups: dict[int, Group] = {}
+    unreadable: dict[str, list[str]] = {}
     if max_staleness == 0:
-        return restorable
+        return groups, unreadable
     files, oldest = ledger.shards(), state.version - max_staleness
     shards: dict[str, dict[str, list[Step]] | None] = {}
     for index, rows in itertools.groupby(ledger.untaken(state), lambda row: row["idx"]):
@@ -57,11 +48,11 @@ def restorable_groups(ledger: LedgerReader, rollouts: Path, state: LoopState, ma
                 shards[shard] = None
         damaged = [row for row in attempts if shards[row["shard"]] is None]
         for row in damaged:
-            restorable.damaged.setdefault(row["shard"], []).append(row["trajectory_id"])
+            unreadable.setdefault(row["shard"], []).append(row["trajectory_id"])
         if not damaged:
             steps = [(shards[row["shard"]] or {}).get(row["trajectory_id"], []) for row in attempts]
-            restorable.groups[index] = _group(attempts, steps)
-    return restorable
+            groups[index] = _group(attempts, steps)
+    return groups, unreadable
 
 
 def roll_back(
@@ -77,14 +68,13 @@ def roll_back(
     on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
     remove_others(run.checkpoints, {name, *retained(on_disk, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
-    on_record = restorable_groups(ledger, run.rollouts, state, staleness)
-    for shard, damaged in on_record.damaged.items():
+    restored, unreadable = restorable_groups(ledger, run.rollouts, state, staleness)
+    for shard, damaged in unreadable.items():
         steps = ledger.note_damaged(damaged)
         log(
             f"{run.rollouts / shard} is damaged or gone: {len(damaged)} trajectories ({steps} steps) that waited in it "
             f"are dropped as {DropReason.DAMAGED}, and their tasks are sampled again"
         )
-    restored = on_record.groups
     reason = interrupted_reason(staleness)
     dropped = ledger.roll_back(state, reason, [group.group_id for group in restored.values()])
     if problem := run.roll_back_metrics(state.update, state.evaluations):

@@ -1,4 +1,4 @@
-"""Token arrays of finished groups, in append-only Parquet shards that pandas reads: one row a step."""
+"""Tokens of finished attempts, and what updates computed of them, in Parquet files that pandas reads: a row a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer
 
-from treadle.core.errors import RunError
+from treadle.core.errors import DataError, RunError
 from treadle.core.files import WrittenFile, read_proven, write_atomically
 from treadle.core.rewards import Reward
+from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
+from treadle.models.model_files import tokenizer_directory
+from treadle.orchestration.store.checkpoint_retention import read_checkpoint
+from treadle.orchestration.store.ledger_reader import trace_file
+from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.packing.breaks import Decode, Relation, relations
+from treadle.packing.flat import PackedCall
 
 _STEP = {  # columns that are attributes of the step
     "prompt_ids": pa.list_(pa.int32()),
@@ -75,7 +83,6 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenF
 
 
 def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
-    """Write a table durably as a Parquet file. Complete or absent. Raises RunError if the disk refuses."""
     final, sink = directory / name, pa.BufferOutputStream()
     strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
     pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
@@ -125,7 +132,6 @@ def token_arrays(column: pa.ListArray) -> list[Any]:
 
 
 def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table, with tokens as arrays."""
     for batch in table.combine_chunks().to_batches():
         arrays = zip(*(token_arrays(batch.column(name)) for name in _TOKENS), strict=True)
         for row, tokens in zip(batch.drop_columns(list(_TOKENS)).to_pylist(), arrays, strict=True):
@@ -162,3 +168,81 @@ def _step(row: dict[str, Any]) -> Step:
         routing=None if routing is None else routing.astype(np.int16),
         given=Reward(dict(row["components"]), row["token_rewards"]),
     )
+
+
+_OF_TOKENS: Mapping[str, type[np.generic]] = {
+    "logprobs": np.float32,
+    "entropy": np.float32,
+    "advantage": np.float32,
+    "ratio": np.float32,
+    "clipped": np.bool_,
+}
+_TRACE_SCHEMA = pa.schema(
+    [
+        ("update", pa.int32()),
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("step", pa.int32()),
+        *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in _OF_TOKENS.items()),
+    ]
+)
+
+
+def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> WrittenFile:
+    """Write the traces of a batch durably; return the file. version: of the policy before. Raises RunError."""
+    rows = [{name: getattr(trace, name) for name in _TRACE_SCHEMA.names} for trace in traces]
+    return write_table(directory, trace_file(version), pa.Table.from_pylist(rows, schema=_TRACE_SCHEMA))
+
+
+def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = None) -> list[StepTrace]:
+    """Traces of one trajectory, or of all, in the order of writing. Raises DamageError."""
+    filters = None if trajectory_id is None else [("trajectory_id", "=", trajectory_id)]
+    traces = []
+    for row in pq.read_table(open_shard(directory, file), filters=filters).to_pylist():
+        arrays = {name: np.array(row[name], dtype) for name, dtype in _OF_TOKENS.items() if row[name] is not None}
+        traces.append(StepTrace(**{**row, **arrays}))
+    return traces
+
+
+def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
+    """A trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
+    ledger = RunDirectory(run).ledger()
+    ledger.prove("groups", "trajectories")
+    row = ledger.trajectory(trajectory_id)
+    if row is None:
+        examples = ", ".join(newest["trajectory_id"] for newest in ledger.newest(3)) or "none yet"
+        raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {examples} (treadle show {run})")
+    return row, read_steps(run / "rollouts", ledger.shard(row["shard"]), trajectory_id)
+
+
+def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
+    """Traces of a trajectory, in order; [] if it is not traced, or not trained yet. Raises DamageError."""
+    ledger = RunDirectory(run).ledger()
+    row = ledger.trajectory(trajectory_id)
+    file = ledger.traces_of(row["trained_version"]) if row else None
+    return [] if file is None else read_traces(run / "traces", file, trajectory_id)
+
+
+def load_run_tokenizer(run: Path) -> Tokenizer:
+    """The tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
+    directory = RunDirectory.open(run)
+    latest = directory.ledger().latest_checkpoint()
+    if latest is not None and (directory.checkpoints / latest[0]).is_dir():
+        checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
+        source = checkpoint.directory
+    else:
+        source = tokenizer_directory(directory.config().model)
+        content = (source / "tokenizer.json").read_bytes()
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
+
+
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
+    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
+    return relations(calls, decode, [step.break_cause for step in steps])

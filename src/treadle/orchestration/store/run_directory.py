@@ -31,11 +31,18 @@ _LOCK_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsLog:
-    """Content of metrics.jsonl. rows: of readable lines, in order. unreadable: numbers of the other lines, from 1."""
+class JsonLog:
+    """Content of metrics.jsonl or intervals.jsonl. unreadable: numbers of the lines that are not in `rows`, from 1."""
 
     rows: list[dict[str, Any]]
     unreadable: list[int]
+
+    @classmethod
+    def read(cls, path: Path) -> JsonLog:
+        """Read all lines but a last one that a killed process left unfinished."""
+        *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+        rows = dict(enumerate(map(parse_checked_json, lines if is_unfinished(last) else [*lines, last]), 1))
+        return cls([row for row in rows.values() if row is not None], [n for n, row in rows.items() if row is None])
 
     def problem(self, updates: int) -> str | None:
         """Describe what is damaged, or missing of updates 1 to `updates`; None if nothing is."""
@@ -112,19 +119,15 @@ class RunDirectory:
         Raises DamageError if it is not as the ledger has it, RunError for a run of another version of Treadle.
         """
         content = self.config_file.read_bytes()
-        recorded = self.ledger().config_sha256() if self.ledger_file.is_file() else set()
-        if recorded and sha256_of(content) not in recorded:
+        # config.yaml and those before each change: the process may have died during a change
+        recorded = self.ledger().files("config").values() if self.ledger_file.is_file() else ()
+        if recorded and sha256_of(content) not in {file.sha256 for file in recorded}:
             raise DamageError(
                 f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
                 "command line (treadle train RECIPE --resume key.path=value)"
             )
         source = str(self.config_file)
         return without_version(parse_yaml(content, source), source)
-
-    def latest_checkpoint(self) -> str | None:
-        """Name of the latest checkpoint on record; None before the first. Raises RunError."""
-        latest = self.ledger().latest_checkpoint()
-        return None if latest is None else latest[0]
 
     def change_config(self, config: RunConfig, ledger: Ledger) -> None:
         """Replace the run's configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
@@ -159,7 +162,6 @@ class RunDirectory:
 
     @property
     def has_summary(self) -> bool:
-        """Whether there is a readable summary: the run has finished."""
         try:
             return isinstance(json.loads(self.summary_file.read_bytes()), dict)
         except (OSError, ValueError):
@@ -179,7 +181,6 @@ class RunDirectory:
         return "stopped"
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -194,41 +195,25 @@ class RunDirectory:
             )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
         _append(self.metrics_file, row)
 
     def log_interval(self, row: Mapping[str, Any]) -> None:
-        """Append one line to intervals.jsonl."""
         _append(self.intervals_file, row)
 
     def intervals(self) -> list[dict[str, Any]]:
-        """All readable lines of intervals.jsonl."""
-        return self._read(self.intervals_file).rows
-
-    def metrics_log(self) -> MetricsLog:
-        """Content of metrics.jsonl, without a last line that a killed process left unfinished."""
-        return self._read(self.metrics_file)
-
-    @staticmethod
-    def _read(path: Path) -> MetricsLog:
-        if not path.is_file():
-            return MetricsLog([], [])
-        *lines, last = path.read_bytes().split(b"\n")
-        lines += [] if is_unfinished(last) else [last]
-        rows = dict(enumerate(map(parse_checked_json, lines), 1))
-        return MetricsLog(
-            [row for row in rows.values() if row is not None], [n for n, row in rows.items() if row is None]
-        )
+        return JsonLog.read(self.intervals_file).rows
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All readable lines of metrics.jsonl."""
         return self.metrics_log().rows
+
+    def metrics_log(self) -> JsonLog:
+        return JsonLog.read(self.metrics_file)
 
     def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
         """Remove from metrics.jsonl and intervals.jsonl what was logged after a checkpoint; it is logged again.
 
         update: of the checkpoint. evaluations: those in its state; others are removed, even of this very update.
-        Returns `MetricsLog.problem`.
+        Returns `JsonLog.problem`.
         """
         log = self.metrics_log()
         kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update]
@@ -252,21 +237,17 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _listed(numbers: Sequence[int], limit: int = 5) -> str:
-    """`3, 4, 9`, or `1, 2, 3, 4, 5 and 7 more`."""
     more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
     return ", ".join(map(str, numbers[:limit])) + more
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """Newest run of a recipe that can go on: not finished, with a checkpoint on record.
-
-    Raises RunError if there is none, or if a run is damaged.
-    """
+    """Newest run of a recipe that can go on: not finished, with a checkpoint on record. Raises RunError."""
     started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
     unfinished = [run for run in started if run.config_file.is_file() and not run.has_summary]
     try:
         candidates = [run for run in unfinished if run.config_data().get("recipe") == recipe]
-        ready = [run for run in candidates if run.latest_checkpoint() is not None]
+        ready = [run for run in candidates if run.ledger().latest_checkpoint() is not None]
     except RunError as error:
         raise type(error)(f"{error}; another run is chosen with --name") from error
     if not ready:
@@ -277,10 +258,7 @@ def find_run(runs: Path, recipe: str) -> Path:
 
 
 def make_directory(runs: Path, config: RunConfig) -> Path:
-    """Make an empty directory for a run: `runs/demo-seed0-20260102-030405`; `...-2` if that is taken.
-
-    Raises RunError.
-    """
+    """Make an empty directory for a run: `runs/demo-seed0-20260102-030405`; `...-2` if that is taken."""
     name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     while True:

@@ -1,17 +1,29 @@
-"""Where a loop writes finished attempts: token arrays first, then one ledger transaction that refers to them."""
+"""What a training process writes, token arrays first, then a transaction that refers to them; where its ledger lies.
+
+    <ledger_directory>/<run>-<digest>.sqlite --(Ledger.copy_out)--> <run>/ledger.sqlite, which everybody else reads
+
+On a shared filesystem, where SQLite is not safe, the ledger lies on a disk of this machine. The copy is made after
+each checkpoint, whenever other files of the run follow what the ledger says, and when the process ends; it is replaced
+as a whole. A resumed run goes on with what a killed process left here; if the machine is lost with its disk, with the
+copy: what came after the last checkpoint is sampled again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 
-from treadle.core.files import WrittenFile
+from treadle.core.errors import RunError
+from treadle.core.files import WrittenFile, sync_file
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import write_shard
+from treadle.orchestration.store.rollout_store import write_shard, write_traces
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.trace_store import write_traces
 
 
 class RunStore:
@@ -53,10 +65,7 @@ class RunStore:
             await asyncio.wait({self._writing})
 
     async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
-        """Write the traces of a trained batch, if any; the next checkpoint puts the file on record.
-
-        version: of the policy that was updated. Raises RunError.
-        """
+        """Write the traces of a trained batch, if any; the next checkpoint puts the file on record."""
         return await asyncio.to_thread(write_traces, self.run.traces, version, traces) if traces else None
 
     def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
@@ -72,3 +81,55 @@ class RunStore:
     def _write(self, name: str, groups: Sequence[Group], split: str, version: int) -> None:
         shard = write_shard(self.run.rollouts, name, groups)
         self.ledger.record(groups, split, version, shard)
+
+
+def local_file(run: RunDirectory, directory: str) -> Path:
+    """Place of a run's ledger in this directory, by the run's name and whole path."""
+    path = run.path.resolve()
+    return Path(directory).expanduser() / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.sqlite"
+
+
+@contextmanager
+def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
+    """Open the run's ledger for writing. directory: where, instead of in the run directory. Raises RunError."""
+    if directory is None:
+        with closing(Ledger(run.ledger_file)) as ledger:
+            yield ledger
+        return
+    local = local_file(run, directory)
+    try:
+        local.parent.mkdir(parents=True, exist_ok=True)
+        _remove(local)
+        if run.ledger_file.is_file():
+            unfinished = local.with_name(f"{local.name}.new")
+            shutil.copyfile(run.ledger_file, unfinished)
+            unfinished.replace(local)
+    except OSError as error:
+        raise RunError(f"orchestration.ledger_directory={directory}: {error}; give a directory to write to") from error
+    with closing(Ledger(local, copy=run.ledger_file)) as ledger:
+        ledger.copy_out()  # from now on this ledger knows the copy as its own
+        try:
+            yield ledger
+        finally:
+            ledger.copy_out()
+    _remove(local)
+
+
+def recover_ledger(run: RunDirectory, directory: str | None) -> None:
+    """Bring the run directory's copy up to date with what a killed process left in `directory`, if it did.
+
+    A local ledger whose copy is not the last one that it made is out of date: the run went on elsewhere. It is removed.
+    Raises DamageError for one that is damaged.
+    """
+    if directory is None or not (local := local_file(run, directory)).is_file():
+        return
+    with closing(Ledger(local, copy=run.ledger_file)) as ledger:
+        ledger.prove()
+        if not run.ledger_file.is_file() or ledger.has_copied(sync_file(run.ledger_file)):
+            ledger.copy_out()
+    _remove(local)
+
+
+def _remove(local: Path) -> None:
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        local.with_name(f"{local.name}{suffix}").unlink(missing_ok=True)
