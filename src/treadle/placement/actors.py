@@ -45,13 +45,17 @@ class Actor:
     async def open(self) -> None:
         self.process, self.log = await self.call("process")
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the actor's answer, or raise its error, WorkerLost or PlacementError; cancelled with its caller."""
+    async def call(self, method: str, *arguments: Any, cancel: bool = True) -> Any:
+        """Return the actor's answer, or raise its error, WorkerLost or PlacementError.
+
+        cancel: it is cancelled with its caller. Ray cannot end an actor that is stopped and was asked to cancel a call.
+        """
         answer = getattr(self.handle, method).remote(*arguments)
         try:
             return await answer
         except asyncio.CancelledError:
-            ray.cancel(answer)
+            if cancel:
+                ray.cancel(answer)
             raise
         except RayError as error:
             raise self.translate(error) from None

@@ -213,12 +213,12 @@ class PlacedServer:
         """End the server, and the actor. Idempotent."""
         with suppress(TreadleError, TimeoutError):
             async with asyncio.timeout(_STOPPING):
-                await self.route.call("stop")
+                await self.route.call("stop", cancel=False)
         self.route.kill()
 
     async def _call(self, method: str, *arguments: Any) -> None:
         try:
-            await self.route.call(method, *arguments)
+            await self.route.call(method, *arguments, cancel=False)
         except PlacementError as error:
             raise EngineError(str(error)) from error
 
