@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -124,7 +123,12 @@ class PinnedEngine:
 
     def status(self) -> list[ComponentStatus]:
         """Return the load of each version's engine."""
-        return list(chain.from_iterable(engine.status() for engine in self._all()))
+        fresh = [] if self._fresh is None else self._fresh.status()
+        return fresh + [
+            replace(status, name=f"{status.name}, version {version}")
+            for version, engine in self._engines.items()
+            for status in engine.status()
+        ]
 
     async def close(self) -> None:
         for engine in self._all():

@@ -148,6 +148,7 @@ class AdapterPublication:
                 now = f"version {self._alive[-1].version} serves on" if self._alive else "there is none before it"
                 raise EngineError(f"publication of version {version} failed: {error}; {now}") from error
             self._alive.append(new)
+            self.admission.open(Admitted(self._owner, {self._owner: version}))
             self._expected = expected
             for old in self._unused():
                 self._alive.remove(old)

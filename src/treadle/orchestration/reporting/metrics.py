@@ -40,6 +40,8 @@ ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls;
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
 STALENESS_MEAN = _mean("staleness_mean", "versions", "learner's version less the oldest that sampled a token")
 STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference: the worst straggler")
+ONE_VERSION = _mean("one_version", "share", "of one policy version alone; all with `training.lora.pin_attempts`")
+VERSIONS = Metric("versions", "run", "max", "versions", "that sampled the update's trajectories, together")
 TOKEN_STALENESS = Metric(
     "token_staleness_mean", "token", "mean", "versions", "learner's version less the one that sampled the token"
 )
@@ -165,6 +167,7 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
     rewards = [view.reward for view in views if view.reward is not None]
     steps, tokens = [len(view.steps) for view in views], [view.completion_tokens for view in views]
     staleness, of_trained = _staleness(views, version), _staleness(map(as_trained, graded), version)
+    sampled_by = [{int(v) for step in view.steps for v in step.policy_versions} for view in views]
     values: dict[Metric, Sequence[float]] = {
         REWARD_MEAN: rewards,
         REWARD_POSITIVE: [reward > 0 for reward in rewards],
@@ -176,13 +179,14 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         PROMPT_TOKENS_MEAN: [view.prompt_tokens for view in views],
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
+        ONE_VERSION: [len(versions) == 1 for versions in sampled_by if versions],
         TRAINED_STALENESS_MEAN: of_trained,
         TRAINED_STALENESS_MAX: of_trained,
         TRAJECTORY_SECONDS: [t.seconds for t in graded],
         ENGINE_SHARE: [t.engine_seconds / t.seconds for t in graded if t.seconds > 0],
         **shares(LAST_STOP, StopReason, [view.steps[-1].stop_reason for view in views if view.steps]),
     }
-    return measured("trajectory", values)
+    return measured("trajectory", values) + measured("run", {VERSIONS: [len(set().union(*sampled_by))]})
 
 
 def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:

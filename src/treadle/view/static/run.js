@@ -20,6 +20,8 @@ export const PANELS = [
   {title: "Clipped and corrected", names: ["clip_fraction", "correction_masked_fraction", "value_clip_fraction"]},
   {title: "Ratio", names: ["ratio_min", "ratio_mean", "ratio_max"]},
   {title: "Staleness in versions", names: ["staleness_mean", "staleness_max", "trained_staleness_mean", "token_staleness_mean"]},
+  {title: "Attempts of one version", names: ["one_version"], share: true},
+  {title: "Versions that sampled", names: ["versions"]},
   {title: "Dropped steps by reason", names: [/^dropped_/]},
   {title: "Attempts that failed", names: ["failed", /^failed_/, "refused", "warnings"]},
   {title: "Groups without a signal", names: ["zero_advantage_groups", "equal_reward_groups"], share: true},
