@@ -43,7 +43,7 @@ def directory() -> Path:
 
 
 @pytest.fixture(scope="module")
-def chat() -> ChatRenderer:
+def renderer() -> ChatRenderer:
     return load_chat(SMOLLM2)[1]
 
 

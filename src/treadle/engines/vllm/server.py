@@ -278,8 +278,7 @@ class Server:
     def _content(self, path: str, response: httpx.Response) -> Any:
         if response.status_code != 200:
             raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
-        words = response.headers.get("content-type", "").startswith("text/")
-        return response.json() if response.content and not words else None
+        return response.json() if response.headers.get("content-type", "").startswith("application/json") else None
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
         """Return the response, or raise ServerLost as soon as the server is given up."""
