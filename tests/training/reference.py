@@ -25,6 +25,9 @@ from treadle.core.config import build
 from treadle.core.metrics import Measures
 from treadle.core.registry import names
 from treadle.core.types import Group, Ids, Step
+from treadle.models.config import LoraConfig
+from treadle.models.lora import add_adapters
+from treadle.models.weights import adapter_weights
 from treadle.packing.flat import Doubles, FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, slots
 from treadle.training.config import TrainingConfig
@@ -49,6 +52,20 @@ def algorithm_with(**fields: Any) -> AlgorithmConfig:
     if fields.get("reduction") == "seq_mean_token_sum_norm":
         return AlgorithmConfig(**fields, length_norm=7.0)
     return AlgorithmConfig(**{name: value for name, value in fields.items() if name != "scope"})
+
+
+LORA = LoraConfig(rank=3, alpha=5)
+
+
+def adapted(model: PreTrainedModel, config: LoraConfig = LORA, seed: int = 1) -> PreTrainedModel:
+    """The model with adapters that have learned something."""
+    add_adapters(model, config, seed)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in adapter_weights(model).items():
+            if ".lora_B." in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=random, dtype=torch.float64) * 0.3)
+    return model
 
 
 def make_learner(

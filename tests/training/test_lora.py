@@ -27,13 +27,13 @@ from tests.models import (
     tiny,
     weights_of,
 )
-from tests.training.reference import LAYOUTS, accumulated, literal_loss, make_learner, scale
+from tests.training.reference import LAYOUTS, LORA, accumulated, adapted, literal_loss, make_learner, scale
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import make_model
-from treadle.models.lora import add_adapters, target_names
+from treadle.models.lora import target_names
 from treadle.models.weights import adapter_weights, trained
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import export_model, load_checkpoint, save_checkpoint
@@ -41,19 +41,7 @@ from treadle.training.config import OptimizerConfig
 from treadle.training.learner import Learner
 
 TOKENIZER = Path(__file__).parents[2] / "src/treadle/recipes/tokenizer"
-LORA = LoraConfig(rank=3, alpha=5)
 ADAPTED = ("qwen3", "qwen2", "llama", "gemma3-half-sliding", "qwen3-moe")
-
-
-def adapted(model: PreTrainedModel, config: LoraConfig = LORA, seed: int = 1) -> PreTrainedModel:
-    """The model with adapters that have learned something."""
-    add_adapters(model, config, seed)
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in adapter_weights(model).items():
-            if ".lora_B." in name:
-                tensor.copy_(torch.randn(tensor.shape, generator=random, dtype=torch.float64) * 0.3)
-    return model
 
 
 @pytest.mark.parametrize("family", ADAPTED)

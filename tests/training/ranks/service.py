@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.models import distance, exact, norm, random_groups, tiny
-from tests.training.reference import accumulated, earlier_policy, make_learner
+from tests.training.reference import accumulated, adapted, earlier_policy, make_learner
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import TrainingStopped
 from treadle.core.processes import parent_has_ended
@@ -41,6 +41,7 @@ class Case:
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class Parity:
 
     def _learners(self, case: Case) -> tuple[Learner, Learner]:
         model = (exact if case.double else tiny)(case.family, **case.model)
+        if case.lora:
+            adapted(model)
         algorithm = AlgorithmConfig(**case.algorithm)
         training = {"optimizer": OPTIMIZER, **case.training}
         of_one = {**training, "precision": "bfloat16"} if training.get("precision") == "bfloat16_pure" else training

@@ -68,6 +68,8 @@ LIMITS: dict[str, Any] = {
 CASES = {
     **{f"{name}": Case(MANY, training=budget(60, **layout)) for name, layout in LAYOUTS.items()},
     **{f"{name}, streamed": Case(FEW, training=budget(9, **layout)) for name, layout in LAYOUTS.items()},
+    "adapters": Case(MANY, training=budget(60, **TREE), lora=True),
+    "adapters, streamed": Case(FEW, training=budget(9, **TREE), lora=True),
     "forks, streamed": Case(FORKS, training=budget(9, **TREE)),
     "one tree for all ranks": Case(random_groups(2, groups=1), training=TREE),
     "one tree in many chunks beside single ones": Case(
