@@ -253,8 +253,9 @@ def run_sft(options: argparse.Namespace) -> int:
     console.line(f"model directory: {options.out}")
     evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
     console.line(f"evaluate it: treadle {evaluate}")
-    build = ["model.build=null"] if config.model.build is not None else []
-    where = "path" if config.training.lora is None else "adapter"
+    adapted = config.training.lora is not None  # of a base, where the recipe may build a model
+    build = ["model.build=null"] if adapted or config.model.build is not None else []
+    where = "adapter" if adapted else "path"
     train = shlex.join(["train", options.recipe, *build, f"model.{where}={options.out}", "warm_start=null"])
     console.line(f"train from it: treadle {train}")
     return 0
