@@ -278,7 +278,10 @@ class Server:
     def _content(self, path: str, response: httpx.Response) -> Any:
         if response.status_code != 200:
             raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
-        return response.json() if response.headers.get("content-type", "").startswith("application/json") else None
+        try:
+            return response.json() if response.content else None
+        except ValueError:  # vLLM answers some calls in words
+            return response.text
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
         """Return the response, or raise ServerLost as soon as the server is given up."""
