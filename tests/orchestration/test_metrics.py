@@ -114,6 +114,7 @@ def test_each_metric_counts_the_units_of_its_level(shape: list[list[tuple[float 
     partial = (
         "pass_at_",
         "last_stop_",
+        "one_version",
         "staleness_",
         "trained_staleness_",
         "engine_share",
