@@ -59,7 +59,8 @@ def show(file: Path | None, *tables: Table) -> None:
         for row in table.rows:
             printed.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
         console.table(printed)
-        console.line(f"{table.note}; {machine()}\n", wrap=True)
+        console.line(f"{table.note}; {machine()}", wrap=True)
+        console.line()
     if file is not None:
         data = [{"title": table.title, "note": table.note, "rows": list(table.rows)} for table in tables]
         file.write_text(json.dumps({"machine": machine(), "tables": data}) + "\n", encoding="utf-8")
