@@ -60,12 +60,17 @@ LORA = LoraConfig(rank=3, alpha=5)
 def adapted(model: PreTrainedModel, config: LoraConfig = LORA, seed: int = 1) -> PreTrainedModel:
     """The model with adapters that have learned something."""
     add_adapters(model, config, seed)
+    randomize(model, seed)
+    return model
+
+
+def randomize(model: PreTrainedModel, seed: int = 1) -> None:
+    """Have a model's adapters change what it computes."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in adapter_weights(model).items():
             if ".lora_B." in name:
                 tensor.copy_(torch.randn(tensor.shape, generator=random, dtype=torch.float64) * 0.3)
-    return model
 
 
 def make_learner(

@@ -27,13 +27,13 @@ from tests.models import (
     tiny,
     weights_of,
 )
-from tests.training.reference import LAYOUTS, LORA, accumulated, adapted, literal_loss, make_learner, scale
+from tests.training.reference import LAYOUTS, LORA, accumulated, adapted, literal_loss, make_learner, randomize, scale
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import make_model
-from treadle.models.lora import target_names
+from treadle.models.lora import adapt, target_names
 from treadle.models.weights import adapter_weights, trained
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import export_model, load_checkpoint, save_checkpoint
@@ -70,6 +70,21 @@ def test_in_float32_too(family: str) -> None:
     accumulated(learner, groups)
     wanted = gradients(precise)
     assert distance(gradients(learner.model), wanted) <= 1e-5 * norm(wanted)
+
+
+def test_a_base_in_bfloat16_has_adapters_in_float32() -> None:
+    """On one rank, with gradients near those of the same values in float32."""
+    model, groups = tiny(), random_groups(0)
+    adapt(model, None, LORA, 1, half=True, weights=True)
+    randomize(model)
+    learner = make_learner(model, precision="bfloat16_pure")
+    found, _ = accumulated(learner, groups)
+    wanted, _ = accumulated(make_learner(copy.deepcopy(model).float()), groups)
+    assert {(p.dtype, p.requires_grad) for p in learner.model.parameters()} == {
+        (torch.bfloat16, False),
+        (torch.float32, True),
+    }
+    assert 0 < distance(found, wanted) < 0.1 * norm(wanted)
 
 
 def test_two_updates_are_a_dense_computation() -> None:

@@ -123,10 +123,12 @@ class Learner:
             routing=training.routing_replay,
             value_head=self.value_head,
         )
+        # of adapters on one rank, the base alone is in bfloat16, and nothing is gathered
+        gathers_half = training.precision == "bfloat16_pure" and not (adapted and self.ranks.size == 1)
         for forward in dict.fromkeys((self.forward, self.reference)):
             if forward is not None:
                 is_policy = forward is self.forward or self._own_reference
-                self.ranks.shard(forward, half=training.precision == "bfloat16_pure", read=read if is_policy else None)
+                self.ranks.shard(forward, half=gathers_half, read=read if is_policy else None)
         if kl is not None and self.reference is None:  # the policy's own base, with the adapter as it is now
             self.reference = self.forward.choosing()
             self.reference_adapter = {name: tensor.clone() for name, tensor in adapter_weights(model).items()}

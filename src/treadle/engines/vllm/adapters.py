@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats
@@ -178,14 +176,8 @@ class AdapterPublication:
         await server.post("/v1/load_lora_adapter", request)
 
     async def _prove(self, server: Server, adapter: Adapter, expected: Floats | None) -> None:
-        if self._probe is None or expected is None:
-            return
-        gap = float(np.abs(await server.score(self._probe.ids, adapter=adapter) - expected).mean())
-        if not gap <= self._probe.tolerance:
-            raise EngineError(
-                f"{server} scores the new adapter otherwise than the learner, by {gap:.2e} on average "
-                f"({self._probe.tolerance:.0e} is allowed)"
-            )
+        if self._probe is not None and expected is not None:
+            await self._probe.check(server, expected, adapter)
 
     async def _unload(self, adapter: Adapter) -> None:
         with suppress(EngineError):  # some may not have it

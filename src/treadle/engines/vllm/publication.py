@@ -23,7 +23,7 @@ from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids
 from treadle.engines.config import InFlight
-from treadle.engines.vllm.server import Admission, Admitted, Server, on_each, serving
+from treadle.engines.vllm.server import Adapter, Admission, Admitted, Server, on_each, serving
 from treadle.engines.vllm.transfer import Staged, Transfer
 
 LOADING = "treadle: half loaded"
@@ -39,6 +39,15 @@ class Probe:
 
     ids: Ids
     tolerance: float
+
+    async def check(self, server: Server, expected: Floats, adapter: Adapter | None = None) -> None:
+        """Raise EngineError unless the server scores the ids as expected, with an adapter if one is given."""
+        gap = float(np.abs(await server.score(self.ids, adapter=adapter) - expected).mean())
+        if not gap <= self.tolerance:
+            raise EngineError(
+                f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
+                f"({self.tolerance:.0e} is allowed)"
+            )
 
 
 class Publication:
@@ -191,14 +200,8 @@ class Publication:
         await self._each(lambda server: server.post("/resume"))
 
     async def _prove(self, server: Server, expected: Floats | None) -> None:
-        if self._probe is None or expected is None:
-            return
-        gap = float(np.abs(await server.score(self._probe.ids) - expected).mean())
-        if not gap <= self._probe.tolerance:
-            raise EngineError(
-                f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
-                f"({self._probe.tolerance:.0e} is allowed)"
-            )
+        if self._probe is not None and expected is not None:
+            await self._probe.check(server, expected)
 
     async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
         if self._staged is None:
