@@ -32,8 +32,8 @@ FAILED = replace(DONE, reward=None, status=Status.FAILED, failure=Failure(Cause.
 def test_each_reason_of_a_step_says_whether_it_was_played(reason: DropReason) -> None:
     first = replace(FIRST, dropped=reason)
     trajectory = replace(DONE, steps=(first, SECOND))
-    cancelled = reason is DropReason.CANCELLED
-    assert as_played(trajectory).steps == ((SECOND,) if cancelled else (first, SECOND))
+    unused = reason in (DropReason.CANCELLED, DropReason.REJECTED)
+    assert as_played(trajectory).steps == ((SECOND,) if unused else (first, SECOND))
     assert as_played(trajectory).reward == 1.0
     assert (as_trained(trajectory).steps, as_trained(trajectory).reward) == ((SECOND,), 0.5)
     assert list(dropped_steps([make_group(0, trajectory)])) == [("g000000.0", 0, reason)]

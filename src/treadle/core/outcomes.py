@@ -1,7 +1,7 @@
 """What became of recorded steps. Other layers record facts; the conclusions are drawn here, and read everywhere else.
 
     fact                        recorded by                           reasons
-    Step.dropped                sessions                              cancelled
+    Step.dropped                sessions                              cancelled, rejected
                                 `without_stale`, before training      stale
     Trajectory.reward is None   what played the attempt               failed
     Trajectory.dropped          shaping                               overlong
@@ -10,8 +10,9 @@
 
 Of every trajectory there are two views:
 
-    played    steps whose answers reached the agent, and the reward as it was given. Only a `cancelled` step is no part
-              of it: its answer reached no agent. Nothing that is decided afterwards changes this view.
+    played    steps whose answers were used, and the reward as it was given. `cancelled` steps, whose answers reached no
+              agent, and `rejected` ones, whose answers it threw away, are no part of it. Nothing that is decided
+              afterwards changes this view.
     trained   steps that are in the loss, and the reward that is in the group's baseline: with shaping, and None for an
               attempt that is left out whole. A step that is dropped alone (`stale`) leaves its reward in the sum.
 
@@ -31,8 +32,8 @@ from typing import NamedTuple
 from treadle.core.rewards import PLAIN
 from treadle.core.types import DropReason, Group, Ids, Step, StepState, Trajectory
 
-NOT_PLAYED = frozenset({DropReason.CANCELLED})
-"""Reasons that say that a step never reached the agent. Steps that are dropped for any other one were played."""
+NOT_PLAYED = frozenset({DropReason.CANCELLED, DropReason.REJECTED})
+"""Reasons of steps on which the episode was not built. Steps that are dropped for any other one were played."""
 
 
 def given(reward: float | None, components: Mapping[str, float], component: str | None) -> float | None:
@@ -85,7 +86,7 @@ class TrajectoryView:
 
 
 def as_played(trajectory: Trajectory) -> TrajectoryView:
-    """Return what was played: the steps that reached the agent and the reward as given, trained or not."""
+    """Return what was played: the steps that the episode was built on and the reward as given, trained or not."""
     return TrajectoryView(tuple(step for step in trajectory.steps if was_played(step)), trajectory.reward)
 
 
@@ -98,7 +99,7 @@ def as_trained(trajectory: Trajectory) -> TrajectoryView:
 
 
 def was_played(step: Step) -> bool:
-    """Return whether the step reached the agent."""
+    """Return whether the episode was built on the step."""
     return step.dropped not in NOT_PLAYED
 
 

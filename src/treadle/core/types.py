@@ -107,6 +107,7 @@ class DropReason(StrEnum):
     RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
     REFUSED = "refused"  # the learner's model cannot train its trajectory
     CANCELLED = "cancelled"  # its caller no longer waited for the answer
+    REJECTED = "rejected"  # its answer was thrown away: nothing that came after was built on it
     STALE = "stale"  # sampled by a policy too old to be trained now
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
     ROLLED_BACK = "rolled back"  # sampled by weights that were lost when the run went back to a checkpoint

@@ -191,8 +191,12 @@ class Session:
         dropped = None if delivered else DropReason.CANCELLED
         self._steps[number] = replace(self._steps[number], dropped=dropped)
 
+    def reject(self, number: int) -> None:
+        """Record that call `number`'s answer was thrown away: its step is neither trained nor counted as played."""
+        self._steps[number] = replace(self._steps[number], dropped=DropReason.REJECTED)
+
     def reward_last(self, given: Reward, *, add: bool = False) -> None:
-        """Set the reward of the last step that reached the agent, if there is one. add: to the one that it has.
+        """Set the reward of the last step that was played, if there is one. add: to the one that it has.
 
         Raises DataError for rewards of more or fewer tokens than the step has, or too large a sum.
         """

@@ -149,6 +149,7 @@ REASONS: Mapping[DropReason, Explanation] = {
     DropReason.CANCELLED: _dropped(
         "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
     ),
+    DropReason.REJECTED: _dropped("its answer was thrown away; nothing that came after was built on it."),
     DropReason.STALE: _dropped(
         "its policy was too old by its update.", "orchestration.max_staleness", "orchestration.stale_policy"
     ),
