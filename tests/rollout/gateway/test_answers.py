@@ -68,7 +68,8 @@ TEXTS = st.text("ab\n ", max_size=6)
 def turns(draw: st.DrawFn) -> tuple[Message, Message, Message]:
     """A reply, how the agent sends it back, and what comes after it."""
     ident, who = f"c{draw(st.integers(0, 3))}", draw(TEXTS)
-    calls = [look(ident, json.dumps({"who": who}))] if draw(st.booleans()) else []
+    looks = draw(st.booleans())
+    calls = [look(ident, json.dumps({"who": who}))] if looks else []
     reply = said(draw(TEXTS), *calls, thought=draw(TEXTS))
     kept = {key: item for key, item in reply.items() if key != "reasoning_content" or draw(st.booleans())}
     back = Message(**kept)  # type: ignore[typeddict-item]
@@ -241,7 +242,7 @@ async def chat(client: Any, *messages: Any, **options: Any) -> Any:
 OUT = DropReason.REJECTED
 
 
-async def test_a_reply_that_is_asked_for_again_is_rejected_and_the_reward_goes_to_the_last_step_played() -> None:
+async def test_a_reply_that_is_asked_for_again_is_neither_played_nor_trained() -> None:
     async def retries(task: Task, client: Any) -> float:
         history = list(task.prompt)
         for _ in range(2):
