@@ -68,14 +68,14 @@ TEXTS = st.text("ab\n ", max_size=6)
 def turns(draw: st.DrawFn) -> tuple[Message, Message, Message]:
     """A reply, how the agent sends it back, and what comes after it."""
     ident, who = f"c{draw(st.integers(0, 3))}", draw(TEXTS)
-    looks = draw(st.booleans())
+    looks, spaced = draw(st.booleans()), draw(st.booleans())
     calls = [look(ident, json.dumps({"who": who}))] if looks else []
     reply = said(draw(TEXTS), *calls, thought=draw(TEXTS))
     kept = {key: item for key, item in reply.items() if key != "reasoning_content" or draw(st.booleans())}
     back = Message(**kept)  # type: ignore[typeddict-item]
     if draw(st.booleans()):
         back["content"] = back["content"].strip()
-    if calls and draw(st.booleans()):
+    if calls and spaced:
         back["tool_calls"] = [look(ident, json.dumps({"who": who}, indent=1))]
     return reply, back, draw(st.sampled_from([user, tool]))(draw(TEXTS))
 
