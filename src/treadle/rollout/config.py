@@ -102,6 +102,9 @@ class RolloutConfig(Config):
     reply_parser: str = Field(
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
+    infer_rejected: bool = Field(
+        True, description="reject calls of agent programs whose answers no later prompt shows to have been used"
+    )
     gateway: GatewayConfig = Field(GatewayConfig(), description="where agent programs reach the model")
 
     @property

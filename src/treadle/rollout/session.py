@@ -115,7 +115,7 @@ class Session:
     strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
     bounds a call's `max_tokens`.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
-    have no answered retry.
+    have no answered retry. said_used: whether an answer was used, by number, where the agent says so.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class Session:
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
+        self.said_used: dict[int, bool] = {}
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
         self._callers_sampling, self._context = callers_sampling, context
