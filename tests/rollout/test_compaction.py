@@ -84,7 +84,7 @@ def assistant(text: str) -> Message:
 
 
 def prompts(trajectory: Trajectory) -> list[str]:
-    return [PLAIN.decode(step.prompt_ids) for step in trajectory.steps]
+    return [str(PLAIN.decode(step.prompt_ids)) for step in trajectory.steps]
 
 
 def fates(trajectory: Trajectory) -> str:
