@@ -121,8 +121,8 @@ class Rollouts:
 
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)
-        limits = self.config.max_input_tokens, self.config.max_total_tokens
-        return SessionSpec(name, self.engine, self.renderer, sampling, limits[0], address, limits[1])
+        prompt, whole = self.config.max_input_tokens, self.config.max_total_tokens
+        return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, max_total_tokens=whole)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
         """Play an attempt, weight its rewards, and shape them if it is for training."""
