@@ -102,8 +102,8 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
 def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | None) -> None:
     """Give the model the adapter in a directory: merged into its weights, or to be trained on if `config` is given.
 
-    Raises ConfigError for files that cannot be loaded, CheckpointError for another base or other settings than those of
-    `config`.
+    Raises ConfigError for files that cannot be loaded, or other settings than those of `config`; CheckpointError for
+    another base.
     """
     prove_files(directory, (ADAPTER_WEIGHTS, ADAPTER_CONFIG), "export the adapter again")
     if (directory / BASE).is_file():  # peft's own directories have none
@@ -114,7 +114,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
     if config is not None:
-        _check_same(directory, there, _peft_config(model, config))
+        _check_same(directory, there, _peft_config(model, config), ConfigError)
     _inject(model, there)
     copy_adapter(model, weights, str(directory))
     if config is None:
@@ -141,13 +141,15 @@ def _read_config(directory: Path, content: bytes) -> peft.LoraConfig:
 _SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rank_stabilized": "use_rslora", "targets": "target_modules"}
 
 
-def _check_same(directory: Path, theirs: peft.LoraConfig, ours: peft.LoraConfig) -> None:
-    """Raise CheckpointError if the adapter in a directory was made with other settings than `training.lora`."""
+def _check_same(
+    directory: Path, theirs: peft.LoraConfig, ours: peft.LoraConfig, error: type[ConfigError | CheckpointError]
+) -> None:
+    """Raise the error if the adapter in a directory was made with other settings than `training.lora`."""
     for name, field in _SETTINGS.items():
         there, here = getattr(theirs, field), getattr(ours, field)
         if there != here:
             there, here = (sorted(value) if isinstance(value, set) else value for value in (there, here))
-            raise CheckpointError(
+            raise error(
                 f"training.lora.{name} is {here!r}, and the adapter in {str(directory)!r} has {there!r}; set it to "
                 "that, or start without that adapter"
             )
@@ -181,7 +183,7 @@ def check_adapter(model: PreTrainedModel, checkpoint: Manifest) -> None:
     if ADAPTER_CONFIG not in checkpoint.sha256:
         raise CheckpointError(f"checkpoint {where} holds a whole model, and training.lora is set")
     ours: Any = model.peft_config["default"]
-    _check_same(where, _read_config(where, checkpoint.read(ADAPTER_CONFIG)), ours)
+    _check_same(where, _read_config(where, checkpoint.read(ADAPTER_CONFIG)), ours, CheckpointError)
     _check_base(json.loads(checkpoint.read(BASE)), where, Path(str(model.name_or_path)))
 
 
