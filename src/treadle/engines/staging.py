@@ -67,13 +67,12 @@ class WeightsFile:
     It lies in shared memory, or with temporary files where that lacks room or does not exist.
 
     dtype: of floating-point weights; None: their own. private: other users of the machine cannot read it.
-    remedy: ends the message about a file that cannot be written. name: of the file. key: of the directory made for it.
+    remedy: ends the message about a file that cannot be written. key: of the directory made for it.
     """
 
     dtype: torch.dtype | None = None
     private: bool = True
     remedy: str = "make room there, or set TMPDIR"
-    name: str = "weights.safetensors"
     key: str = field(default_factory=lambda: uuid4().hex)
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
@@ -86,7 +85,7 @@ class WeightsFile:
         *preferred, last = _folders()
         folder = next((folder for folder in preferred if shutil.disk_usage(folder).free > 2 * size), last)
         try:
-            path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / self.name
+            path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
             write_tensors(
                 path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
             )

@@ -320,10 +320,10 @@ class RunConfig(Config):
                 "training.lora.pin_attempts is for asynchronous runs, and orchestration.max_staleness is 0, so that "
                 "weights never change during an attempt; leave it out"
             )
-        if self.engine.kind == "vllm" and (self.placement.kind != "embedded" or self.engine.vllm.urls):
+        if self.engine.kind == "vllm" and self.engine.vllm.transfer == "collective":
             raise ValueError(
-                "training.lora is published to vLLM servers that Treadle starts on this machine; leave out "
-                "engine.options.servers' addresses and placement.kind, or set engine.kind to torch"
+                "engine.options.transfer 'collective' is for weights, and training.lora is published by files in the "
+                "run's directory; leave it out, and put runs where all servers see them (--runs)"
             )
         return self
 

@@ -28,7 +28,6 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
-from treadle.models.model_files import is_adapter
 from treadle.models.weights import adapter_weights
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
@@ -206,13 +205,10 @@ Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
-async def open_vllm(
-    spec: EngineSpec, serve: Serve | None = None, models: Path | None = None
-) -> tuple[Engine, WeightSync]:
+async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engine, WeightSync]:
     """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
 
-    serve: default: on this machine. models: directory for the model, which trainer and servers see; default: that of
-    temporary files.
+    serve: default: on this machine. Servers elsewhere find the model, or adapters, in the directory of logs.
     """
     from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
     from treadle.engines.vllm.engine import open_engine as start
@@ -225,28 +221,28 @@ async def open_vllm(
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
     connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
-    if config.vllm.urls:  # servers that have a model
+    running = bool(config.vllm.urls)
+    if running and not model.publishes_adapters:
         return await connected(config, serve=None)
     logs = spec.log_directory()
     with ExitStack() as cleanup:
-        folder = _directory(cleanup, models)
+        # servers that run may be another user's
+        folder = served = _directory(cleanup, logs if serve or running else None, 0o755 if running else 0o700)
         await spec.source.export(folder)
-        if is_adapter(folder):
-            exported = Exported.read(folder)
-            config, served = exported.served_by(config, slots=(spec.pinned or 0) + 2), exported.base
-            connected = partial(connected, adapters=exported.settings, pinned=spec.pinned)
-        else:
-            served = folder
+        if model.publishes_adapters:
+            adapters = Exported.read(folder, slots=(spec.pinned or 0) + 2)
+            connected, served = partial(connected, adapters=adapters, pinned=spec.pinned), adapters.base
+            config = config if running else adapters.served_by(config)
 
         def serve_model(number: int) -> Started:
             log = logs / f"vllm-{number}.log"
             return serve(number, served, config, log) if serve else ServerProcess(served, config, log)
 
-        return await connected(config, serve=serve_model, on_close=cleanup.pop_all().close)
+        return await connected(config, serve=None if running else serve_model, on_close=cleanup.pop_all().close)
 
 
-def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
+def _directory(cleanup: ExitStack, parent: Path | None = None, mode: int = 0o700) -> Path:
     """Return a path for a model's directory, removed with the stack."""
-    outer = temporary_directory(parent or Path(tempfile.gettempdir()))
+    outer = temporary_directory(parent or Path(tempfile.gettempdir()), mode=mode)
     cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
     return outer / "model"
