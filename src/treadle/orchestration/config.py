@@ -63,7 +63,7 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
 """Full path of a key -> what to do instead, for errors."""
 
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """`schema_version` in config.yaml, `user_version` of the ledger."""
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.outcomes import without_summaries
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
@@ -120,7 +121,8 @@ class Rollouts:
 
     def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)
-        return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address)
+        prompt, whole = self.config.max_input_tokens, self.config.max_total_tokens
+        return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, max_total_tokens=whole)
 
     async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
         """Play an attempt, weight its rewards, and shape them if it is for training."""
@@ -146,7 +148,9 @@ class Rollouts:
             weighted = self._shaper.apply_weights(played)
             if address.stream is not Stream.TRAIN:
                 return weighted
-            return await self._shaper.shape(task.copy(), weighted, user)
+            shaped = await self._shaper.shape(task.copy(), weighted, user)
+            trained = self.config.compaction is None or self.config.compaction.trained
+            return shaped if trained else without_summaries(shaped)
         finally:
             user.release()
 

@@ -1,7 +1,7 @@
 """Metrics of what was played, and of what was trained of it: over trajectories, tasks and tokens, never over rows.
 
-Each declares its view (`core.metrics.View`). What was played comes from `core.outcomes.as_played`, and does not depend
-on what was dropped afterwards.
+Each declares its view (`core.metrics.View`). Metrics of what was played use `core.outcomes.as_played` and do not depend
+on what is dropped afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import chain
 from treadle.core.metrics import Figure, Measures, Metric, View, declared, measured, shares
 from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
-from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
+from treadle.core.types import BreakCause, DropReason, Group, Status, Step, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
 
 
@@ -35,6 +35,8 @@ STEPS_MAX = Metric("steps_max", "trajectory", "max", "steps", "most LLM calls")
 COMPLETION_TOKENS_MEAN = _mean("completion_tokens_mean", "tokens", "sampled, over all its steps")
 COMPLETION_TOKENS_MAX = Metric("completion_tokens_max", "trajectory", "max", "tokens", "most sampled")
 PROMPT_TOKENS_MEAN = _mean("prompt_tokens_mean", "tokens", "prompts as sent: what three steps share counts three times")
+COMPACTIONS = _mean("compactions_mean", "compactions", "a summary took the place of earlier messages")
+SUMMARY_TOKENS = _mean("summary_tokens_mean", "tokens", "sampled in summaries that `rollout.compaction` asked for")
 TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
 ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
@@ -67,6 +69,8 @@ ENDED = _mean("ended_*", "share", "how it ended, failed ones too")
 DROPPED = Metric(
     "dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur", view="dropped"
 )
+REJECTED_SHARE = Metric("rejected_share", "step", "mean", "share", "answer was thrown away", view="dropped")
+REJECTED_TOKENS = Metric("rejected_tokens", "step", "sum", "tokens", "sampled in such steps", view="dropped")
 
 # over tasks with a graded trajectory
 
@@ -132,11 +136,12 @@ def trajectory_metrics(
     versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
     token_staleness = [version - sampled_by for part in versions for sampled_by in part.tolist()]
     return (
-        _of_graded(graded, success_at, success_of, version)
-        + _of_rewards(graded)
-        + _of_everyone(everyone)
+        _graded_metrics(graded, success_at, success_of, version)
+        + _reward_metrics(graded)
+        + _attempt_metrics(everyone)
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
-        + _of_tasks(groups, success_at, success_of)
+        + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
+        + _task_metrics(groups, success_at, success_of)
         + environment_metrics(graded)
         + measured("token", {TOKEN_STALENESS: token_staleness})
     )
@@ -162,7 +167,7 @@ def pass_at(k: int, attempts: int, successes: int) -> float:
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
-def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str | None, version: int) -> Measures:
+def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of: str | None, version: int) -> Measures:
     views = [as_played(t) for t in graded]
     rewards = [view.reward for view in views if view.reward is not None]
     steps, tokens = [len(view.steps) for view in views], [view.completion_tokens for view in views]
@@ -177,6 +182,8 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         COMPLETION_TOKENS_MEAN: tokens,
         COMPLETION_TOKENS_MAX: tokens,
         PROMPT_TOKENS_MEAN: [view.prompt_tokens for view in views],
+        COMPACTIONS: [sum(step.break_cause is BreakCause.SUMMARY for step in view.steps) for view in views],
+        SUMMARY_TOKENS: [sum(len(step.completion_ids) for step in view.steps if step.summary) for view in views],
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
         ONE_VERSION: [len(versions) == 1 for versions in sampled_by if versions],
@@ -189,11 +196,17 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
     return measured("trajectory", values) + measured("run", {VERSIONS: [len(set().union(*sampled_by))]})
 
 
+def _of_rejected(steps: Sequence[Step]) -> dict[Metric, Sequence[float]]:
+    rejected = [step.dropped is DropReason.REJECTED for step in steps]
+    tokens = [len(step.completion_ids) for step, thrown in zip(steps, rejected, strict=True) if thrown]
+    return {REJECTED_SHARE: rejected, REJECTED_TOKENS: tokens}
+
+
 def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:
     return [version - view.oldest_version for view in views if view.oldest_version is not None]
 
 
-def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
+def _attempt_metrics(everyone: Sequence[Trajectory]) -> Measures:
     causes = [t.failure.cause for t in everyone if t.failure is not None]
     values: dict[Metric, Sequence[float]] = {
         TRAJECTORIES: [1] * len(everyone),
@@ -207,7 +220,7 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
     return measured("trajectory", values)
 
 
-def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
+def _task_metrics(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     values: dict[Metric, Sequence[float]] = {
         EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]
@@ -223,7 +236,7 @@ def _passes(successes: Sequence[Sequence[float]], groups: Sequence[Group]) -> di
     return {k: [pass_at(k, len(won), int(sum(won))) for won in successes if len(won) >= k] for k in shown_for}
 
 
-def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
+def _reward_metrics(graded: Sequence[Trajectory]) -> Measures:
     """Return metrics of rewards beyond their mean: named components, and the trained reward if shaping did anything."""
     rewards = [as_played(t).components for t in graded]
     names = sorted({name for components in rewards for name in components})
