@@ -145,11 +145,12 @@ def test_what_was_in_its_own_prompt_repeats_no_answer() -> None:
 
 
 def test_in_doubt_an_answer_was_used() -> None:
-    """It was changed beyond recognition; the agent went on elsewhere; it was the last; the other one is equal."""
+    """Changed beyond recognition; left for another prompt; the last; equal to the other; equal to a later one."""
     assert of_two("I look.", [*BEGUN, said('{"action": "look"}'), user("!")]) == []
     assert of_two("I look.", [user("A title?")]) == []
     assert of_two("I look.", BEGUN) == []
     assert of_two(said("", look("c1")), [*BEGUN, said("", look("c1")), tool("x")], said("", look("c0"))) == []
+    assert of_two("Hm.", [*BEGUN, said("Hm."), user("?"), said("I look."), user("!")], "I look.") == []
     attempt = Attempt()
     attempt.call([TASK], "Hm.")
     attempt.together(BEGUN, *(f"answer {n}" for n in range(8)))
