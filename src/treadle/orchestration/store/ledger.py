@@ -65,8 +65,13 @@ class Ledger(LedgerReader):
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._errors("could not be written", "free disk space, then --resume"), self._db:
+        with self._writing(), self._db:
             yield self._db
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock, self._errors("could not be written", "free disk space, then --resume"):
+            yield
 
     def close(self) -> None:
         """Close it, when no other thread uses it, as a single file, readable on a read-only disk."""
@@ -92,17 +97,27 @@ class Ledger(LedgerReader):
                         _forget_calls(db, (group.epoch, group.position, trajectory.attempt))
 
     def record_calls(self, calls: Sequence[Mapping[str, Any]], forgotten: Iterable[AttemptKey] = ()) -> None:
-        """Record calls of attempts in progress, once those of the `forgotten` attempts are removed."""
-        with self.transaction() as db:
-            for key in forgotten:
-                _forget_calls(db, key)
-            insert(db, "OR REPLACE INTO open_calls", calls)
+        """Record calls of attempts in progress, once those of the `forgotten` attempts are removed.
+
+        They outlive the process at once, a crash of the machine only with the next other transaction: no call waits for
+        the disk.
+        """
+        with self._writing():
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            try:
+                with self._db:
+                    for key in forgotten:
+                        _forget_calls(self._db, key)
+                    insert(self._db, "OR REPLACE INTO open_calls", calls)
+            finally:
+                self._db.execute("PRAGMA synchronous=EXTRA")
 
     def keep_calls(self, first: Mapping[AttemptKey, int]) -> None:
         """Remove all calls of attempts in progress but the first ones, so many of each attempt."""
         with self.transaction() as db:
             kept = json.dumps([(*key, count) for key, count in first.items()])
-            which = "value ->> 0 = epoch AND value ->> 1 = position AND value ->> 2 = attempt AND call < value ->> 3"
+            epoch, position, attempt, count = (f"json_extract(value, '$[{n}]')" for n in range(4))
+            which = f"{epoch} = epoch AND {position} = position AND {attempt} = attempt AND call < {count}"
             db.execute(f"DELETE FROM open_calls WHERE NOT EXISTS (SELECT 1 FROM json_each(?) WHERE {which})", (kept,))
 
     def note_files(self, files: Iterable[WrittenFile]) -> None:
