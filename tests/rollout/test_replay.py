@@ -93,7 +93,7 @@ def played(player: Any, log: Log | None) -> tuple[Trajectory, int]:
         players = Players({"p": player}, {}) if is_environment else Players({}, {"p": player})
         config = RolloutConfig(max_steps=CALLS, max_completion_tokens=16, max_input_tokens=10_000)
         async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
-            task = Task("t", (user("hello"),), **{"environment" if is_environment else "agent": "p"})
+            task = Task("t", (user("hello"),), "p" if is_environment else "", agent="" if is_environment else "p")
             return await rollouts.start("g000000", task, addresses(), log=log)[0]
 
     engine = FakeEngine(by_seed)

@@ -113,7 +113,7 @@ class Rollouts:
         before the first one calls it.
         """
         driver = self._drivers[task.player]
-        log = log if driver.replays(task) else None
+        log = log if log is not None and driver.replays(task) else None
         specs = [self._spec(group_id, a, sampling or self.sampling, log) for a in addresses]
         attempts: list[asyncio.Future[Trajectory]] = []
         for session, spec in [(driver.open_session(spec), spec) for spec in specs]:
@@ -184,7 +184,7 @@ class Rollouts:
     ) -> Trajectory | None:
         """Play an attempt as `_played` does; return None if it does not repeat its recorded calls."""
         playing = self._played(driver, session, task, spec.address, user)
-        if spec.replay is None:
+        if spec.replay is None or not spec.replay.count:
             return await playing
         attempt = asyncio.ensure_future(playing)
         spec.replay.on_divergence = attempt.cancel

@@ -38,11 +38,12 @@ class Replay:
     """The recorded calls of one attempt, and the record of its further ones.
 
     recorded: the first calls, without a gap. keep: starts to make a call durable, and returns what waits for that.
+    count: of the recorded ones. diverged_at: number of the first call that was not the recorded one; None if all were.
     on_divergence: called when the attempt makes another request than the recorded ones; must cancel it.
     """
 
     def __init__(self, recorded: Sequence[RecordedCall], keep: Callable[[RecordedCall], Awaitable[None]]) -> None:
-        self._left, self._count, self._keep = {call.number: call for call in recorded}, len(recorded), keep
+        self._left, self.count, self._keep = {call.number: call for call in recorded}, len(recorded), keep
         self._writing: Awaitable[None] | None = None
         self.diverged_at: int | None = None
         self.on_divergence: Callable[[], object] = lambda: None
@@ -53,7 +54,7 @@ class Replay:
 
         Calls that were made side by side may come in another order.
         """
-        if number >= self._count:
+        if number >= self.count:
             if self._writing is not None:
                 await self._writing
             return None

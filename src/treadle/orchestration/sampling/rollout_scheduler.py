@@ -162,6 +162,10 @@ class RolloutScheduler:
 
     def _start(self, group: Group) -> list[_Attempt]:
         """Open the sessions of all missing attempts now and in order."""
+        versions = [as_played(t).oldest_version for t in group.trajectories]
+        if (calls := self.groups.store.calls) is not None:
+            versions.append(calls.oldest_version(group))
+        self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
         missing, size = [], self._group_size  # the next attempt of each place: the first, or the retry of one on record
         for place in range(size):
             made = [t for t in group.trajectories if t.attempt % size == place]
@@ -170,12 +174,7 @@ class RolloutScheduler:
             elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
         stream = (self._config.seed, Stream.TRAIN, group.epoch, group.position)
-        addresses = [Address(*stream, attempt) for attempt in missing]
-        versions = [as_played(t).oldest_version for t in group.trajectories]
-        if (calls := self.groups.store.calls) is not None:
-            versions += map(calls.oldest_version, addresses)
-        self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
-        return self._play(group, addresses)
+        return self._play(group, [Address(*stream, attempt) for attempt in missing])
 
     def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
         futures = self._runner.start(group.group_id, group.task, addresses, log=self.groups.store.calls)

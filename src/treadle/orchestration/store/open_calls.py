@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from treadle.core.engine import Completion, VersionSpan
-from treadle.core.types import StopReason
+from treadle.core.types import Group, StopReason
 from treadle.orchestration.store.ledger import AttemptKey, Ledger
 from treadle.rollout.replay import RecordedCall
 from treadle.rollout.session import Address
@@ -40,10 +40,10 @@ class OpenCalls:
         self._turn = asyncio.Lock()
         self._named: set[str] = set()
 
-    def oldest_version(self, address: Address) -> int | None:
-        """Return the oldest policy version among an attempt's restored tokens; None without any."""
-        calls = self._restored.get(_key(address))
-        return _oldest(calls) if calls else None
+    def oldest_version(self, group: Group) -> int | None:
+        """Return the oldest policy version among the restored tokens of a group's attempts; None without any."""
+        own = (calls for key, calls in self._restored.items() if key[:2] == (group.epoch, group.position))
+        return min(map(_oldest, own), default=None)
 
     def recorded(self, address: Address) -> Sequence[RecordedCall]:
         return self._restored.pop(_key(address), ())
