@@ -14,14 +14,14 @@ from treadle.core.types import DropReason, Failure, Group, Status, Step, Traject
 
 @st.composite
 def recorded_groups(draw: st.DrawFn) -> list[Group]:
-    """As they are recorded: attempts that failed or are overlong, steps whose answer nobody got, any versions."""
+    """As they are recorded: attempts that failed or are overlong, answers that nobody got or used, any versions."""
 
     def step(number: int) -> Step:
         length = draw(st.integers(0, 3))
         versions = draw(st.lists(st.integers(0, 4), min_size=length, max_size=length))
         made = replace(make_step([1] * (number + 1), [2] * length), policy_versions=np.array(versions, np.int32))
         given = Reward({"page": draw(st.sampled_from([0.0, 0.5]))})
-        dropped = draw(st.sampled_from([None, None, None, DropReason.CANCELLED]))
+        dropped = draw(st.sampled_from([None, None, None, DropReason.CANCELLED, DropReason.REJECTED]))
         return replace(made, given=given, shaping=draw(st.sampled_from([0.0, -0.25])), dropped=dropped)
 
     def trajectory(group: int, attempt: int) -> Trajectory:

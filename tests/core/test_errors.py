@@ -5,10 +5,15 @@ import pickle
 import pytest
 
 from treadle.core import errors
-from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, TrajectoryFailure, TreadleError
+from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, TokensExceeded, TrajectoryFailure, TreadleError
 
 CLASSES = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, TreadleError)}
-MADE = [TrajectoryFailure(Cause.TIMEOUT, "no answer in 5 s"), ContextExceeded(1025, 1024), StepsExceeded(8)]
+MADE = [
+    TrajectoryFailure(Cause.TIMEOUT, "no answer in 5 s"),
+    ContextExceeded(1025, 1024),
+    StepsExceeded(8),
+    TokensExceeded(9),
+]
 EXAMPLES = [*MADE, *(kind("runs/a is taken") for kind in sorted(CLASSES - set(map(type, MADE)), key=str))]
 
 

@@ -133,6 +133,18 @@ def test_what_ends_the_attempt_is_not_told() -> None:
     assert (trajectory.failure.cause, trajectory.failure.message) == (Cause.INFRASTRUCTURE, "no light")
 
 
+def test_one_tool_cannot_reject_the_turn() -> None:
+    class Rash(ToolEnvironment):
+        def look(self) -> EnvStep:
+            """Look."""
+            return EnvStep(rejected=True)
+
+        tools = (look,)
+
+    failure = played(Rash, call("look")).failure
+    assert failure is not None and failure.message.startswith("tool 'look' gave history or rejected")
+
+
 def test_plain_tools_share_the_attempts_thread_and_async_ones_the_loop() -> None:
     threads: list[str] = []
 

@@ -151,7 +151,9 @@ def check_finished(path: Path) -> None:
     )
     trained: dict[int, int] = {}
     for row in states:
-        if row["split"] == "held_out":
+        if row["reason"] in ("rejected", "masked"):  # of steps alone
+            assert row["state"] == "dropped"
+        elif row["split"] == "held_out":
             assert (row["state"], row["reason"]) == ("evaluated", None)
         elif row["failed"]:
             assert (row["state"], row["reason"]) == ("dropped", "failed")

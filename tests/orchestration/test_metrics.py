@@ -109,6 +109,7 @@ def test_each_metric_counts_the_units_of_its_level(shape: list[list[tuple[float 
     most = {
         "task": sum(any(t.reward is not None for t in group.trajectories) for group in groups),
         "trajectory": len(graded),
+        "step": sum(len(t.steps) for t in everyone),
         "token": sum(as_played(t).completion_tokens for t in graded),
     }
     partial = (

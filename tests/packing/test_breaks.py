@@ -91,6 +91,16 @@ REPLY = [31, 32, 33, 34, 35, 36, 37, 38, 39, 120]
 FIRST = [*HEAD, *USER, 11, 12, 13, *END, *MODEL]
 
 
+def test_no_call_relates_to_one_whose_answer_was_thrown_away() -> None:
+    made = [call([1, 2], [3]), call([1, 2, 3, 4], [5]), call([1, 2, 3, 4, 6], [7])]
+    assert [brief(r) for r in relations(made, each_apart)][2] == (CHANGED, 1, 4)
+    assert [brief(r) for r in relations(made, each_apart, played=[True, False, True])] == [
+        (Kind.OPENS, None, 0),
+        (Kind.EXTENDS, 0, 3),
+        (Kind.EXTENDS, 0, 3),
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompt", "relation"),
     [

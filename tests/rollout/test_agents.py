@@ -21,7 +21,7 @@ from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, to
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.core.outcomes import as_played
+from treadle.core.outcomes import as_played, computed_tokens
 from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rendering.chat import ChatRenderer
@@ -271,6 +271,8 @@ def test_a_plain_agent_ends_as_an_async_one_does() -> None:
         over.set()
     limited = play(endless_plainly, max_steps=3)
     assert (limited.status, limited.reward, len(limited.steps)) == (Status.MAX_STEPS, 0.0, 3)
+    bounded = play(endless_plainly, max_steps=9, max_total_tokens=computed_tokens(limited.steps))
+    assert (bounded.status, bounded.reward, len(bounded.steps)) == (Status.MAX_STEPS, 0.0, 3)
     wait_until(lambda: threading.active_count() <= threads)
 
 

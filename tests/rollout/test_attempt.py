@@ -124,7 +124,12 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (Told(asyncio.CancelledError()), Cause.ENVIRONMENT, "step raised CancelledError", 1),
     (Told(Boom("bang \ud800")), Cause.ENVIRONMENT, "step raised Boom: bang \\ud800", 1),
     (Told(MORE, hang), Cause.TIMEOUT, "step took longer than 0.2 s", 2),
-    (Told(None), Cause.ENVIRONMENT, "step must return EnvStep(observations, reward, done, info, state), got None", 1),
+    (
+        Told(None),
+        Cause.ENVIRONMENT,
+        "step must return EnvStep(observations, reward, done, info, state, history, rejected), got",
+        1,
+    ),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),
     (Told(EnvStep(reward=math.nan, done=True)), Cause.ENVIRONMENT, "the reward nan; it must be a finite number", 1),
     (Told(EnvStep(reward=10**400, done=True)), Cause.ENVIRONMENT, "it must be a finite number", 1),

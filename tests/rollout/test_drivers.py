@@ -36,6 +36,7 @@ from treadle.core.errors import (
     DataError,
     EngineError,
     StepsExceeded,
+    TokensExceeded,
     TrajectoryFailure,
 )
 from treadle.core.metrics import Metric, measured
@@ -108,6 +109,7 @@ def test_a_driver_writes_play_and_nothing_else() -> None:
     [
         (ContextExceeded(9, 8), Status.CONTEXT, None),
         (StepsExceeded(3), Status.MAX_STEPS, None),
+        (TokensExceeded(3), Status.MAX_STEPS, None),
         (EngineError("out of memory"), Status.FAILED, Cause.ENGINE),
         (DataError("a reward of no tokens"), Status.FAILED, Cause.AGENT),
         (TrajectoryFailure(Cause.INFRASTRUCTURE, "the sandbox died"), Status.FAILED, Cause.INFRASTRUCTURE),

@@ -118,7 +118,10 @@ def _step(
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
         "components": step.given.by_name,
-        **{name: getattr(step, name) for name in ("reward", "shaping", "state_key", "started", "seconds", "waited")},
+        **{
+            name: getattr(step, name)
+            for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary")
+        },
         "update": None if trace is None else trace.update,
         "tokens": _tokens(step, advantage, tokenizer, trace),
     }

@@ -121,3 +121,10 @@ class StepsExceeded(TreadleError, RuntimeError):
 
     def __str__(self) -> str:
         return f"the attempt has made its {self.max_steps} calls; raise rollout.max_steps if it needs more"
+
+
+class TokensExceeded(StepsExceeded):
+    """Raised for a call of an attempt that has used up its `max_total_tokens`."""
+
+    def __str__(self) -> str:
+        return f"the attempt has used its {self.max_steps} tokens; raise rollout.max_total_tokens if it needs more"

@@ -2,6 +2,7 @@
 
     fact                        recorded by                           reasons
     Step.dropped                sessions                              cancelled, rejected
+                                `without_summaries`, in training      masked
                                 `without_stale`, before training      stale
     Trajectory.reward is None   what played the attempt               failed
     Trajectory.dropped          shaping                               overlong
@@ -14,7 +15,8 @@ Of every trajectory there are two views:
               agent, and `rejected` ones, whose answers it threw away, are no part of it. Nothing that is decided
               afterwards changes this view.
     trained   steps that are in the loss, and the reward that is in the group's baseline: with shaping, and None for an
-              attempt that is left out whole. A step that is dropped alone (`stale`) leaves its reward in the sum.
+              attempt that is left out whole. A step that is dropped alone (`stale`, `masked`) leaves its reward in the
+              sum.
 
 For example, two steps of which the first became stale while the second was sampled, shaped by -0.25:
 
@@ -29,8 +31,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from treadle.core.rewards import PLAIN
-from treadle.core.types import DropReason, Group, Ids, Step, StepState, Trajectory
+from treadle.core.types import DropReason, Group, Ids, Step, StepState, Trajectory, common_prefix
 
 NOT_PLAYED = frozenset({DropReason.CANCELLED, DropReason.REJECTED})
 """Reasons of steps on which the episode was not built. Steps that are dropped for any other one were played."""
@@ -193,6 +197,24 @@ def without_stale(group: Group, oldest: int) -> Group:
         for t in group.trajectories
     )
     return replace(group, trajectories=tuple(marked))
+
+
+def without_summaries(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with its summaries played, but not trained."""
+    marked = (replace(s, dropped=DropReason.MASKED) if s.summary and s.dropped is None else s for s in trajectory.steps)
+    return replace(trajectory, steps=tuple(marked))
+
+
+def computed_tokens(steps: Iterable[Step]) -> int:
+    """Return the tokens that calls cost an engine that remembers the last one: sampled, and newly read.
+
+    Newly read are those of a prompt that differ from prompt and completion of the call before it.
+    """
+    total, before = 0, np.empty(0, np.int32)
+    for step in steps:
+        total += len(step.prompt_ids) + len(step.completion_ids) - common_prefix(step.prompt_ids, before)
+        before = step.full_ids
+    return total
 
 
 def reason_on_record(reward: float | None, trained_reward: float | None) -> DropReason | None:

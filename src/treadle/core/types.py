@@ -108,6 +108,7 @@ class DropReason(StrEnum):
     REFUSED = "refused"  # the learner's model cannot train its trajectory
     CANCELLED = "cancelled"  # its caller no longer waited for the answer
     REJECTED = "rejected"  # its answer was thrown away: nothing that came after was built on it
+    MASKED = "masked"  # a summary, and `rollout.compaction.trained` is false
     STALE = "stale"  # sampled by a policy too old to be trained now
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
     ROLLED_BACK = "rolled back"  # sampled by weights that were lost when the run went back to a checkpoint
@@ -265,6 +266,7 @@ class Step:
     started         when the engine was called, in seconds since 1970; None: not recorded
     seconds         spent in the engine call
     waited          of those, until the engine began to compute; None: the engine does not report it
+    summary         whether the agent loop asked for it, to make the conversation shorter (`rollout.compaction`)
     break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
     dropped         why the step alone will not be trained, if it will not
     routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
@@ -291,6 +293,7 @@ class Step:
     state_key: str = ""
     started: float | None = None
     waited: float | None = None
+    summary: bool = False
 
     def __post_init__(self) -> None:
         fix = object.__setattr__

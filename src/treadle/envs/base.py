@@ -21,10 +21,14 @@ class EnvStep(NamedTuple):
     info: values of the environment's `metrics`; the rest is for code that calls it directly (tests, notebooks), and
     neither shown to the agent nor recorded.
     state: names the state that the next step meets, for advantages that compare steps of one state (`gigpo`).
+    history: replaces the conversation, the reply included; observations follow it. None: it goes on.
+    rejected: the reply was not used, and the agent is asked again. The conversation goes on without it; it is not
+    trained, and gets no reward.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
     >>> EnvStep(reward=Reward({"answer": 1.0, "brevity": 0.1}), done=True)
+    >>> EnvStep([{"role": "user", "content": "That was no JSON. Again:"}], rejected=True)
     """
 
     observations: Sequence[Message] = ()
@@ -32,6 +36,8 @@ class EnvStep(NamedTuple):
     done: bool = False
     info: Mapping[str, Any] = {}
     state: str = ""
+    history: Sequence[Message] | None = None
+    rejected: bool = False
 
 
 class Reply(NamedTuple):

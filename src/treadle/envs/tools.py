@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import to_jsonable_python
 
-from treadle.core.errors import ConfigError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, ToolCall
@@ -115,6 +115,9 @@ class ToolEnvironment(Environment):
                 result = _Error(f"{type(error).__name__}: {error}"[:2000])
             errors += isinstance(result, _Error)
             if isinstance(result, EnvStep):
+                if result.history is not None or result.rejected:
+                    what = f"tool {call['function']['name']!r} gave history or rejected, which are of whole turns"
+                    raise TrajectoryFailure(Cause.ENVIRONMENT, f"{what}; give them in `step`")
                 reward, done = reward.plus(Reward.of(result.reward)), result.done
                 info, state = _merged(info, result.info), result.state or state
             answers.append(self._answer(call, result))

@@ -263,7 +263,7 @@ class _Run:
             log,
         )
         engine, weight_sync = await self.runtime.open_engine(spec)
-        longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
+        longest = config.rollout.longest_call
         try:
             played = budgeted(engine, spec.config, longest, config.placement.engines.count)
             self.status.sources.append(played.status)

@@ -106,11 +106,15 @@ class _Sequence:
 
 
 def relations(
-    calls: Sequence[PackedCall], decode: Decode, causes: Sequence[BreakCause | None] | None = None
+    calls: Sequence[PackedCall],
+    decode: Decode,
+    causes: Sequence[BreakCause | None] | None = None,
+    played: Sequence[bool] | None = None,
 ) -> list[Relation]:
     """Return the relation of each call of one trajectory, in call order.
 
     decode: ids -> text, special tokens included. causes: the recorded ones (`Step.break_cause`), if any were.
+    played: whether the episode was built on each call (default: on all); later calls relate to such ones only.
 
     It takes one comparison a call where each extends the one before it, else one for each call and open sequence.
     """
@@ -118,10 +122,12 @@ def relations(
     made = []
     for number, (call, cause) in enumerate(zip(calls, causes or [None] * len(calls), strict=True)):
         relation = _relation(call.token_ids[: call.prompt_length], sequences, decode, cause)
+        made.append(relation)
+        if played is not None and not played[number]:
+            continue
         extended = sequences.pop(relation.base) if relation.base is not None and relation.kind is Kind.EXTENDS else None
         replies = extended.replies if extended else ()
         sequences[number] = _Sequence(call.token_ids, (*replies, (call.prompt_length, len(call.token_ids))))
-        made.append(relation)
     return made
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.outcomes import without_summaries
 from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
@@ -147,8 +148,9 @@ class Rollouts:
         self, group_id: str, address: Address, sampling: SamplingParams, log: CallLog | None = None
     ) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)
+        prompt, whole = self.config.max_input_tokens, self.config.max_total_tokens
         replay = None if log is None else Replay(log.recorded(address), partial(log.add, address))
-        return SessionSpec(name, self.engine, self.renderer, sampling, self.config.max_input_tokens, address, replay)
+        return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, whole, replay)
 
     async def _attempt(
         self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, log: CallLog | None
@@ -175,7 +177,9 @@ class Rollouts:
             weighted = self._shaper.apply_weights(played)
             if spec.address.stream is not Stream.TRAIN:
                 return weighted
-            return await self._shaper.shape(task.copy(), weighted, user)
+            shaped = await self._shaper.shape(task.copy(), weighted, user)
+            trained = self.config.compaction is None or self.config.compaction.trained
+            return shaped if trained else without_summaries(shaped)
         finally:
             user.release()
 

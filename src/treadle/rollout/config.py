@@ -77,10 +77,41 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class CompactionConfig(Config):
+    """When and how the conversation with an environment is replaced by a summary that the policy writes."""
+
+    at: float = Field(
+        0.8,
+        gt=0,
+        allow_inf_nan=False,
+        description="longest prompt without a summary: a share of max_input_tokens (below 1), or tokens",
+    )
+    keep_last: int = Field(2, ge=0, description="messages at the end that are kept, and what belongs to their turn")
+    prompt: str = Field(
+        "Your context is almost full. Write a summary of what you have found out and done so far, and of what is left "
+        "to do: it will replace the conversation above.",
+        min_length=1,
+        description="the user message that asks for the summary",
+    )
+    max_tokens: int = Field(256, ge=1, description="limit on tokens of a summary; one that reaches it is rejected")
+    attempts: int = Field(2, ge=1, description="how often to ask for a summary before the attempt ends as `context`")
+    trained: bool = Field(True, description="train summaries, too; false: they are played only")
+
+    @field_validator("at")
+    @classmethod
+    def _share_or_tokens(cls, value: float) -> float:
+        if value > 1 and not value.is_integer():
+            raise ValueError(f"{value:g} is no share below 1 and no number of tokens")
+        return value
+
+
 class RolloutConfig(Config):
     """How an agent plays one attempt."""
 
-    max_steps: int = Field(8, ge=1, description="limit on LLM calls of one trajectory")
+    max_steps: int = Field(8, ge=1, description="limit on LLM calls of one trajectory, summaries not counted")
+    max_total_tokens: int = Field(
+        0, ge=0, description="tokens, sampled and newly read, after which a trajectory makes no more calls; 0: no limit"
+    )
     max_input_tokens: int = Field(1024, ge=1, description="longest prompt that may be sent, in tokens")
     max_completion_tokens: int = Field(256, ge=1, description="limit on tokens sampled per call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
@@ -102,7 +133,38 @@ class RolloutConfig(Config):
     reply_parser: str = Field(
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
+    infer_rejected: bool = Field(
+        True, description="reject calls of agent programs whose answers no later prompt shows to have been used"
+    )
     gateway: GatewayConfig = Field(GatewayConfig(), description="where agent programs reach the model")
+    compaction: CompactionConfig | None = Field(
+        None, description="summaries of long conversations with environments; null: none are asked for"
+    )
+
+    @model_validator(mode="after")
+    def _compacts(self) -> RolloutConfig:
+        if self.compaction is None:
+            return self
+        if self.conversation == "single_message":
+            raise ValueError("compaction needs a conversation of several messages; set conversation to 'turns'")
+        if self.compaction_mark >= self.max_input_tokens:
+            raise ValueError(
+                f"compaction.at is {self.compaction.at:g}, which leaves nothing of max_input_tokens "
+                f"{self.max_input_tokens} for the call that asks for the summary; lower it"
+            )
+        return self
+
+    @property
+    def compaction_mark(self) -> int:
+        """The longest next prompt, in tokens, for which no summary is asked for."""
+        at = self.max_input_tokens if self.compaction is None else self.compaction.at
+        return int(at * self.max_input_tokens if at <= 1 else at)
+
+    @property
+    def longest_call(self) -> int:
+        """The most tokens that a prompt and its completion may have in training."""
+        summary = 0 if self.compaction is None else self.compaction.max_tokens
+        return self.max_input_tokens + max(self.max_completion_tokens, summary)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -15,10 +15,10 @@ import numpy as np
 
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import ContextExceeded, DataError, EngineError
-from treadle.core.outcomes import was_played
+from treadle.core.errors import ContextExceeded, DataError, EngineError, TokensExceeded
+from treadle.core.outcomes import computed_tokens, was_played
 from treadle.core.rewards import Reward
-from treadle.core.types import DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
+from treadle.core.types import BreakCause, DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
@@ -51,7 +51,8 @@ class SessionSpec:
     """What a session is opened with.
 
     name: the trajectory's id, and the engine's name of the session. sampling: of every call. max_input_tokens: longest
-    prompt. replay: where calls are recorded as they are answered, and those that are recorded already.
+    prompt. max_total_tokens: after which there are no more calls (`computed_tokens`); 0: no limit. replay: where calls
+    are recorded as they are answered, and those that are recorded already.
     """
 
     name: str
@@ -60,6 +61,7 @@ class SessionSpec:
     sampling: SamplingParams
     max_input_tokens: int
     address: Address
+    max_total_tokens: int = 0
     replay: Replay | None = None
 
 
@@ -70,6 +72,8 @@ class CallOptions:
     sampling_overrides: fields of SamplingParams that the caller asks for: `{"temperature": 0.2}`. tool_calls: whether
     to look for tool calls in the reply. parallel_tool_calls: whether to keep more than the first. template_kwargs,
     continue_final_message: for the chat template.
+    Of agent loops only: max_tokens: in the place of the spec's. summary: marks the step. break_cause: why the
+    conversation does not continue the one before, where the loop knows better than its messages tell.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -77,6 +81,9 @@ class CallOptions:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
+    max_tokens: int | None = None
+    summary: bool = False
+    break_cause: BreakCause | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class Session:
     strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
     bounds a call's `max_tokens`.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
-    have no answered retry.
+    have no answered retry. said_used: whether an answer was used, by number, where the agent says so.
     """
 
     def __init__(
@@ -132,8 +139,10 @@ class Session:
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
+        self.said_used: dict[int, bool] = {}
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address, self._replay = spec.max_input_tokens, spec.address, spec.replay
+        self._max_total_tokens = spec.max_total_tokens
         self._callers_sampling, self._context = callers_sampling, context
         self._conversation = Conversation(spec.renderer)
         self._raw = RawPrompts(spec.renderer)
@@ -154,14 +163,16 @@ class Session:
 
         A cancelled call is recorded too, without tokens, as dropped.
 
-        Raises ContextExceeded if the prompt is longer than `max_input_tokens`, DataError if the chat template refuses
-        the conversation, or if template or parser cannot handle tools, EngineError from the engine or for an answer
-        that cannot be recorded.
+        Raises ContextExceeded if the prompt is longer than `max_input_tokens`, TokensExceeded after `max_total_tokens`,
+        DataError if the chat template refuses the conversation, or if template or parser cannot handle tools,
+        EngineError from the engine or for an answer that cannot be recorded.
         """
         if tools and options.tool_calls and (problem := self.renderer.tools_problem(tools, self.parse)):
             raise DataError(problem)
         async with self._order:
             prompt = await self._render(messages, tools, options)
+            if options.break_cause is not None:
+                prompt = replace(prompt, break_cause=options.break_cause)
             number = self._numbered(prompt)
         step, text, stop = await self._sample(number, prompt, options)
         message = self._message(self._begun(prompt) + text, tools if options.tool_calls else (), options, number)
@@ -198,11 +209,12 @@ class Session:
         self._steps[number] = replace(self._steps[number], dropped=DropReason.REJECTED)
 
     def reward_last(self, given: Reward, *, add: bool = False) -> None:
-        """Set the reward of the last step that was played, if there is one. add: to the one that it has.
+        """Set the reward of the last step that was played and is no summary, if there is one. add: to the one it has.
 
         Raises DataError for rewards of more or fewer tokens than the step has, or too large a sum.
         """
-        last = max((number for number, step in self._steps.items() if was_played(step)), default=None)
+        acts = (number for number, step in self._steps.items() if was_played(step) and not step.summary)
+        last = max(acts, default=None)
         if given and last is not None:
             given = self._steps[last].given.plus(given) if add else given
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
@@ -228,7 +240,9 @@ class Session:
         )
 
     def _numbered(self, prompt: Prompt) -> int:
-        """Return the call's number, by order of arrival. Raises ContextExceeded."""
+        """Return the call's number, by order of arrival. Raises ContextExceeded and TokensExceeded."""
+        if self._max_total_tokens and computed_tokens(self.steps) >= self._max_total_tokens:
+            raise TokensExceeded(self._max_total_tokens)
         if len(prompt.ids) > self._max_input_tokens:
             raise ContextExceeded(len(prompt.ids), self._max_input_tokens, self._context)
         self._calls += 1
@@ -237,6 +251,8 @@ class Session:
     async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
         """Return step, text and stop string of a call."""
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
+        if options.max_tokens is not None:
+            sampling = replace(sampling, max_tokens=options.max_tokens)
         request = request_digest(prompt.ids, sampling) if self._replay else b""
         recorded = await self._replay.answer(number, request) if self._replay else None
         if recorded is not None and recorded.number != number:
@@ -256,6 +272,7 @@ class Session:
                 waited=completion.waited,
                 break_cause=prompt.break_cause,
                 dropped=dropped,
+                summary=options.summary,
                 routing=completion.routing,
             )
             return self._steps[number]

@@ -150,6 +150,7 @@ REASONS: Mapping[DropReason, Explanation] = {
         "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
     ),
     DropReason.REJECTED: _dropped("its answer was thrown away; nothing that came after was built on it."),
+    DropReason.MASKED: _dropped("it is a summary, and `rollout.compaction.trained` is false.", "rollout.compaction"),
     DropReason.STALE: _dropped(
         "its policy was too old by its update.", "orchestration.max_staleness", "orchestration.stale_policy"
     ),

@@ -15,7 +15,7 @@ from itertools import chain
 from treadle.core.metrics import Figure, Measures, Metric, View, declared, measured, shares
 from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
-from treadle.core.types import DropReason, Group, Status, StopReason, Trajectory
+from treadle.core.types import BreakCause, DropReason, Group, Status, Step, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
 
 
@@ -35,6 +35,8 @@ STEPS_MAX = Metric("steps_max", "trajectory", "max", "steps", "most LLM calls")
 COMPLETION_TOKENS_MEAN = _mean("completion_tokens_mean", "tokens", "sampled, over all its steps")
 COMPLETION_TOKENS_MAX = Metric("completion_tokens_max", "trajectory", "max", "tokens", "most sampled")
 PROMPT_TOKENS_MEAN = _mean("prompt_tokens_mean", "tokens", "prompts as sent: what three steps share counts three times")
+COMPACTIONS = _mean("compactions_mean", "compactions", "a summary took the place of earlier messages")
+SUMMARY_TOKENS = _mean("summary_tokens_mean", "tokens", "sampled in summaries that `rollout.compaction` asked for")
 TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
 ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
@@ -67,6 +69,8 @@ ENDED = _mean("ended_*", "share", "how it ended, failed ones too")
 DROPPED = Metric(
     "dropped_*", "step", "sum", "steps", "recorded, but not trained, by reason, of those that occur", view="dropped"
 )
+REJECTED_SHARE = Metric("rejected_share", "step", "mean", "share", "answer was thrown away", view="dropped")
+REJECTED_TOKENS = Metric("rejected_tokens", "step", "sum", "tokens", "sampled in such steps", view="dropped")
 
 # over tasks with a graded trajectory
 
@@ -136,6 +140,7 @@ def trajectory_metrics(
         + _of_rewards(graded)
         + _of_everyone(everyone)
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
+        + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
         + _of_tasks(groups, success_at, success_of)
         + environment_metrics(graded)
         + measured("token", {TOKEN_STALENESS: token_staleness})
@@ -177,6 +182,8 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         COMPLETION_TOKENS_MEAN: tokens,
         COMPLETION_TOKENS_MAX: tokens,
         PROMPT_TOKENS_MEAN: [view.prompt_tokens for view in views],
+        COMPACTIONS: [sum(step.break_cause is BreakCause.SUMMARY for step in view.steps) for view in views],
+        SUMMARY_TOKENS: [sum(len(step.completion_ids) for step in view.steps if step.summary) for view in views],
         STALENESS_MEAN: staleness,
         STALENESS_MAX: staleness,
         ONE_VERSION: [len(versions) == 1 for versions in sampled_by if versions],
@@ -187,6 +194,12 @@ def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str 
         **shares(LAST_STOP, StopReason, [view.steps[-1].stop_reason for view in views if view.steps]),
     }
     return measured("trajectory", values) + measured("run", {VERSIONS: [len(set().union(*sampled_by))]})
+
+
+def _of_rejected(steps: Sequence[Step]) -> dict[Metric, Sequence[float]]:
+    rejected = [step.dropped is DropReason.REJECTED for step in steps]
+    tokens = [len(step.completion_ids) for step, thrown in zip(steps, rejected, strict=True) if thrown]
+    return {REJECTED_SHARE: rejected, REJECTED_TOKENS: tokens}
 
 
 def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:

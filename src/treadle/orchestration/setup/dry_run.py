@@ -169,7 +169,7 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
     if config.engine.kind == "vllm":
         from treadle.engines.vllm.engine import describe_servers  # httpx, which only this needs
 
-        longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
+        longest = config.rollout.longest_call
         return None, run_event_loop(describe_servers(config.engine, longest), log)
     if config.engine.kind == "torch" and model is not None:
         require_plain_attention(model)
@@ -315,7 +315,7 @@ def _engine_parts(config: RunConfig, model: PreTrainedModel, base: int, served: 
         parts.append(MemoryPart("weights on their way to it", served, f"4 bytes x {letter}"))
     widths = _widths(model.config.get_text_config())
     if widths is not None:
-        longest = config.rollout.max_input_tokens + config.rollout.max_completion_tokens
+        longest = config.rollout.longest_call
         limit = int(engine.cache_gib * 2**30)
         sessions = max(engine.batch, config.training.tasks_per_update * config.training.group_size)
         cache = min(limit, sessions * longest * widths.layers * 2 * widths.keys * size)

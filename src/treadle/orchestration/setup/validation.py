@@ -63,12 +63,13 @@ def _check_rollout(config: RunConfig) -> None:
 
 def check_context(config: RunConfig, context: int) -> None:
     """Raise ConfigError if the longest prompt and completion together exceed the model's context, in tokens."""
-    completion = max(config.rollout.max_completion_tokens, config.evaluation.max_completion_tokens or 0)
-    longest = config.rollout.max_input_tokens + completion
+    prompt = config.rollout.max_input_tokens
+    completion = max(config.rollout.longest_call - prompt, config.evaluation.max_completion_tokens or 0)
+    longest = prompt + completion
     if longest > context:
         raise ConfigError(
-            f"rollout.max_input_tokens {config.rollout.max_input_tokens} + max_completion_tokens "
-            f"{completion} = {longest} exceeds the model's context of {context}; lower one of them"
+            f"rollout.max_input_tokens {prompt} + max_completion_tokens {completion} = {longest} exceeds the model's "
+            f"context of {context}; lower one of them"
         )
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from treadle.core.errors import DataError, RunError
 from treadle.core.files import WrittenFile, read_proven, write_atomically
+from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
@@ -39,6 +40,7 @@ _STEP = {  # columns that are attributes of the step
     "state_key": pa.string(),
     "started": pa.float64(),
     "waited": pa.float64(),
+    "summary": pa.bool_(),
 }
 _SAMPLING = {
     "temperature": pa.float64(),
@@ -245,4 +247,4 @@ def decoder(tokenizer: Tokenizer) -> Decode:
 
 def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-    return relations(calls, decode, [step.break_cause for step in steps])
+    return relations(calls, decode, [step.break_cause for step in steps], [was_played(step) for step in steps])

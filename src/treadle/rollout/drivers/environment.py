@@ -1,6 +1,9 @@
 """`EnvironmentDriver`: plays attempts at environments.
 
 make -> reset -> (chat -> step)* -> finish -> close
+
+Before a call whose prompt would be too long, the policy is asked for a summary of the conversation, with which it goes
+on (`rollout.compaction`).
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treadle.core.errors import Cause, ConfigError, ContextExceeded, StepsExceeded, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, ContextExceeded, StepsExceeded, TokensExceeded, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
+from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
-from treadle.core.types import Message, Status, Task, as_messages
+from treadle.core.types import Message, Status, StopReason, Task, as_messages
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
 from treadle.envs.tasks import SingleTurn, made_class
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
+from treadle.rollout.drivers.history import History
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError, Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Session
@@ -69,27 +74,29 @@ class EnvironmentDriver(AttemptDriver[Session]):
     ) -> StepsExceeded | ContextExceeded | None:
         """Play an attempt from its first prompt to its last reward; return the limit that ended it, if one did."""
         await environment.make()
-        conversation = await environment.reset(task)
+        history = History(await environment.reset(task), self._config.conversation == "single_message")
         session.parse = self._parse if environment.takes_reply else session.parse
         limit: StepsExceeded | ContextExceeded | None = None
         state = ""
-        for number in range(self._config.max_steps):
-            options = CallOptions(
-                tool_calls=environment.takes_reply, continue_final_message=self._continues(conversation, number)
-            )
+        for _ in range(self._config.max_steps):
             try:
-                reply = await session.chat(conversation, environment.tools, options)
-            except ContextExceeded as error:
-                if number == 0:
+                await self._compact(history, environment, session)
+                reply = await session.chat(history.messages, environment.tools, _options(history, environment))
+            except (ContextExceeded, TokensExceeded) as error:
+                if not any(map(was_played, session.steps)):
                     raise
                 limit = error
                 break
             session.set_state(reply.number, state)
             answer = await environment.step(reply)
-            session.reward_last(Reward.of(answer.reward))
+            if answer.rejected:
+                session.reject(reply.number)
+            else:
+                session.reward_last(Reward.of(answer.reward))
             if answer.done:
                 break
-            conversation, state = self._extended(conversation, reply.message, answer.observations, number), answer.state
+            history.add(reply.message, answer)
+            state = answer.state
         else:
             limit = StepsExceeded(self._config.max_steps)
         session.close()  # the engine waits for it, and `finish` may take its time
@@ -97,21 +104,37 @@ class EnvironmentDriver(AttemptDriver[Session]):
         session.reward_last(await environment.finish(ended), add=True)
         return limit
 
-    def _continues(self, conversation: Sequence[Message], number: int) -> bool:
-        """Whether call `number` continues the last message: of a single message, or a reply that the task begins."""
-        in_turn = number == 0 or self._config.conversation == "single_message"
-        return in_turn and conversation[-1]["role"] == "assistant"
+    async def _compact(self, history: History, environment: IsolatedEnvironment, session: Session) -> None:
+        """Have the policy sum up a history that has become too long.
 
-    def _extended(
-        self, conversation: list[Message], reply: Message, observations: Sequence[Message], number: int
-    ) -> list[Message]:
-        if self._continues(conversation, number):
-            *conversation, begun = conversation
-            reply = {**reply, "content": begun["content"] + reply["content"]}
-        if self._config.conversation == "single_message":
-            text = "".join(message["content"] for message in (reply, *observations))
-            reply, observations = Message(role="assistant", content=text), ()
-        return [*conversation, reply, *observations]
+        Raises ContextExceeded if none of its summaries is accepted: those that are complete and not empty are.
+        """
+        compaction = self._config.compaction
+        if compaction is None or (kept := history.kept(compaction.keep_last)) is None:
+            return
+        tokens = await session.count(history.messages, environment.tools)
+        if tokens <= self._config.compaction_mark:
+            return
+        request = [*history.messages, Message(role="user", content=compaction.prompt)]
+        options = replace(
+            _options(history, environment), tool_calls=False, max_tokens=compaction.max_tokens, summary=True
+        )
+        for _ in range(compaction.attempts):
+            reply = await session.chat(request, environment.tools, options)
+            summary = reply.message["content"].strip()
+            if summary and reply.step.stop_reason is StopReason.STOP:
+                history.compact(summary, kept)
+                return
+            session.reject(reply.number)
+        raise ContextExceeded(tokens, self._config.max_input_tokens)
+
+
+def _options(history: History, environment: IsolatedEnvironment) -> CallOptions:
+    return CallOptions(
+        tool_calls=environment.takes_reply,
+        continue_final_message=history.continues,
+        break_cause=history.break_cause,
+    )
 
 
 class IsolatedEnvironment:
@@ -208,17 +231,31 @@ class IsolatedEnvironment:
         return list(messages)
 
     def _checked_step(self, value: object, what: str) -> EnvStep:
-        if not isinstance(value, tuple) or not 4 <= len(value) <= 5:
-            raise _failure(f"step must return EnvStep(observations, reward, done, info, state), got {value!r:.100}")
+        if not isinstance(value, tuple) or not 4 <= len(value) <= len(EnvStep._fields):
+            raise _failure(f"step must return EnvStep({', '.join(EnvStep._fields)}), got {value!r:.100}")
         step = EnvStep(*value)
         reward = _checked_reward(step.reward, what)
         if not isinstance(step.done, bool | np.bool_):
             raise _failure(f"step gave done={step.done!r:.100}; it must be true or false")
         if not isinstance(step.state, str):
             raise _failure(f"step gave state={step.state!r:.100}; it must be a string")
+        self._check_history(step, reward)
         self.metrics.record(step.info, "step")
-        observations = step.observations if step.done else _checked_messages(step.observations, "step")
-        return step._replace(observations=observations, reward=reward, done=bool(step.done))
+        if step.done:
+            return step._replace(reward=reward, done=True, history=None)
+        history = None if step.history is None else _checked_messages(step.history, "step: history")
+        goes_on = history is not None or step.rejected  # without observations, too
+        observations = _checked_messages(step.observations, "step", may_be_empty=goes_on)
+        return step._replace(observations=observations, reward=reward, done=False, history=history)
+
+    def _check_history(self, step: EnvStep, reward: Reward) -> None:
+        if not isinstance(step.rejected, bool | np.bool_):
+            raise _failure(f"step gave rejected={step.rejected!r:.100}; it must be true or false")
+        if step.rejected and (reward or step.done):
+            what = f"the reward {reward.total():g}" if reward else "done"
+            raise _failure(f"step rejected a reply and gave {what}; a reply that is not used earns and ends nothing")
+        if (step.rejected or step.history is not None) and self._config.conversation == "single_message":
+            raise _failure("step gave history or rejected; set rollout.conversation to 'turns' for that")
 
     def _checked_finish(self, value: object) -> Reward:
         if value is None:
@@ -230,14 +267,14 @@ class IsolatedEnvironment:
         return _checked_reward(finish.reward, "finish")
 
 
-def _checked_messages(value: object, where: str) -> tuple[Message, ...]:
+def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> tuple[Message, ...]:
     try:
         messages = as_messages(value, where)  # type: ignore[arg-type]
         for message in messages:
             message["content"].encode()  # a lone surrogate cannot be tokenized
     except (ValueError, TypeError) as error:
         raise _failure(f"{where} must give messages: {error}") from error
-    if not messages:
+    if not messages and not may_be_empty:
         raise _failure(f"{where} gave no messages for the agent to read, and is not done")
     return messages
 

@@ -2,7 +2,7 @@
 
     what ended it                          status       reward         cause of the failure
     nothing: it came to its end            done         of its steps
-    StepsExceeded                          max_steps    of its steps
+    StepsExceeded, TokensExceeded          max_steps    of its steps
     ContextExceeded after an answer        context      of its steps
     ContextExceeded before any             failed       none           context
     EngineError                            failed       none           engine
@@ -20,7 +20,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, StepsExceeded, TrajectoryFailure
+from treadle.core.errors import (
+    Cause,
+    ContextExceeded,
+    DataError,
+    EngineError,
+    StepsExceeded,
+    TokensExceeded,
+    TrajectoryFailure,
+)
 from treadle.core.metrics import Measures
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import reward_sum
@@ -31,7 +39,7 @@ AttemptError = TrajectoryFailure | ContextExceeded | StepsExceeded | EngineError
 ATTEMPT_ERRORS = (TrajectoryFailure, ContextExceeded, StepsExceeded, EngineError, DataError)
 """What ends an attempt, and not the run."""
 
-LIMITS = {StepsExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
+LIMITS = {StepsExceeded: Status.MAX_STEPS, TokensExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
 """Status of an attempt that a limit ended."""
 
 
@@ -74,6 +82,8 @@ def _failure(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause)
             return TrajectoryFailure(cause, str(ended_by))
         case ContextExceeded() if not answered:
             return TrajectoryFailure(Cause.CONTEXT, str(ended_by))
+    if not answered and steps and cause is Cause.ENVIRONMENT:
+        return TrajectoryFailure(cause, f"the environment used none of the model's {len(steps)} replies")
     if not answered:
         what = f"the {cause} ended without a single answer of the model; it must ask through the client it is given"
         return TrajectoryFailure(cause, what)
