@@ -93,6 +93,7 @@ def test_they_are_gone_once_the_attempt_is_recorded_or_starts_anew(ledger: Ledge
 
     async def start_anew() -> None:
         log = OpenCalls(ledger, log=said.append)
+        log.add(addresses(1)[0], call(2, 5))  # made beside the one that was not repeated
         log.restarted(addresses(1)[0], "environment 'a'", "call 1")
         log.restarted(addresses(1)[0], "environment 'a'", "call 1")
         await log.add(addresses(1)[0], call(0, 5))

@@ -55,6 +55,7 @@ class OpenCalls:
         return writing
 
     def restarted(self, address: Address, player: str, what: str) -> None:
+        self._pending = [(key, call) for key, call in self._pending if key != _key(address)]
         self._forgotten.append(_key(address))
         if player not in self._named:
             self._named.add(player)
