@@ -37,7 +37,7 @@ class InProcess:
 
 
 class Staged(Protocol):
-    """Weights for engines in other processes, which get a copy of this object, until they are discarded."""
+    """Weights for engines in other processes until they are discarded; each process gets a copy of this object."""
 
     async def fetch(self) -> Mapping[str, Tensor]:
         """Return the weights by name, in the process of an engine. Raises EngineError."""
@@ -125,7 +125,7 @@ def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
-    """Make a directory that lives as long as this process at most, and remove those of processes that were killed.
+    """Make a directory that lasts no longer than this process, and remove those of processes that were killed.
 
     key: unique. mode: permissions; default: this user's alone.
     """
@@ -138,7 +138,7 @@ def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process has not ended; one that has, and that nobody has waited for, keeps its number."""
+    """Return whether a process is running; a zombie, which keeps its number, is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -147,6 +147,6 @@ def is_running(pid: int) -> bool:
         return True
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # it ends just now, or the system does not tell
+    except OSError:  # it has just ended, or the system has no /proc
         return not Path("/proc/self/stat").exists()
     return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -56,7 +56,7 @@ def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
 async def check_engine(
     engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
 ) -> ProbeResult:
-    """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
+    """Publish to the engine, probe it and have the trainer score what it sampled; returns the probe's result.
 
     Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same
     policy, if the engine lacks what training needs (`probe_engine`), or, where experts are replayed, if those it
@@ -99,17 +99,17 @@ def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
         )
 
 
-_PROBE = 64  # tokens that new weights are proven with
+_PROBE = 64  # tokens that servers must score as the trainer does
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made from: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
+    """Arguments for opening an engine: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
 
-    source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
-    this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
-    routing: it is to report which experts it chose. pinned: sessions keep the version of their first call, at most
-    so many behind the newest. log: takes lines for the run's output.
+    source: provides the weights to serve, usually the trainer. load_model: returns a model like the source's, with any
+    weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
+    one, which is kept. routing: report the chosen experts. pinned: sessions keep the version of their first call, at
+    most this many behind the newest. log: takes lines for the run's output.
     """
 
     config: EngineConfig
@@ -126,9 +126,9 @@ class EngineSpec:
 
 
 OpenEngine = Callable[[EngineSpec], Awaitable[tuple[Engine, WeightSync]]]
-"""What is registered as an engine (entry points `treadle.engines`, chosen by `engine.kind`).
+"""A registered engine (entry points `treadle.engines`, chosen by `engine.kind`).
 
-It returns the engine, and what makes it serve the source's weights, which is called before it samples. Its own settings
+Returns the engine and its weight sync, with which the caller publishes before the engine samples. Settings of its own
 are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
 """
 
@@ -246,7 +246,7 @@ async def open_vllm(
 
 
 def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
-    """The name of a directory for a model, which goes with the stack."""
+    """Return a path for a model's directory, removed with the stack."""
     outer = temporary_directory(parent or Path(tempfile.gettempdir()))
     cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
     return outer / "model"
