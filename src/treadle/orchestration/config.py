@@ -359,6 +359,15 @@ class RunConfig(Config):
         """
         return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
 
+    def repeats(self, may_wait: bool) -> bool:
+        """Whether a resumed run samples an interrupted batch again, whole, because the same bits come of it.
+
+        They depend on the shapes of all of the batch's lock-step waves and on the KV cache that these leave: recorded
+        answers bring neither back. may_wait: as in `engine_in_training`.
+        """
+        engine = self.engine_in_training(may_wait)
+        return self.orchestration.max_staleness == 0 and engine.kind != "vllm" and engine.lock_step is not False
+
     def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
         """The `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
         lock_step = not may_wait if self.engine.lock_step is None else self.engine.lock_step

@@ -216,6 +216,9 @@ class AgentDriver(GatewayDriver):
         super().__init__(setup)
         self._agents = agents
 
+    def replays(self, task: Task) -> bool:
+        return bool(getattr(self._agents[task.agent], "replayable", True))
+
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         agent, timeout = self._agents[task.agent], self.config.agent_timeout
         open_client = async_client if is_async(agent) else sync_client
