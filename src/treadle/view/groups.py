@@ -197,11 +197,18 @@ def explain(state: str, reason: str | None) -> Explanation:
         return Explanation(f"{state}: {reason}" if reason else state)
 
 
-def fate(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> Json:
-    """Explain a step's outcome, by its and its trajectory's row. trainable: number of its trainable sampled tokens."""
+def fate(
+    step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int, rejection: str = ""
+) -> Json:
+    """Explain a step's outcome, by its and its trajectory's row.
+
+    trainable: number of its trainable sampled tokens. rejection: why it was rejected, if it was.
+    """
     text, settings = explain(step["state"], step["reason"])
     if step["state"] == StepState.TRAINED:
         text = _trained(step, trajectory, update, trainable)
+    elif rejection:
+        text = f"Rejected: {rejection}. Nothing that came after was built on it, and it is not trained."
     elif step["state"] == StepState.RECORDED and update is not None:
         text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
     elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
