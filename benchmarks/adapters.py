@@ -49,12 +49,12 @@ async def _publications(rank: int | None, repeats: int) -> dict[str, Any]:
     model = load_model(config, 0, None if rank is None else LoraConfig(rank=rank))
     source = EmbeddedSource(model, base_directory(config), Compute(None))
     engine = build(EngineConfig, {"kind": "vllm", "batch": 8})
-    adapters: bytes | None = None
+    adapters: Exported | None = None
     with tempfile.TemporaryDirectory() as folder:
         if rank is not None:
             await source.export(Path(folder) / "adapter")
-            exported = Exported.read(Path(folder) / "adapter")
-            engine, adapters = exported.served_by(engine, slots=2), exported.settings
+            adapters = Exported.read(Path(folder) / "adapter")
+            engine = adapters.served_by(engine)
         opened, publication = await open_engine(
             engine,
             source,

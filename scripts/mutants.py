@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src/treadle")
 
 MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or one test
-    ("algorithms/advantages.py", "own.std(ddof=1)", "own.std()", "algorithms/test_advantages.py"),
-    ("algorithms/advantages.py", "* len(own) / (len(own) - 1)", "", "algorithms/test_advantages.py"),
+    ("algorithms/advantages.py", ".std(ddof=1)", ".std()", "algorithms/test_advantages.py"),
+    ("algorithms/advantages.py", "* len(members) / (len(members) - 1)", "", "algorithms/test_advantages.py"),
     ("algorithms/losses.py", ".minimum(ratio.clamp(1 - eps_low,", ".minimum(ratio.clamp(1 - eps_high,",
      "algorithms/test_losses.py"),
     ("envs/sql/child.py", 'allowed = (first or "").lower() in _PRAGMAS', "allowed = True", "envs/test_sql_sandbox.py"),
@@ -62,8 +62,8 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("orchestration/store/ledger.py", "AND name NOT IN (SELECT value", "AND name IN (SELECT value",
      "orchestration/test_rollout_store.py"),
     ("training/objective.py", "step=number[step]", "step=step", "training/test_traces.py"),
-    ("algorithms/losses.py", "clipped=_dppo_clipped, ratio=_to_rollout",
-     "clipped=_dppo_clipped, ratio=_to_old", "training/test_traces.py"),
+    ("algorithms/losses.py", "clipped=_dppo_clipped, ratio=_ratio_to_rollout",
+     "clipped=_dppo_clipped, ratio=_ratio_to_old", "training/test_traces.py"),
     ("training/sharding.py", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)",
      "training/ranks/test_parity.py"),
     ("training/sharding.py", "dist.broadcast(buffer, src=0)", "pass",
@@ -128,7 +128,8 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "algorithms/test_corrections.py"),
     ("algorithms/kl.py", "kl / self.target - 1", "1 - kl / self.target",
      "algorithms/test_corrections.py::test_an_adaptive_coefficient_goes_by_the_clipped_relative_error"),
-    ("algorithms/estimators.py", "known.setdefault(key, len(known))", "known.setdefault((0, key[1]), len(known))",
+    ("algorithms/estimators.py", "numbers.setdefault(key, len(numbers))",
+     "numbers.setdefault((0, key[1]), len(numbers))",
      "algorithms/test_advantages.py::test_states_are_equal_states_within_a_group"),
     ("training/sft.py", "-1 / tokens))", "-1 / len(scores.logp)))",
      "training/test_sft.py::test_no_micro_batches_change_what_is_learned"),

@@ -231,9 +231,9 @@ def reason_on_record(reward: float | None, trained_reward: float | None) -> Drop
     return DropReason.OVERLONG if reward is not None and trained_reward is None else None
 
 
-def interrupted_reason(max_staleness: int) -> DropReason:
+def interrupted_reason(repeats: bool) -> DropReason:
     """Return why a resumed run drops the recorded steps that it does not continue with.
 
-    At max_staleness 0 it samples the same ones again; at any other the weights that sampled them are lost.
+    It samples the same ones again if it repeats bit for bit; otherwise the weights that sampled them are lost.
     """
-    return DropReason.ROLLED_BACK if max_staleness else DropReason.RESAMPLED
+    return DropReason.RESAMPLED if repeats else DropReason.ROLLED_BACK

@@ -134,7 +134,7 @@ class RolloutConfig(Config):
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
     infer_rejected: bool = Field(
-        True, description="reject calls of agent programs whose answers no later prompt shows to have been used"
+        True, description="reject calls of agent programs whose answers were thrown away, by their later prompts"
     )
     gateway: GatewayConfig = Field(GatewayConfig(), description="where agent programs reach the model")
     compaction: CompactionConfig | None = Field(

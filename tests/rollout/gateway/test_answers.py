@@ -13,11 +13,10 @@ from tests.rollout.gateway.servers import Slow, scripted
 from tests.worlds import addresses, plain_renderer, tool, user
 from treadle.core.outcomes import as_played, as_trained
 from treadle.core.types import DropReason, Message, Task, ToolCall, Trajectory
-from treadle.rendering.identity import value
 from treadle.rollout.agents.clients import anthropic_client
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.gateway.answers import Answers, Call
+from treadle.rollout.gateway.answers import Answers
 
 ASK, TASK = Message(role="system", content="You play chess."), user("Who plays chess?")
 
@@ -41,19 +40,18 @@ class Attempt:
     def __init__(self) -> None:
         self.answers, self.count = Answers(), 0
 
-    def ask(self, prompt: list[Message] | str, opened: str = "") -> tuple[Call, int]:
+    def ask(self, prompt: list[Message] | str) -> tuple[int, int]:
         self.count += 1
         if isinstance(prompt, str):
             return self.answers.ask_raw(prompt), self.count - 1
-        return self.answers.ask(prompt, [*map(value, prompt)], opened), self.count - 1
+        return self.answers.ask(prompt), self.count - 1
 
-    def call(self, prompt: list[Message] | str, reply: Message | str, opened: str = "") -> None:
-        self.answers.answer(*self.ask(prompt, opened), said(reply) if isinstance(reply, str) else reply)
+    def call(self, prompt: list[Message] | str, reply: Message | str) -> None:
+        self.answers.answer(*self.ask(prompt), said(reply) if isinstance(reply, str) else reply)
 
-    def together(self, *calls: tuple[list[Message] | str, str]) -> None:
-        asked = [self.ask(prompt) for prompt, _ in calls]
-        for (call, number), (_, reply) in zip(asked, calls, strict=True):
-            self.answers.answer(call, number, said(reply))
+    def together(self, prompt: list[Message] | str, *replies: Message | str) -> None:
+        for asked, reply in [(self.ask(prompt), reply) for reply in replies]:
+            self.answers.answer(*asked, said(reply) if isinstance(reply, str) else reply)
 
     @property
     def unused(self) -> list[int]:
@@ -89,33 +87,36 @@ def test_a_conversation_that_goes_on_throws_nothing_away(conversation: list[tupl
     assert attempt.unused == []
 
 
-@given(st.lists(st.tuples(turns(), st.booleans()), min_size=1, max_size=6))
-def test_an_answer_that_no_later_prompt_has_is_thrown_away(conversation: list[tuple[Any, bool]]) -> None:
-    """Each turn may be sampled twice, of which the second goes on."""
+@given(st.lists(st.tuples(turns(), st.sampled_from(["", "again", "left out"])), min_size=1, max_size=6))
+def test_an_answer_that_no_later_prompt_has_is_thrown_away(conversation: list[tuple[Any, str]]) -> None:
+    """Each turn may be sampled twice, of which the second goes on: for the same prompt, or for one with a note."""
     attempt, history, thrown = Attempt(), [ASK, TASK], []
-    for (reply, back, after), twice in conversation:
-        if twice:
+    for (reply, back, after), draft in conversation:
+        if draft:
             thrown.append(attempt.count)
             attempt.call(history, f"draft {attempt.count}")
+        if draft == "left out":
+            history = [*history, user("Once more.")]
         attempt.call(history, reply)
         history = [*history, back, after]
     attempt.call(history, "the end")
     assert attempt.unused == thrown
 
 
-def after(first: list[Message] | str, reply: Message | str, *then: list[Message] | str) -> list[int]:
-    """What is unused of: a turn that came back; a discarded answer to a prompt; `reply` to it; and these prompts."""
+BEGUN = [TASK, said("Hm."), user("Well?")]
+
+
+def of_two(reply: Message | str, later: list[Message], first: Message | str = "no good") -> list[int]:
+    """Which is thrown away of two answers to a prompt, when this one comes later."""
     attempt = Attempt()
     attempt.call([TASK], "Hm.")
-    attempt.call(first, "no good")
-    attempt.call(first, reply)
-    for prompt in then:
-        attempt.call(prompt, f"answer {attempt.count}")
+    attempt.call(BEGUN, first)
+    attempt.call(BEGUN, reply)
+    attempt.call(later, "the end")
     return attempt.unused
 
 
 LONG = "Anna plays chess on Mondays, Bob on Tuesdays."
-BEGUN = [TASK, said("Hm."), user("Well?")]
 
 
 @pytest.mark.parametrize(
@@ -124,83 +125,56 @@ BEGUN = [TASK, said("Hm."), user("Well?")]
         ("I look.", [*BEGUN, said("I look."), user("!")]),
         ("I look.", [user("more"), said("I look."), user("!")]),  # earlier messages were dropped
         ("<think>x</think> I look.", [*BEGUN, said("I look."), user("!")]),  # the agent strips thoughts
+        ("I look.\nObservation: Bob?", [*BEGUN, said("I look."), user("Anna.")]),  # or cuts what it made up
+        ("I look.", [*BEGUN, said("I look.\nObservation: Anna.")]),  # or writes into the turn, which is continued
         ("I\n look.", [user("So far: I look. And now?")]),
         (said("", look("c1")), [*BEGUN, said("", look("c1", "{}")), tool("x")]),
         (said("", look("c1")), [user("more"), said("I do.", look("other", '{"who":"Anna"}')), tool("x")]),
         (said("", thought="Anna, surely"), [user("Notes: Anna, surely")]),
         (f"<analysis>so</analysis>\n<summary>\n{LONG}\n</summary>", [user(f"Summary:\n{LONG}\nGo on.")]),
+        (f"Here:\n```python\n{LONG}\n```\nDone.", [user(f"Your code:\n{LONG}\nfails.")]),
         ("I look.", [ASK | {"content": "Your notes: I look."}, TASK]),
     ],
 )
-def test_how_a_prompt_carries_an_answer(reply: Message | str, later: list[Message]) -> None:
-    assert after(BEGUN, reply, later) == [1]
+def test_how_a_prompt_repeats_an_answer(reply: Message | str, later: list[Message]) -> None:
+    assert of_two(reply, later) == [1]
 
 
-def test_another_turn_in_its_place_is_the_answer_edited() -> None:
-    attempt = Attempt()
-    attempt.call([TASK], "I look.")
-    attempt.call([TASK, said("(left out)"), user("!")], "no")
-    attempt.call([TASK, said("(left out)"), user("!")], "end")
-    attempt.call([TASK, said("(left out)"), user("!"), said("end"), user("?")], "really")
-    assert attempt.unused == [1]
+def test_what_was_in_its_own_prompt_repeats_no_answer() -> None:
+    assert of_two("fine", [*BEGUN, said("fine"), user("?")], first="Hm.") == [1]
 
 
-def test_words_that_were_there_before_carry_nothing() -> None:
-    first = [*BEGUN[:2], user("That was no good!")]
-    assert after(first, "fine", [*first, said("fine"), user("?")]) == [1]
-
-
-def test_of_equal_answers_the_id_tells_which_was_used() -> None:
-    attempt = Attempt()
-    for number in range(3):
-        attempt.call([TASK], said("I look.", look(f"c{number}")))
-    attempt.call([TASK, said("I look.", look("c1")), tool("x")], "Anna")
-    assert attempt.unused == [0, 2]
-
-
-def test_a_line_counts_only_where_no_other_answer_is_carried_whole() -> None:
+def test_in_doubt_an_answer_was_used() -> None:
+    """Changed beyond recognition; left for another prompt; the last; equal to the other; equal to a later one."""
+    assert of_two("I look.", [*BEGUN, said('{"action": "look"}'), user("!")]) == []
+    assert of_two("I look.", [user("A title?")]) == []
+    assert of_two("I look.", BEGUN) == []
+    assert of_two(said("", look("c1")), [*BEGUN, said("", look("c1")), tool("x")], said("", look("c0"))) == []
+    assert of_two("Hm.", [*BEGUN, said("Hm."), user("?"), said("I look."), user("!")], "I look.") == []
     attempt = Attempt()
     attempt.call([TASK], "Hm.")
-    attempt.together(*((BEGUN, f"{LONG}\n{n}") for n in range(3)))
-    attempt.call([TASK, said("Hm."), user(f"The best: {LONG}\n1")], "end")
-    assert attempt.unused == [1, 3]
-
-
-def test_the_last_answers_are_kept_where_nothing_tells_them_apart() -> None:
-    attempt = Attempt()
-    attempt.call([TASK], "Hm.")
-    attempt.together(*((BEGUN, f"answer {n}") for n in range(8)))
+    attempt.together(BEGUN, *(f"answer {n}" for n in range(8)))
     assert attempt.unused == []
-    attempt = Attempt()
-    attempt.call([TASK], "Hm.")
-    attempt.together((BEGUN, "end"), ([user("A title?")], "Chess"))
-    assert attempt.unused == []  # in flight at the same time
-    attempt.call([*BEGUN, said("end"), user("?")], "really")
-    assert attempt.unused == [2]
-    attempt.call([user("A closing title?")], "Chess")
-    assert attempt.unused == [2]  # nobody went on with the conversation
-
-
-def test_a_failed_summary_is_thrown_away_though_it_was_asked_for_otherwise_the_second_time() -> None:
-    attempt, ask = Attempt(), user("Summarise.")
-    attempt.call([TASK], "Hm.")
-    attempt.call([*BEGUN, ask], "too long")
-    attempt.call([*BEGUN[1:], ask], "Anna, it seems")
-    attempt.call([user("So far: Anna, it seems")], "Anna")
-    assert attempt.unused == [1]
+    attempt.call([*BEGUN, said("answer 3"), user("?")], "end")
+    assert attempt.unused == [1, 2, 3, 5, 6, 7, 8]
 
 
 def test_an_agent_that_keeps_no_history_throws_nothing_away() -> None:
     attempt = Attempt()
     shot = [user("Where to?"), said("north")]
-    for place, move in [("wood", "north"), ("you go north: hill", "south"), ("lake", "north"), ("sea", "up")]:
+    for place, move in [("wood", "dance"), ("wood", "north"), ("you go north: hill", "south"), ("wood", "up")]:
         attempt.call([*shot, user(place)], move)
+    assert attempt.unused == []
+    attempt, seen = Attempt(), [TASK]
+    for number in range(3):
+        attempt.call(seen, f"answer {number}")
+        seen = [*seen, user(f"observation {number}")]
     assert attempt.unused == []
 
 
 def test_raw_prompts() -> None:
     attempt = Attempt()
-    attempt.together(("Q:", " a"), ("Q:", " ab"), ("Q:", ""))
+    attempt.together("Q:", " no", " ab", "")
     attempt.call("Q: ab\nQ:", " no")
     attempt.call("Q: ab\nQ:", " c")
     attempt.call("Q: ab\nQ: c\nQ:", " d")
@@ -213,7 +187,7 @@ def test_a_turn_that_is_continued_is_used() -> None:
     attempt = Attempt()
     attempt.call([TASK], "no")
     attempt.call([TASK], "Anna")
-    attempt.call([TASK], " plays.", opened="Anna")
+    attempt.call([TASK, said("Anna")], " plays.")
     attempt.call([TASK, said("Anna plays."), user("?")], "end")
     assert attempt.unused == [0]
 
@@ -262,7 +236,7 @@ async def test_a_reply_that_is_asked_for_again_is_neither_played_nor_trained() -
 
 @pytest.mark.xdist_group("anthropic")
 async def test_a_compaction_as_claude_code_does_it() -> None:
-    """A title beside the first call; a summary that is asked for again; then only what stood in its tags."""
+    """A title beside the first call, in doubt; a summary that is asked for again; then only what stood in its tags."""
 
     async def compacts(task: Task, client: Any) -> float:
         async with anthropic_client(client) as sdk:
@@ -288,8 +262,8 @@ async def test_a_compaction_as_claude_code_does_it() -> None:
 
     dropped, trajectory = await fates(compacts, text)
     written = [plain_renderer().text(step.completion_ids) for step in trajectory.steps]
-    assert [w for w, why in zip(written, dropped, strict=True) if why is OUT] == [written[0], written[3]]
-    assert dropped.count(None) == 5 and written[3].startswith("<analysis>3")
+    assert [w for w, why in zip(written, dropped, strict=True) if why is OUT] == [written[3]]
+    assert dropped.count(None) == 6 and written[3].startswith("<analysis>3")
 
 
 async def test_best_of_n_inside_an_agent() -> None:
@@ -344,4 +318,4 @@ async def test_agents_may_say_what_they_reject_and_what_they_accept() -> None:
         return 1.0
 
     dropped, trajectory = await fates(says, lambda prompt, number: f"answer {number}.")
-    assert dropped == [None, None, OUT, OUT, OUT, OUT, None] and "1 of its requests" in trajectory.warning
+    assert dropped == [None, None, OUT, OUT, OUT, None, None] and "1 of its requests" in trajectory.warning

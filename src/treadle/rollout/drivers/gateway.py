@@ -23,7 +23,7 @@ from treadle.rollout.agents.agent import Agent, Recovered
 from treadle.rollout.agents.clients import async_client, sync_client
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
-from treadle.rollout.gateway.answers import Answers, Call
+from treadle.rollout.gateway.answers import Answers
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
@@ -50,7 +50,7 @@ class AgentSession(Session):
         self._max_calls, self._failed = max_calls, 0
         self.last_error: CallError | None = None
         self.errors: asyncio.Queue[CallError] = asyncio.Queue()
-        self._answers, self._asked = Answers(), dict[int, Call]()
+        self._answers, self._asked = Answers(), dict[int, int]()
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
@@ -63,7 +63,7 @@ class AgentSession(Session):
             return self._answered(await super().complete(prompt, options))
 
     def reject_unused(self) -> None:
-        """Reject the steps whose answers no later prompt shows to have been used (`gateway.answers`)."""
+        """Reject the steps whose answers the agent threw away (`gateway.answers`)."""
         for number in self._answers.unused({number for number, step in self._steps.items() if step.dropped is None}):
             if number not in self.said_used:
                 self.reject(number)
@@ -71,11 +71,11 @@ class AgentSession(Session):
     def _numbered(self, prompt: Prompt) -> int:
         self._check_calls()  # again: others may have been numbered while this one was rendered
         if (rendering := prompt.rendering) is None:
-            call = self._answers.ask_raw(self.renderer.decode(prompt.ids))
+            place = self._answers.ask_raw(self.renderer.decode(prompt.ids))
         else:
-            call = self._answers.ask(prompt.messages, rendering.values, rendering.opened)
+            place = self._answers.ask(prompt.messages, rendering.values)
         number = super()._numbered(prompt)
-        self._asked[number] = call
+        self._asked[number] = place
         return number
 
     def _answered(self, reply: Reply) -> Reply:
@@ -215,6 +215,9 @@ class AgentDriver(GatewayDriver):
     def __init__(self, agents: Mapping[str, Agent], setup: DriverSetup) -> None:
         super().__init__(setup)
         self._agents = agents
+
+    def replays(self, task: Task) -> bool:
+        return bool(getattr(self._agents[task.agent], "replayable", True))
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         agent, timeout = self._agents[task.agent], self.config.agent_timeout

@@ -1,217 +1,137 @@
-"""`Answers`: which answers of an attempt its agent used, as far as its later prompts show it.
+"""`Answers`: which answers of an attempt its agent threw away, as far as its later prompts show.
 
-A prompt carries an answer if it repeats it: as a turn of the assistant, whole or edited (known by its place, its text,
-or its tool calls), or if any message contains its text, its thought, or one of its longer lines. What an agent does
-with an answer beyond that is not known here, and in doubt an answer was used.
+An answer was thrown away if the agent went on without it: no later prompt repeats it, but one
+
+- repeats another answer to the same prompt (it was asked again, or was one of several samples), or
+- continues the answer's prompt with a message that is not the assistant's (it was left out), and none continues it with
+  a turn of the assistant.
+
+Everything else was used, and all answers of an agent that never sends one back as a turn of the assistant.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 from treadle.core.types import Message
-from treadle.rendering.identity import Value, call_ids, flat, reasoning, value
+from treadle.rendering.identity import Value, call_ids, reasoning, value
 
-_LINE, _WHOLE = 1, 2  # how an answer is carried
-_LONG = 40  # characters of a line that stands for its answer: summaries and code are taken out of their tags and fences
+_TAG_OR_FENCE = re.compile(r"</?\w[^<>\n]*>|```\w*")
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call of the attempt.
+class _Sent:
+    """A message as it is compared: white space does not count. latest: order of the last call whose prompt has it."""
 
-    order: by arrival. node: its prompt. basis: the last answer that its prompt carries. opened: the beginning of the
-    turn that is continued. prompt: text of a raw one. Of its answer: number: of the step. ended: how many calls had
-    arrived by then. fresh: no earlier prompt had this turn. carried: how it is carried, 0 if it is not. latest: the
-    last call that builds on it.
+    def __init__(self, message: Message, said: Value) -> None:
+        role, content, calls = said
+        self.is_turn, self.text, self.latest = role in ("assistant", ""), _plain(content), -1
+        self.calls = call_ids(message) | ({calls} if calls else set())
+
+    def repeats(self, answer: _Answer) -> bool:
+        if any(text in self.text for text in answer.texts) or self.calls & answer.reply.calls:
+            return True
+        if not self.is_turn:
+            return any(part in self.text for part in answer.parts)
+        if not self.text:
+            return not (self.calls or answer.reply.text or answer.reply.calls)
+        return any(part.startswith(self.text) for part in answer.texts + answer.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    """An answer.
+
+    number: of the step. place: of the prompt. later: order of the first call that arrived afterwards. texts: content
+    and thought. parts: what stands before, between and after tags and code fences.
     """
 
-    order: int
-    node: int
-    basis: Call | None = None
-    opened: str = ""
-    prompt: str | None = None
-    number: int = -1
-    ended: int = 0
-    sampled: str = ""
-    value: Value = ("", "", "")
-    texts: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    ids: frozenset[str] = frozenset()
-    fresh: bool = True
-    carried: int = 0
-    latest: Call | None = None
-
-    def carried_by(self, text: str) -> int:
-        if any(part in text for part in self.texts):
-            return _WHOLE
-        return _LINE if any(line in text for line in self.lines) else 0
-
-    def became(self, text: str, turn: Value) -> bool:
-        """Whether the turn, whose text this is, may be the answer, edited."""
-        return bool(_called(self.value) & _called(turn) or (text and any(text in part for part in self.texts)))
-
-
-@dataclass(slots=True)
-class _Place:
-    """A message after others: number: of the prompt that ends with it. carried: the answers that it carries."""
-
     number: int
-    carried: list[Call] = field(default_factory=list)
+    place: int
+    later: int
+    reply: _Sent
+    texts: tuple[str, ...]
+    parts: tuple[str, ...]
 
 
 class Answers:
-    """The calls of one attempt, each told of with `ask` when it arrives and with `answer` when it is answered.
-
-    Prompts are kept as a tree of messages, so that each message is looked at once: when it is new, for the answers that
-    were given before.
-    """
+    """The calls of one attempt, each recorded with `ask` when it arrives and with `answer` when it is answered."""
 
     def __init__(self) -> None:
         self._arrived = 0
-        self._answered: list[Call] = []
-        self._places: dict[tuple[int, Value], _Place] = {}
-        self._at: dict[int, list[Call]] = {}  # answered calls by prompt
-        self._by_value: dict[Value, list[Call]] = {}
-        self._turns: set[Value] = set()
-        self._keeps_history = False  # whether any answer came back as a turn of the assistant
+        self._answers: list[_Answer] = []
+        self._messages: dict[tuple[Value, int], _Sent] = {}  # by value, and how often the prompt had it by then
+        self._places: dict[tuple[int, _Sent], int] = {}  # place of a prompt, a message after it -> place of both
+        self._continued: dict[tuple[int, bool], int] = {}  # place, whether by a turn -> the last call that did
+        self._raw: dict[str, tuple[Message, ...]] = {"": ()}
 
-    def ask(self, messages: Sequence[Message], values: Sequence[Value], opened: str = "") -> Call:
-        """Take the prompt of a call. values: of the messages. opened: content of a last one that is continued."""
-        node, carried = 0, list[Call]()
-        for message, said in zip(messages, values, strict=False):
-            system = message["role"] == "system"  # some agents change it with every call
-            place = self._place(0 if system else node, said, message)
-            node = node if system else place.number
-            carried += place.carried
-        if opened:
-            begun = value(Message(role="assistant", content=opened))
-            same = [call for call in self._at.get(node, ()) if call.value == begun]
-            for call in same:
-                call.carried = _WHOLE
-            carried += same
-        return self._arrive(Call(self._arrived, node, opened=opened), carried)
-
-    def ask_raw(self, text: str) -> Call:
-        """Take the raw prompt of a call."""
-        node, carried, prompt = 0, list[Call](), text
-        begun = [call for call in self._answered if call.prompt is not None and text.startswith(call.prompt)]
-        if begun:
-            call = max(begun, key=lambda c: _covered(c, text))
-            node, carried = call.node, [call.basis] if call.basis else []
-            rest = _covered(call, text)
-            if rest > len(call.prompt or ""):
-                place = self._place(node, call.value, Message(role="assistant", content=call.sampled))
-                node, carried = place.number, [*place.carried]
-            text = text[rest:]
-        if text:
-            place = self._place(node, ("", text, ""), Message(role="", content=text))
-            node = place.number
-            carried += place.carried
-            self._keeps_history |= bool(begun and place.carried)
-        return self._arrive(Call(self._arrived, node, prompt=prompt), carried)
-
-    def answer(self, call: Call, number: int, reply: Message) -> None:
-        """Take a call's answer. number: of its step."""
-        content = call.opened + reply["content"]
-        reply = {**reply, "content": content}
-        call.number, call.ended, call.sampled = number, self._arrived, content
-        call.value, call.ids = value(reply), call_ids(reply)
-        call.texts = tuple(filter(None, map(_plain, (content, reasoning(reply)))))
-        call.lines = tuple(line for line in map(_plain, content.splitlines()) if len(line) >= _LONG)
-        call.fresh = call.value not in self._turns
-        self._answered.append(call)
-        self._at.setdefault(call.node, []).append(call)
-        self._by_value.setdefault(call.value, []).append(call)
-
-    def unused(self, played: Container[int]) -> list[int]:
-        """Return the numbers of the steps whose answers were thrown away. played: those that count at all.
-
-        An answer is kept if a later prompt carries it, but not only in parts where another answer to the same prompt is
-        carried whole. It is kept as the last one of the attempt if its prompt is that of the last call, or if it was
-        given after that had come; and as the last one of a conversation that nobody went on with.
-        An agent none of whose answers came back as a turn keeps no history: nothing is thrown away that one could see.
-        """
-        calls = [call for call in self._answered if call.number in played]
-        if not calls or not self._keeps_history:
-            return []
-        last, best = max(calls, key=lambda call: call.order), dict[int, int]()
-        for call in calls:
-            best[call.node] = max(call.carried, best.get(call.node, 0))
-
-        def used(call: Call) -> bool:
-            if call.carried:
-                return call.carried == best[call.node]
-            latest = call.basis and call.basis.latest
-            return call.node == last.node or call.ended > last.order or bool(latest and latest.node == call.node)
-
-        return sorted(call.number for call in calls if not used(call))
-
-    def _arrive(self, call: Call, carried: Sequence[Call]) -> Call:
+    def ask(self, messages: Sequence[Message], values: Sequence[Value] = ()) -> int:
+        """Record the prompt of a call; return its place. values: of its first messages, as far as they are known."""
+        place, count = 0, Counter[Value]()
+        for message, said in zip(messages, (*values, *map(value, messages[len(values) :])), strict=True):
+            count[said] += 1
+            if (sent := self._messages.get(key := (said, count[said]))) is None:
+                sent = self._messages[key] = _Sent(message, said)
+            sent.latest = self._continued[place, sent.is_turn] = self._arrived
+            place = self._places.setdefault((place, sent), len(self._places) + 1)
         self._arrived += 1
-        call.basis = carried[-1] if carried else None
-        basis: Call | None
-        for basis in carried:
-            while basis is not None and basis.latest is not call:
-                basis.latest, basis = call, basis.basis
-        return call
-
-    def _place(self, parent: int, said: Value, message: Message) -> _Place:
-        place = self._places.get((parent, said))
-        new = place is None
-        if place is None:
-            place = self._places[parent, said] = _Place(len(self._places) + 1)
-        if message["role"] == "assistant":
-            self._find_turn(place, parent, said, message, new)
-        elif new:
-            self._find_mentions(place, _plain(flat(message["content"])))
         return place
 
-    def _find_turn(self, place: _Place, parent: int, said: Value, message: Message, new: bool) -> None:
-        """Find whose answer a turn is; if nobody's, it may quote some."""
-        here, ids = self._at.get(parent, []), call_ids(message)
-        same = [call for call in here if call.value == said]
-        self._keeps_history |= bool(same)
-        if new:
-            self._turns.add(said)
-            if not same and any(said[1:]):
-                same = self._by_value.get(said, [])
-                self._keeps_history |= any(call.fresh for call in same)
-        if not same and new:
-            text = _plain(f"{flat(message['content'])} {reasoning(message)}")
-            same = [call for call in self._answered if call.ids & ids]
-            same = same or [call for call in here if call.became(text, said) or call.carried_by(text)] or here
-            self._keeps_history |= bool(same)
-            if not same:
-                self._find_mentions(place, text, said)
-        _carry(place, [call for call in same if call.ids & ids] or same, _WHOLE)
+    def ask_raw(self, text: str) -> int:
+        """Record a raw prompt: the messages of the longest earlier one that it begins with, and the rest as another."""
+        begun = max(filter(text.startswith, self._raw), key=len)
+        rest = (Message(role="", content=text[len(begun) :]),) if text != begun else ()
+        self._raw[text] = self._raw[begun] + rest
+        return self.ask(self._raw[text])
 
-    def _find_mentions(self, place: _Place, text: str, turn: Value = ("", "", "")) -> None:
-        for call in self._answered:
-            if call.carried < _WHOLE:
-                became = turn[0] and call.became(text, turn)
-                _carry(place, [call], _WHOLE if became else call.carried_by(text))
+    def answer(self, place: int, number: int, reply: Message) -> None:
+        """Record the answer to a prompt at this place. number: of its step."""
+        sent = _Sent(reply, value(reply))
+        texts = tuple(filter(None, (sent.text, _plain(reasoning(reply)))))
+        parts = tuple(filter(None, map(_plain, _TAG_OR_FENCE.split(reply["content"]))))
+        self._answers.append(_Answer(number, place, self._arrived, sent, texts, parts))
+
+    def unused(self, played: Container[int]) -> list[int]:
+        """Return the numbers of the steps whose answers were thrown away. played: those that count at all."""
+        samples = defaultdict[int, list[_Answer]](list)
+        for answer in self._answers:
+            if answer.number in played:
+                samples[answer.place].append(answer)
+        if not any(self._goes_on(answer, by_turn=True) for answers in samples.values() for answer in answers):
+            return []
+        path, unused = list(self._places), list[int]()
+        messages = sorted(self._messages.values(), key=lambda message: -message.latest)
+        for place, answers in samples.items():
+            left_out = {a for a in answers if self._goes_on(a, by_turn=False) and not self._goes_on(a, by_turn=True)}
+            if len(answers) > 1 or left_out:
+                own = set(_messages(path, place))
+                repeated = {answer: _repeated(answer, own, messages) for answer in answers}
+                last = max(repeated.values())
+                unused += [a.number for a in answers if repeated[a] < 0 and (last >= a.later or a in left_out)]
+        return sorted(unused)
+
+    def _goes_on(self, answer: _Answer, by_turn: bool) -> bool:
+        """Whether a later prompt continues the answer's, by a turn of the assistant or by another message."""
+        return self._continued.get((answer.place, by_turn), -1) >= answer.later
 
 
-def _carry(place: _Place, calls: Iterable[Call], how: int) -> None:
-    for call in calls:
-        if how and call not in place.carried:
-            place.carried.append(call)
-        call.carried = max(call.carried, how)
+def _messages(path: Sequence[tuple[int, _Sent]], place: int) -> Iterator[_Sent]:
+    while place:
+        place, sent = path[place - 1]
+        yield sent
 
 
-def _covered(call: Call, text: str) -> int:
-    """Return how long a beginning of the text, which begins with the call's prompt, is prompt and completion."""
-    length = len(call.prompt or "")
-    return length + (len(call.sampled) if text.startswith(call.sampled, length) else 0)
+def _repeated(answer: _Answer, own: Container[_Sent], messages: Sequence[_Sent]) -> int:
+    """Return the order of the last call whose prompt repeats the answer; -1 if none does.
+
+    own: messages of the answer's prompt, which repeat nothing. messages: those sent last come first.
+    """
+    later = takewhile(lambda message: message.latest >= answer.later, messages)
+    return next((message.latest for message in later if message not in own and message.repeats(answer)), -1)
 
 
 def _plain(text: str) -> str:
     return " ".join(text.split())
-
-
-def _called(turn: Value) -> frozenset[str]:
-    """Return names and arguments of the calls of a turn."""
-    return frozenset(map(json.dumps, json.loads(turn[2] or "[]")))
