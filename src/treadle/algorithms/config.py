@@ -21,17 +21,13 @@ class NormConfig(Config):
 class DiscountConfig(Config):
     """Options of advantage reinforce++."""
 
-    gamma: float = Field(
-        1.0, gt=0, le=1, description="discount per step or segment (step_return), or per trained token (reinforce++)"
-    )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per step or segment, or trained token (reinforce++)")
 
 
 class StepReturnConfig(DiscountConfig):
     """Options of advantage step_return, discounted per step or segment."""
 
-    scope: Literal["step", "segment"] = Field(
-        "step", description="what shares one return: a step, or a segment, from one compaction to the next"
-    )
+    scope: Literal["step", "segment"] = Field("step", description="what shares a return; compactions part segments")
 
 
 class GigpoConfig(NormConfig, DiscountConfig):

@@ -86,18 +86,18 @@ class CompactionPrice:
         self.trajectories += 1
         self.compactions += len(found)
         new, main = _newly_read(calls), callers(related) == np.arange(len(calls))
-        left_out = before = 0
+        left_out = 0
         for at, call in enumerate(calls):
             self.read += call.call.prompt_length
             self.computed += new[at] + call.sampled
             if call.summary:
                 continue
-            compaction = found.get(call.number)
-            if compaction is not None:
+            fresh = new[at]
+            if compaction := found.get(call.number):
                 left_out += compaction.before - compaction.after
-                before = new[at - compaction.calls] if compaction.calls else 0
+                fresh = new[at - compaction.calls] if compaction.calls else 0
             self.read_without += call.call.prompt_length + (left_out if main[at] else 0)
-            self.computed_without += call.sampled + (new[at] if compaction is None else before)
+            self.computed_without += call.sampled + fresh
 
 
 def compactions(calls: Sequence[RecordedCall], related: Sequence[Relation]) -> list[Compaction]:
@@ -111,17 +111,11 @@ def compactions(calls: Sequence[RecordedCall], related: Sequence[Relation]) -> l
             first = at
             while first and calls[first - 1].summary:
                 first -= 1
-            found.append(
-                Compaction(
-                    step=call.number,
-                    summary=last.number if last.summary else None,
-                    before=last.call.prompt_length if last.summary else len(last.call.token_ids),
-                    after=call.call.prompt_length,
-                    calls=at - first,
-                    sampled=sum(asked.sampled for asked in calls[first:at]),
-                    read=sum(new[first : at + 1]),
-                )
-            )
+            summary = last.number if last.summary else None
+            before = last.call.prompt_length if last.summary else len(last.call.token_ids)
+            sampled = sum(asked.sampled for asked in calls[first:at])
+            cost = (at - first, sampled, sum(new[first : at + 1]))
+            found.append(Compaction(call.number, summary, before, call.call.prompt_length, *cost))
         opening = not call.played and (opening or call.cause is BreakCause.SUMMARY)
         last = call if call.played and main[at] else last
     return found
@@ -131,7 +125,7 @@ def _newly_read(calls: Sequence[RecordedCall]) -> list[int]:
     """Return for each call the tokens of its prompt that differ from prompt and completion of the call before it."""
     before: Ids = np.empty(0, np.int32)
     new = []
-    for _, call, *_ in calls:
+    for call in (recorded.call for recorded in calls):
         new.append(call.prompt_length - common_prefix(call.token_ids[: call.prompt_length], before))
         before = call.token_ids
     return new

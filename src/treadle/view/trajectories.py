@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from treadle.core.errors import DamageError, RunError, TreadleError
-from treadle.core.outcomes import rejection
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, Step, StepState, common_prefix
@@ -107,7 +106,7 @@ def _tokens(
                 "prompt_tokens": len(step.prompt_ids),
                 "completion_tokens": len(step.completion_ids),
                 "relation": _relation(relation),
-                "fate": fate(rows[number], row, group.update, int(step.mask.sum()), rejection(step)),
+                "fate": fate(rows[number], row, group.update, step),
                 "summary": step.summary,
                 "spans": spans[-1],
                 # name -> a value for each sampled token

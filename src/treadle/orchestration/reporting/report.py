@@ -161,8 +161,7 @@ def count_tokens(
             calls = shards.take(row["shard"], row["trajectory_id"])
             version = row["trained_version"]
             if decode is not None and calls:
-                columns = ([getattr(c, name) for c in calls] for name in ("call", "cause", "played"))
-                each = relations(next(columns), decode, *columns)
+                each = relations([c.call for c in calls], decode, [c.cause for c in calls], [c.played for c in calls])
                 prices[row["split"]].add(calls, each)
                 steps = {c.number: relation for c, relation in zip(calls, each, strict=True) if c.played}
                 related.add(row["split"], row["trajectory_id"], steps)
@@ -221,8 +220,6 @@ def _calls(shard: pa.BufferReader) -> dict[str, list[RecordedCall]]:
             tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
             for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
                 call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
-                recorded = RecordedCall(
-                    number, call, BreakCause(cause) if cause else None, summary, dropped not in NOT_PLAYED
-                )
-                trajectories[trajectory].append(recorded)
+                known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
+                trajectories[trajectory].append(RecordedCall(number, call, known, summary, played))
     return trajectories
