@@ -215,7 +215,7 @@ def first_prompt(
             )
         if config.rollout.compaction is not None and len(ids) > (mark := config.rollout.compaction_mark):
             raise ConfigError(
-                f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.compaction.at is {mark} of them: "
+                f"the first prompt of task {task.task_id} has {len(ids)} tokens, and rollout.compaction.at is {mark}: "
                 "every turn would be summed up; raise it"
             )
         check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
