@@ -1,6 +1,7 @@
-"""Adapters beside full weights: what publication to a vLLM server costs, without its proof.
+"""Adapters beside full weights: what they cost Treadle's engine, and publication to a vLLM server without its proof.
 
 SmolLM2 on vLLM's CPU build; first `treadle models get smollm2` and `make vllm-env`. Its LoRA kernels are not the GPU's.
+The engine's CPU time is that of its passes alone, on one thread: 16 sequences of 200 tokens, then 16 tokens each.
 
     python -m benchmarks.adapters
 """
@@ -15,12 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.measure import Table, make_parser, show
 from treadle.core.config import build
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
+from treadle.engines.torch.kv_cache import KVCache
+from treadle.engines.torch.model import CachedModel
 from treadle.engines.vllm.adapters import Exported
 from treadle.engines.vllm.engine import open_engine
 from treadle.engines.vllm.launch import ServerProcess
@@ -41,7 +45,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = [
         {**row, "times the bytes": full["MB"] / row["MB"], "times the seconds": full["s"] / row["s"]} for row in rows
     ]
-    show(options.json, Table("adapters", f"SmolLM2-135M in float32, medians of {options.repeats}", table))
+    note = f"SmolLM2-135M in float32, medians of {options.repeats}"
+    show(options.json, Table("engine", note, _passes(options.repeats)), Table("publication", note, table))
+
+
+@torch.inference_mode()
+def _passes(repeats: int, sequences: int = 16, prompt: int = 200, sampled: int = 16) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    config, limits = ModelConfig(path="smollm2"), prompt + sampled + 1
+    models = {
+        "base": CachedModel(load_model(config, 0), torch.float32, 4096),
+        "rank 16": CachedModel(load_model(config, 0, LoraConfig(rank=16)), torch.float32, 4096),
+    }
+    tokens = np.random.default_rng(0).integers(100, 40_000, (sequences, limits)).astype(np.int32)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    for _ in range(repeats):
+        for name, model in models.items():
+            cache, began = KVCache(sequences, limits), time.process_time()
+            model.extend(cache, slice(0, sequences), list(tokens[:, :prompt]), [0] * sequences)
+            read = time.process_time()
+            for at in range(prompt, prompt + sampled):
+                model.extend(cache, slice(0, sequences), list(tokens[:, at : at + 1]), [at] * sequences)
+            seconds[name].append((read - began, (time.process_time() - read) / sampled))
+    medians = {name: [median(column) for column in zip(*rows, strict=True)] for name, rows in seconds.items()}
+    base = medians["base"]
+    return [
+        {"model": name, "read ms": 1e3 * read, "times": read / base[0], "decode ms": 1e3 * one, "times ": one / base[1]}
+        for name, (read, one) in medians.items()
+    ]
 
 
 async def _publications(rank: int | None, repeats: int) -> dict[str, Any]:
@@ -49,12 +80,12 @@ async def _publications(rank: int | None, repeats: int) -> dict[str, Any]:
     model = load_model(config, 0, None if rank is None else LoraConfig(rank=rank))
     source = EmbeddedSource(model, base_directory(config), Compute(None))
     engine = build(EngineConfig, {"kind": "vllm", "batch": 8})
-    adapters: bytes | None = None
+    adapters: Exported | None = None
     with tempfile.TemporaryDirectory() as folder:
         if rank is not None:
             await source.export(Path(folder) / "adapter")
-            exported = Exported.read(Path(folder) / "adapter")
-            engine, adapters = exported.served_by(engine, slots=2), exported.settings
+            adapters = Exported.read(Path(folder) / "adapter")
+            engine = adapters.served_by(engine)
         opened, publication = await open_engine(
             engine,
             source,

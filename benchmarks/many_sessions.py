@@ -50,7 +50,7 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore
-from treadle.rollout.attempt import Players, RolloutRunner
+from treadle.rollout.attempt import CallLog, Players, RolloutRunner
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
@@ -167,10 +167,15 @@ class Counted:
         self.received = self.open = 0
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+        self,
+        group_id: str,
+        task: Task,
+        addresses: list[Address],
+        sampling: SamplingParams | None = None,
+        log: CallLog | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         """Start the attempts."""
-        attempts = self._runner.start(group_id, task, addresses, sampling)
+        attempts = self._runner.start(group_id, task, addresses, sampling, log)
         self.open += len(attempts)
         for attempt in attempts:
             attempt.add_done_callback(self._played)
@@ -195,7 +200,12 @@ class WorkerRunner:
             asyncio.get_running_loop().add_reader(channel.fileno(), self._read, channel)
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+        self,
+        group_id: str,
+        task: Task,
+        addresses: list[Address],
+        sampling: SamplingParams | None = None,
+        log: CallLog | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         """Send the attempts of a group to one worker; return their futures."""
         names = [trajectory_id(group_id, address.attempt) for address in addresses]

@@ -88,6 +88,7 @@ STUDIES: Mapping[str, Study] = {
         },
     ),
     "smollm2-tools": Study("smollm2-tools", {"default": ()}),
+    "smollm2-tools-lora": Study("smollm2-tools-lora", {"default": ()}),
     "smollm2-settings": Study(
         "smollm2-tools",
         {

@@ -147,6 +147,9 @@ def tiny(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel
         for name, parameter in model.named_parameters():
             if "norm" in name:  # 1 everywhere would hide a norm that is left out
                 nn.init.normal_(parameter, 0.0 if "gemma" in family else 1.0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # 0 everywhere would hide one that is not read
+                nn.init.normal_(buffer, 0.0, 0.1)
     return cast(PreTrainedModel, model)
 
 

@@ -102,7 +102,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dppo": [{}, {"divergence": "kl", "delta": 0.05}, {"delta": 0.5}],
 }
 
-
+STOP_GRADIENT = ("gspo", "cispo")
+UNCLIPPED = ("sapo", "reinforce", "importance_sampling")
 CASES = [(name, options) for name in REFERENCES for options in OPTIONS.get(name, [{}])]
 
 
@@ -122,7 +123,7 @@ def test_a_policy_loss_is_its_formula(name: str, options: dict[str, Any], drawn:
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] not in ("gspo", "cispo")])
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] not in STOP_GRADIENT])
 @settings(max_examples=25)
 @given(drawn=rows())
 def test_its_gradient_is_that_of_the_formula(name: str, options: dict[str, Any], drawn: list[Row]) -> None:
@@ -189,7 +190,7 @@ def test_what_is_called_clipped_has_a_bounded_ratio(name: str, options: dict[str
     loss = by_name(name)
     built: Any = loss.options_type(**options)
     if loss.clipped is None:
-        assert name in ("sapo", "reinforce", "importance_sampling")
+        assert name in UNCLIPPED
         return
     logp, tokens = tensors(drawn)
     cut = loss.clipped(logp.detach(), tokens, built)

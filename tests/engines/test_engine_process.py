@@ -226,7 +226,7 @@ def test_errors_are_those_of_the_engine(pair: Pair, wrong: Callable[[Engine], Aw
 
 
 def test_a_failure_that_nobody_foresaw_is_told_and_logged(pair: Pair) -> None:
-    worker = pair.there._place.worker
+    worker = pair.there._supervised.worker
     assert worker is not None
 
     async def broken() -> None:

@@ -135,7 +135,7 @@ async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path:
         await ticks(5)
         shutil.rmtree(tmp_path / "model")
         os.kill(pid_of(engine), signal.SIGKILL)
-        await until(lambda: engine.over)
+        await until(lambda: engine.failure)
         told = r"failed with .*model"
         engine.close_session("b")
         with pytest.raises(EngineError, match=told):

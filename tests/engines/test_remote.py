@@ -92,7 +92,7 @@ async def opened(said: list[str]) -> AsyncIterator[RemoteEngine]:
 
 
 def kill(engine: RemoteEngine) -> None:
-    worker = engine._place.worker
+    worker = engine._supervised.worker
     assert isinstance(worker, Here)
     worker.kill()
 
@@ -163,13 +163,13 @@ async def test_an_engine_that_always_ends_is_given_up() -> None:
     said: list[str] = []
     async with opened(said) as engine:
         for _ in range(3):
-            await engine._place.ready()
+            await engine._supervised.ready()
             kill(engine)
             with pytest.raises(EngineEnded):
                 await engine.score(PROMPT)
         with pytest.raises(EngineEnded, match="started 3 times in vain"):
             await engine.score(PROMPT)
-        assert engine.over and engine.is_down and len(said) == 2
+        assert engine.failure and engine.is_down and len(said) == 2
 
 
 async def test_what_is_cancelled_or_closed_frees_the_others() -> None:
@@ -196,7 +196,7 @@ class Fake(FakeEngine):
     def __init__(self, name: int, lives: int = 10**9) -> None:
         super().__init__(lambda prompt, sampling: [name])
         self.is_down = False
-        self.over: str | None = None
+        self.failure: str | None = None
         self.route = f"to {name}"
         self.asleep = False
         self.lives = lives
@@ -205,14 +205,14 @@ class Fake(FakeEngine):
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        if self.over or self.lives == 0:
+        if self.failure or self.lives == 0:
             self.is_down = True
             raise EngineEnded("it has ended")
         self.lives -= 1
         return await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
-        if self.over:
+        if self.failure:
             raise EngineEnded("it has ended")
         await stage()
         self.versions.append(version)
@@ -273,12 +273,12 @@ async def test_a_session_is_routed_to_its_engine() -> None:
 async def test_an_engine_that_is_over_is_left_out() -> None:
     over, left = Fake(0), Fake(1)
     pool = EnginePool([over, left])
-    over.is_down, over.over = True, "it was ended"
+    over.is_down, over.failure = True, "it was ended"
     pool.open_session("a")
     assert await sampled(pool, "a") == 1
     await PoolSync(FakeTrainer(), pool, Nowhere()).publish(3)
     assert (over.versions, left.versions) == ([], [3])
-    left.is_down, left.over = True, "so was this"
+    left.is_down, left.failure = True, "so was this"
     with pytest.raises(EngineError, match="no engine is left: it was ended; so was this"):
         pool.open_session("b")
     with pytest.raises(EngineError, match="no engine is left"):

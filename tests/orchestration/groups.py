@@ -29,6 +29,7 @@ class Unrecorded(RunStore):
     def __init__(self) -> None:
         self.ledger = cast(Ledger, SimpleNamespace(note_dropped=lambda group: None))
         self.recorded: list[Trajectory] = []
+        self.calls = None
 
     async def record(self, part: Group, version: int) -> None:
         await asyncio.sleep(0)

@@ -104,6 +104,7 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
         ),
         (["training.lora.targets=[gate]"], "no linear layers named"),
         (["placement.learner={ranks: 2, loading: sharded}"], "loading 'sharded' do not go together"),
+        (["engine={kind: vllm, options: {transfer: collective}}"], "published by files in the run's directory"),
     ],
 )
 def test_what_cannot_work_is_refused(base: Path, settings: list[str], match: str) -> None:

@@ -247,6 +247,10 @@ def test_sound_short_and_empty_routing_passes() -> None:
     assert not split_untrainable(with_step(nothing), 32, 40, (2, 2, 4))[1]
 
 
+def test_a_step_as_long_as_the_context_is_trained() -> None:
+    assert not split_untrainable(with_step(make_step([1] * 32, [2] * 8)), 32, context=40)[1]
+
+
 def with_step(step: Step) -> list[Group]:
     """Two groups; attempt 1 of the second has the step as its third."""
     return [*random_groups(0, groups=1), make_group([([GOOD], 1.0), ([GOOD, GOOD, step], 0.0), ([GOOD], 0.5)], index=1)]

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from tests.placement.conftest import actors
+from tests.rollout.test_replay import Log
 from tests.until import until
-from tests.worlds import END, Vowels, plain_ids, plain_renderer, vowel_tasks
+from tests.worlds import END, Vowels, addresses, plain_ids, plain_renderer, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
@@ -91,6 +92,17 @@ async def test_attempts_are_those_that_are_played_here(reservation: Reservation)
     here = saying()
     async with open_rollouts(here, plain_renderer(), PLAYERS, CONFIG) as rollouts:
         assert facts(played) == facts(await asyncio.gather(*start(rollouts, 3)))
+    await gone()
+
+
+async def test_a_worker_has_its_calls_recorded_and_replays_them(reservation: Reservation) -> None:
+    engine, log, [address] = saying(), Log(side_by_side=2), addresses()
+    async with workers(reservation, engine) as pool:
+        [played] = await asyncio.gather(*pool.start("g000000", task(0, 0.5), [address], log=log))
+        assert len(log.calls) in (1, 2)  # the last one may come after its attempt, which is on record by then
+        [again] = await asyncio.gather(*pool.start("g000001", task(0), [address], log=Log(log.calls, 2)))
+        assert len(engine.calls) == 4 - len(log.calls)
+    assert facts([played])[0][1:] == facts([again])[0][1:]
     await gone()
 
 

@@ -8,12 +8,15 @@ from uuid import uuid4
 
 import pytest
 
-from tests.orchestration.runs import check_finished, resume, start, updates
+from tests.orchestration.runs import check_finished, recorded, resume, start, updates
 from tests.placement.conftest import actors, of_test, orphans, start_driver, wait_for_updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, tiny
+from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.setup.inputs import load_inputs
 from treadle.orchestration.train import train_run
+from treadle.training.checkpoint import export_model
+from treadle.training.make import load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("cluster")]
 
@@ -46,6 +49,36 @@ def test_taking_turns_changes_no_bit(tmp_path: Path) -> None:
     colocated = start(tmp_path / "colocated", *settings, "placement.colocate=true")
     check_finished(tmp_path / "colocated")
     assert colocated["weights_sha256"] == apart["weights_sha256"]
+
+
+def test_adapters_have_the_bits_of_one_process_and_attempts_one_version(tmp_path: Path) -> None:
+    config = tiny()
+    export_model(tmp_path / "base", load_model(config.model, 0), tokenizer_directory(config.model))
+    settings = (
+        "model.build=null",
+        "model.tokenizer=null",
+        f"model.path={tmp_path / 'base'}",
+        "training.lora={rank: 2}",
+        "training.threads=1",
+        "evaluation.every=0",
+    )
+    here = start(tmp_path / "here", *settings)
+    there = (*settings, "placement.kind=ray", "placement.rollout.workers=2")
+    taking_turns = start(tmp_path / "there", *there, "placement.colocate=true")
+    check_finished(tmp_path / "there")
+    assert taking_turns["weights_sha256"] == here["weights_sha256"]
+
+    pinned = (
+        *SETTINGS,
+        "training.lora.pin_attempts=true",
+        "orchestration.max_staleness=2",
+        "orchestration.updates=20",
+        "data.train.options.seconds=0.01",
+    )
+    start(tmp_path / "pinned", *there, *pinned)
+    check_finished(tmp_path / "pinned")
+    versions = [{int(v) for step in steps for v in step.policy_versions} for _, steps in recorded(tmp_path / "pinned")]
+    assert max(map(len, versions)) == 1 and max(map(max, versions)) > 10
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

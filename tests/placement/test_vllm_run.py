@@ -8,12 +8,13 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from tests.engines.vllm.conftest import SIZES, python_with_vllm
+from tests.engines.vllm.conftest import SIZES, TOKENIZER, python_with_vllm, sized
 from tests.orchestration.runs import check_finished, query, start, updates
 from tests.placement.conftest import of_test, orphans, start_driver, wait_for_updates
 from tests.until import wait_until
 from tests.worlds import Quiet
 from treadle.engines.vllm.worker.treadle_launch import shared_memory
+from treadle.training.checkpoint import export_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -75,14 +76,20 @@ def a_given_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str],
         cluster.shutdown()
 
 
-def test_two_servers_are_fed_from_two_ranks(tmp_path: Path) -> None:
-    run, progress = tmp_path / "run", Quiet()
-    start(run, *settings(), "orchestration.updates=3", progress=progress)
+@pytest.mark.parametrize(
+    ("lora", "asked"), [("null", "POST /update_weights"), ("{rank: 4}", "POST /v1/load_lora_adapter")]
+)
+def test_two_servers_are_fed_from_two_ranks(tmp_path: Path, lora: str, asked: str) -> None:
+    run, base, progress = tmp_path / "run", tmp_path / "base", Quiet()
+    export_model(base, sized("qwen3", 0), TOKENIZER)
+    model = ["model.build=null", "model.tokenizer=null", f"model.path={base}", f"training.lora={lora}"]
+    start(run, *settings(), *model, "orchestration.updates=3", progress=progress)
     check_finished(run)  # what was sampled has the learner's log-probabilities to 1e-4
     versions = query(run, "SELECT DISTINCT oldest_version FROM trajectories ORDER BY 1")
     assert [row["oldest_version"] for row in versions] == [0, 1, 2, 3]
     for number in range(2):
         said = (run / f"vllm-{number}.log").read_text()
-        assert said.count("POST /update_weights") >= 3 and "POST /inference/v1/generate" in said
+        assert said.count(asked) >= 3 and "POST /inference/v1/generate" in said
     print(json.dumps([row["logprob_gap_max"] for row in updates(run)]), *progress.lines, sep="\n")
     assert all(row["logprob_gap_max"] <= 1e-4 for row in updates(run))
+    assert not list(run.glob("treadle_weights*"))

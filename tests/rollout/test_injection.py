@@ -178,7 +178,7 @@ def test_structure_from_roles_is_the_templates(middle: str) -> None:
 
 @pytest.mark.parametrize("middle", ["{{ x | upper | lower }}", "{{ 'us' }}{{ 'er' }}"])
 def test_structure_from_other_pieces_is_refused(middle: str) -> None:
-    with pytest.raises(ConfigError, match=r"puts <\|user\|> together from pieces"):
+    with pytest.raises(ConfigError, match=r"builds <\|user\|> from pieces"):
         with_template(world("from roles"), around(middle)).template(())
 
 

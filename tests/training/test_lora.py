@@ -189,7 +189,7 @@ def test_what_does_not_belong_together_is_refused(base: Path, tmp_path: Path) ->
     export_model(tmp_path / "other", tiny(seed=3, vocab_size=512), TOKENIZER)
     for model, error in (
         (load(tmp_path / "other"), "belongs to the base .* is another one"),
-        (load(base, LoraConfig(rank=4, alpha=5)), "r is 3 there, 4 in training.lora"),
+        (load(base, LoraConfig(rank=4, alpha=5)), "training.lora.rank is 4, and the adapter in .* has 3"),
         (load(base, None), "holds an adapter, and training.lora is not set"),
     ):
         with pytest.raises(CheckpointError, match=error):

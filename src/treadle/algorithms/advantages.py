@@ -1,7 +1,7 @@
 """Advantage estimators: pure functions from rewards to advantages, in float64.
 
 Shapes: J graded trajectories, S steps, N completion tokens, all in canonical order. Ids say what belongs to what:
-trajectory_of_step int64[S], group int64[J]; nothing else is known of layouts, and masks are each step's own.
+trajectory_of_step int64[S], group int64[J]. Packing does not matter here; masks are per step.
 
 A group whose returns are all equal gets exactly 0 from the estimators with a group baseline, and so does a group of
 one. (Rounding alone would not: in float32, eight rewards of 0.7 have an advantage of 0.056 each.)
@@ -29,9 +29,8 @@ def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
     """
     advantages = np.zeros(len(rewards))
     for members in _unequal_groups(rewards, group):
-        own = rewards[members]
-        centred = own - own.mean()
-        advantages[members] = centred / (own.std(ddof=1) + _EPSILON) if norm_by_std else centred
+        centered = rewards[members] - rewards[members].mean()
+        advantages[members] = centered / (rewards[members].std(ddof=1) + _EPSILON) if norm_by_std else centered
     return advantages
 
 
@@ -44,8 +43,8 @@ def rloo(rewards: Doubles, group: Indices) -> Doubles:
     """
     advantages = np.zeros(len(rewards))
     for members in _unequal_groups(rewards, group):
-        own = rewards[members]
-        advantages[members] = (own - own.mean()) * len(own) / (len(own) - 1)
+        centered = rewards[members] - rewards[members].mean()
+        advantages[members] = centered * len(members) / (len(members) - 1)
     return advantages
 
 
@@ -129,9 +128,9 @@ def reinforce_plus_plus(
     each token takes, itself by default; the reward of a token that takes another's return is added to that other token.
     Source: Hu 2025, "REINFORCE++".
     """
-    own = np.arange(len(mask))
-    source = own if source is None else source
-    main = mask & (source == own)
+    itself = np.arange(len(mask))
+    source = itself if source is None else source
+    main = mask & (source == itself)
     togo, advantages = np.zeros(len(mask)), np.zeros(len(mask))
     togo[main] = returns(np.bincount(source, token_rewards, len(mask))[main], trajectory[main], gamma)
     advantages[mask] = whiten(togo[source[mask]])
@@ -147,13 +146,13 @@ def reinforce_plus_plus_baseline(
     A group with equal rewards gets exactly 0 and is left out of mean and standard deviation: whitening would give it
     an advantage. Source: Hu 2025, "REINFORCE++", the variant with several samples for a prompt.
     """
-    centred, informative = np.zeros(len(rewards)), np.zeros(len(rewards), np.bool_)
+    centered, informative = np.zeros(len(rewards)), np.zeros(len(rewards), np.bool_)
     for members in _unequal_groups(rewards, group):
-        centred[members] = rewards[members] - rewards[members].mean()
+        centered[members] = rewards[members] - rewards[members].mean()
         informative[members] = True
     used = mask & informative[trajectory]
     advantages = np.zeros(len(mask))
-    advantages[used] = whiten(centred[trajectory[used]])
+    advantages[used] = whiten(centered[trajectory[used]])
     return advantages
 
 
@@ -165,7 +164,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> Doubles:
-    """Return generalised advantage estimates over a trajectory's trainable tokens, across its steps.
+    """Return generalized advantage estimates over a trajectory's trainable tokens, across its steps.
 
     delta_i = r_i + gamma V_{i+1} - V_i, A_i = sum_l (gamma lambda)^l delta_{i+l}; V is 0 after the last one.
     Observations between steps are no actions: they are skipped and cost no discount. A value head learns A + V.
@@ -181,7 +180,7 @@ def gae(
     return advantages
 
 
-# What they are made of
+# Building blocks
 
 
 def returns(rewards: Doubles, owner: Indices, gamma: float) -> Doubles:

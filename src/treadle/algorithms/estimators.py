@@ -1,4 +1,4 @@
-"""What is registered as an advantage: the estimators of `advantages`, bound to a batch and a configuration.
+"""Registered advantages: the formulas of `advantages.py`, applied to a batch with their options.
 
     FlatBatch, Signals -Rewards-> trajectory [J], step [K], token [N] -estimator-> advantage [N]
 
@@ -26,20 +26,27 @@ from treadle.algorithms.advantages import (
     rloo,
     step_return,
 )
-from treadle.algorithms.config import AlgorithmConfig, DiscountConfig, GaeConfig, GigpoConfig, NormConfig
+from treadle.algorithms.config import (
+    AlgorithmConfig,
+    DiscountConfig,
+    GaeConfig,
+    GigpoConfig,
+    NormConfig,
+    StepReturnConfig,
+)
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
-from treadle.core.types import Group
+from treadle.core.types import BreakCause, Group
 from treadle.packing.breaks import parent_steps
 from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signals:
-    """What an estimator may use beside the batch.
+    """Inputs of an estimator beside the batch.
 
-    penalty float64[N]: taken off the reward of each token (KL in the reward). values float64[N]: a value head's.
+    penalty float64[N]: subtracted from each token's reward (KL in the reward). values float64[N]: of the value head.
     """
 
     penalty: Doubles | None = None
@@ -51,8 +58,8 @@ class Rewards:
     """The same rewards at three levels: trajectory float64[J], step float64[K], token float64[N].
 
     The rewards of a trajectory's steps sum up to its own. `token` holds the rewards given to single tokens, and the
-    rest of each step's reward on its last trainable token. The reward of an untrainable token or step goes to the
-    trajectory's last trainable token before it, if there is one.
+    rest of each step's reward on its last trainable token. Rewards of untrainable tokens and steps go to the
+    trajectory's last trainable token before them, if any.
     """
 
     trajectory: Doubles
@@ -67,11 +74,11 @@ class Rewards:
         paid += moved_to_trainable(batch.token_rewards, batch.trajectory_id, batch.mask)
         if penalty is None:
             return cls(batch.rewards, batch.played_rewards, paid)
-        taken = np.where(batch.mask, penalty, 0.0)
+        subtracted = np.where(batch.mask, penalty, 0.0)
         return cls(
-            batch.rewards - np.bincount(batch.trajectory_id, taken, len(batch.trajectories)),
-            batch.played_rewards - np.bincount(batch.played_id, taken, len(batch.played)),
-            paid - taken,
+            batch.rewards - np.bincount(batch.trajectory_id, subtracted, len(batch.trajectories)),
+            batch.played_rewards - np.bincount(batch.played_id, subtracted, len(batch.played)),
+            paid - subtracted,
         )
 
 
@@ -82,13 +89,12 @@ Estimator = Callable[[FlatBatch, Signals, Any], Doubles]
 class Advantage:
     """A registered advantage estimator (entry points `treadle.advantages`).
 
-    per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens are of no effect.
+    per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens have no effect; J, K
+    and N may be 0.
     options_type: the type of `options`, into which a recipe's `algorithm.advantage_options` are built.
-    needs_values: it needs `Signals.values`, of a value head, which then learns values + advantage; such an advantage
-    must not be whitened.
-    by_group: it has a baseline over the group, so that a group of one trains nothing.
-    by_step: it uses at which step a reward came; others use a trajectory's sum alone. by_token: it uses the rewards of
-    single tokens.
+    needs_values: reads `Signals.values`, of a value head, which learns values + advantage: do not whiten the advantage.
+    by_group: has a baseline over the group, so that a group of one trains nothing.
+    by_step, by_token: uses the rewards of single steps, of single tokens; otherwise only a trajectory's sum.
     """
 
     per_token: Estimator
@@ -127,9 +133,9 @@ def state_ids(batch: FlatBatch) -> Indices:
     by the step's prompt, token for token.
     """
     groups = batch.group_of_trajectory[batch.trajectory_of_played]
-    known: dict[tuple[int, str | bytes], int] = {}
+    numbers: dict[tuple[int, str | bytes], int] = {}
     keys = ((int(g), step.state_key or step.prompt_ids.tobytes()) for g, step in zip(groups, batch.played, strict=True))
-    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
 def _by_trajectory(estimate: Callable[[Doubles, Indices, Any], Doubles]) -> Estimator:
@@ -161,9 +167,24 @@ def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles
     return per_token
 
 
-def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, options: DiscountConfig) -> Doubles:
+def segments(batch: FlatBatch, main: Indices) -> Indices:
+    """Return int64[M], the segment of each main step, counted through the batch.
+
+    A trajectory's first step opens one, and each step that goes on from a summary (`break_cause: summary`); so a
+    summary belongs to the segment that it ends. main int64[M]: the main branches' steps, see `_by_main_step`.
+    """
     owner = batch.trajectory_of_played[main]
-    return step_return(rewards.trajectory, rewards.step, owner, batch.group_of_trajectory, options.gamma)
+    opens = np.array([batch.played[k].break_cause is BreakCause.SUMMARY for k in main], np.bool_)
+    opens[1:] |= owner[1:] != owner[:-1]
+    opens[:1] = False
+    return np.cumsum(opens)
+
+
+def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, options: StepReturnConfig) -> Doubles:
+    unit = np.arange(len(main)) if options.scope == "step" else segments(batch, main)
+    paid = np.bincount(unit, rewards.step).astype(np.float64)
+    owner = batch.trajectory_of_played[main][np.searchsorted(unit, np.arange(len(paid)))]
+    return step_return(rewards.trajectory, paid, owner, batch.group_of_trajectory, options.gamma)[unit]
 
 
 def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, options: GigpoConfig) -> Doubles:
@@ -185,12 +206,12 @@ def parent_tokens(batch: FlatBatch) -> Indices:
     That is the token itself, but for a trainable token of a sub-agent: it takes the return of the main branch's last
     trainable token up to the step that called the sub-agent, if there is one.
     """
-    own, played, caller = np.arange(len(batch)), batch.played_id, parent_steps(batch)[batch.played_id]
+    itself, played, caller = np.arange(len(batch)), batch.played_id, parent_steps(batch)[batch.played_id]
     trained = np.flatnonzero(batch.mask & (caller == played))
     last = np.searchsorted(played[trained], caller, side="right") - 1
-    parent = np.where(last >= 0, trained[last], own) if len(trained) else own
+    parent = np.where(last >= 0, trained[last], itself) if len(trained) else itself
     called = batch.mask & (caller != played) & (batch.trajectory_id[parent] == batch.trajectory_id)
-    return np.where(called, parent, own)
+    return np.where(called, parent, itself)
 
 
 def _reinforce_plus_plus(batch: FlatBatch, signals: Signals, options: DiscountConfig) -> Doubles:
@@ -221,7 +242,7 @@ def _grpo(rewards: Doubles, group: Indices, options: NormConfig) -> Doubles:
 GRPO = Advantage(_by_trajectory(_grpo), options_type=NormConfig)
 RLOO = Advantage(_by_trajectory(lambda rewards, group, options: rloo(rewards, group)))
 MAXRL = Advantage(_by_trajectory(lambda rewards, group, options: maxrl(rewards, group)))
-STEP_RETURN = Advantage(_by_main_step(_step_return), options_type=DiscountConfig, by_step=True)
+STEP_RETURN = Advantage(_by_main_step(_step_return), options_type=StepReturnConfig, by_step=True)
 GIGPO = Advantage(_by_main_step(_gigpo), options_type=GigpoConfig, by_step=True)
 REINFORCE_PLUS_PLUS = Advantage(
     _reinforce_plus_plus, options_type=DiscountConfig, by_group=False, by_step=True, by_token=True

@@ -2,9 +2,9 @@
 
     r = exp(logp_new - logp_old), A the advantage, sg the identity without gradient
 
-Each function takes tensors [N] and returns the loss of each token [N]; `PolicyLoss` entries at the end bind them to
-their options, and are what is registered. Tensors' own methods do the work, so that a configuration can be checked
-before torch is loaded.
+Each function takes tensors [N] and returns the loss of each token [N]; the `PolicyLoss` entries below bind them to
+their options and are what entry points name. Only methods of tensors are used, so that importing this module does not
+load torch and a configuration can be checked before it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a loss may use of N completion tokens, in canonical order and without gradient.
+    """Inputs of a loss for N completion tokens, in canonical order and without gradient.
 
     logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
     advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
@@ -68,11 +68,11 @@ class PolicyLoss:
 
     per_token: (logp [N], tokens, options) -> loss of each token [N].
     options_type: the type of `options`, into which a recipe's `algorithm.policy_loss_options` are built.
-    couples: a token's loss depends on other tokens' log-probabilities, so that it must see the whole batch at once. A
-    loss with a `scope` couples the tokens of each unit.
-    anchor: the log-probabilities that it compares with; only `old` needs a pass before the first of several updates.
-    clipped: (logp, tokens, options) -> bool[N], tokens whose ratio was bounded. ratio: (logp, tokens, options) -> that
-    ratio [N], to the policy that the loss compares with.
+    couples: a token's loss depends on other tokens' log-probabilities, as with one ratio per trajectory; it is then
+    computed over the whole update at once.
+    anchor: the policy in the ratio's denominator; `old` costs a forward pass before the first of several updates.
+    ratio, clipped: (logp, tokens, options) -> the ratio to the anchor [N], and whether the loss bounds it, bool[N]; for
+    metrics and traces.
     """
 
     per_token: TokenFunction
@@ -97,7 +97,7 @@ def options_of(config: AlgorithmConfig) -> Config:
     return build_options(options_type, config.policy_loss_options, "algorithm.policy_loss_options", config.policy_loss)
 
 
-# The functions
+# Formulas
 
 
 def importance_ratio(logp_new: Tensor, logp_other: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def gspo(
 ) -> Tensor:
     """Return -min(s A, clip(s, 1 - eps_low, 1 + eps_high) A).
 
-    s is the length-normalised ratio of the token's unit (the scope): see `sequence_log_ratio`.
+    s is the length-normalized ratio of the token's unit (the scope): see `sequence_log_ratio`.
     Source: Zheng et al. 2025, "Group sequence policy optimization", eq. 5 and 13.
     """
     ratio = sequence_log_ratio(logp_new, logp_old, mask, unit)
@@ -227,14 +227,14 @@ def importance_sampling(logp_new: Tensor, logp_rollout: Tensor, advantage: Tenso
     return -importance_ratio(logp_new, logp_rollout) * advantage
 
 
-# What is registered
+# Registered losses
 
 
-def _to_old(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
+def _ratio_to_old(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
     return importance_ratio(logp, tokens.logp_old)
 
 
-def _to_rollout(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
+def _ratio_to_rollout(logp: Tensor, tokens: Tokens, options: Config) -> Tensor:
     return importance_ratio(logp, tokens.logp_rollout)
 
 
@@ -246,7 +246,7 @@ def _ppo_clipped(logp: Tensor, tokens: Tokens, options: PpoClipConfig) -> Tensor
     return clipped(logp, tokens.logp_old, tokens.advantage, *options.bounds)
 
 
-PPO_CLIP = PolicyLoss(_ppo_clip, options_type=PpoClipConfig, clipped=_ppo_clipped, ratio=_to_old)
+PPO_CLIP = PolicyLoss(_ppo_clip, options_type=PpoClipConfig, clipped=_ppo_clipped, ratio=_ratio_to_old)
 
 
 def _gspo(logp: Tensor, tokens: Tokens, options: GspoConfig) -> Tensor:
@@ -277,18 +277,18 @@ def _cispo(logp: Tensor, tokens: Tokens, options: CispoConfig) -> Tensor:
 
 
 def _cispo_clipped(logp: Tensor, tokens: Tokens, options: CispoConfig) -> Tensor:
-    ratio = _to_old(logp, tokens, options)
+    ratio = _ratio_to_old(logp, tokens, options)
     return (ratio < 1 - options.eps_low) | (ratio > 1 + options.eps_high)
 
 
-CISPO = PolicyLoss(_cispo, options_type=CispoConfig, clipped=_cispo_clipped, ratio=_to_old)
+CISPO = PolicyLoss(_cispo, options_type=CispoConfig, clipped=_cispo_clipped, ratio=_ratio_to_old)
 
 
 def _sapo(logp: Tensor, tokens: Tokens, options: SapoConfig) -> Tensor:
     return sapo(logp, tokens.logp_old, tokens.advantage, options.tau_positive, options.tau_negative)
 
 
-SAPO = PolicyLoss(_sapo, options_type=SapoConfig, ratio=_to_old)
+SAPO = PolicyLoss(_sapo, options_type=SapoConfig, ratio=_ratio_to_old)
 
 
 def _dppo(logp: Tensor, tokens: Tokens, options: DppoConfig) -> Tensor:
@@ -299,12 +299,12 @@ def _dppo_clipped(logp: Tensor, tokens: Tokens, options: DppoConfig) -> Tensor:
     return outside_trust_region(logp, tokens.logp_rollout, tokens.advantage, options.divergence, options.delta)
 
 
-DPPO = PolicyLoss(_dppo, anchor="rollout", options_type=DppoConfig, clipped=_dppo_clipped, ratio=_to_rollout)
+DPPO = PolicyLoss(_dppo, anchor="rollout", options_type=DppoConfig, clipped=_dppo_clipped, ratio=_ratio_to_rollout)
 REINFORCE = PolicyLoss(lambda logp, tokens, options: reinforce(logp, tokens.advantage), anchor="none")
 IMPORTANCE_SAMPLING = PolicyLoss(
     lambda logp, tokens, options: importance_sampling(logp, tokens.logp_rollout, tokens.advantage),
     anchor="rollout",
-    ratio=_to_rollout,
+    ratio=_ratio_to_rollout,
 )
 
 

@@ -22,8 +22,8 @@ def token_mean(mask: NDArray[np.bool_]) -> Doubles:
     return mask / max(int(mask.sum()), 1)
 
 
-def unit_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
-    """Return w = 1 / (units * trainable tokens of the token's unit): a mean over units of means over their tokens.
+def unit_mean_token_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
+    """Return w = 1 / (units * trainable tokens of the token's unit): the mean over units of the mean over their tokens.
 
     With trajectories as units `trajectory_mean` (Shao et al. 2024, "DeepSeekMath", eq. 3), with steps `step_mean`, with
     groups `task_mean`.
@@ -52,11 +52,11 @@ def token_weights(batch: FlatBatch, config: AlgorithmConfig, mask: NDArray[np.bo
         case "token_mean":
             return token_mean(mask)
         case "trajectory_mean":
-            return unit_mean(mask, batch.trajectory_id)
+            return unit_mean_token_mean(mask, batch.trajectory_id)
         case "step_mean":
-            return unit_mean(mask, batch.step_id)
+            return unit_mean_token_mean(mask, batch.step_id)
         case "task_mean":
-            return unit_mean(mask, batch.group_id)
+            return unit_mean_token_mean(mask, batch.group_id)
     assert config.length_norm is not None  # validated above
     unit = batch.trajectory_id if config.scope == "trajectory" else batch.step_id
     return seq_mean_token_sum_norm(mask, unit, config.length_norm)

@@ -86,6 +86,11 @@ class ModelInfo:
     shapes: Mapping[str, tuple[int, ...]]
     expert_layers: tuple[int, ...] | None = None
 
+    @property
+    def publishes_adapters(self) -> bool:
+        """Return whether the published weights are those of LoRA adapters."""
+        return any(".lora_A." in name for name in self.shapes)
+
 
 class WeightsDestination(Protocol[R_co]):
     """Writes published weights to where engines get them: a small picklable object, used where the weights are."""

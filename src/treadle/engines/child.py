@@ -1,4 +1,4 @@
-"""Processes of this machine that answer calls of an object's methods.
+"""Child processes on this machine that serve an object's methods.
 
 ChildProcess.call(method, *arguments) --pickle--> serve: await object.method(*arguments)
 
@@ -41,7 +41,7 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER))
 
     def send(self, message: Any) -> None:
-        """Send a message at once, or as soon as the other end reads. Does nothing once the channel is closed."""
+        """Queue a message for the other end. Does nothing once the channel is closed."""
         if not self._writer.is_closing():
             data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
             self._writer.writelines((len(data).to_bytes(8), data))
@@ -61,8 +61,8 @@ class Channel:
 class ChildProcess:
     """A process that makes an object and answers calls of its asynchronous methods (a `supervised.Worker`).
 
-    name: in errors. make: makes the object there; a class or a function of a module, which does not fail. log: the file
-    that the process's output is appended to.
+    name: for errors. make: creates the object there; picklable, and must not raise. log: file to which the process's
+    output is appended.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], log: Path) -> None:
@@ -120,7 +120,7 @@ class ChildProcess:
         return "\n".join([f"\nIts log {self._log} ends:", *lines])
 
     async def _listen(self, child: Popen[bytes]) -> None:
-        """Pass answers on until the process ends, which fails all other calls."""
+        """Deliver answers until the process ends; then fail the remaining calls."""
         with suppress(EOFError):
             while True:
                 self._take(*await self._channel.receive())
@@ -143,7 +143,7 @@ class ChildProcess:
 
 
 async def _reap(child: Popen[bytes]) -> int:
-    """Return the exit code of a process that is to end, which it may not do by itself."""
+    """Wait for a process to exit, killing it after `_PATIENCE` seconds; return its exit code."""
     assert child.stdin is not None
     child.stdin.close()
     ending = asyncio.ensure_future(asyncio.to_thread(child.wait))
@@ -153,14 +153,14 @@ async def _reap(child: Popen[bytes]) -> int:
 
 
 class Calls:
-    """Calls of an object's asynchronous methods; answers are sent as they are there."""
+    """Runs calls of an object's asynchronous methods and sends each answer when it is ready."""
 
     def __init__(self, served: Any, channel: Channel) -> None:
         self._served, self._channel = served, channel
         self._running: dict[int, asyncio.Task[Any]] = {}
 
     def take(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Start a call, or without a method cancel it."""
+        """Start a call; an empty method cancels it."""
         if not method:
             if number in self._running:
                 self._running[number].cancel()

@@ -18,9 +18,9 @@ class Compute:
     """Runs functions one at a time, inline or beside the event loop.
 
     OpenMP keeps a team of workers per calling thread, and several teams on a small machine slow each other down (1.5
-    times on two cores): inline is right where nothing else has anything to do meanwhile, as in synchronous training.
-    A thread of its own computes with as many threads as the one that first runs something: OpenMP and MKL keep that
-    number for each. name: of the thread; None: inline.
+    times on two cores): compute inline if nothing else has work meanwhile, as in synchronous training.
+    A thread of its own takes over the thread count of the first caller, as OpenMP and MKL keep one per thread. name:
+    of the thread; None: inline.
     """
 
     def __init__(self, name: str | None) -> None:

@@ -48,13 +48,13 @@ def peak_tokens(episodes: Iterable[Episode]) -> int:
 class KVBudget:
     """Decides which episodes may call an engine, by the tokens that they will hold in its cache.
 
-    An episode grows with every call. One that starts because there is room for its first prompt pushes out the prefixes
-    of others later, which are computed again. So one starts only if the most tokens that all will hold at a time,
+    An episode grows with every call. If it started as soon as its first prompt fits, it would later evict the prefixes
+    of others, which are then computed again. So it starts only if the most tokens that all will hold at a time,
     `peak_tokens`, fit.
 
     Invariants: no admission makes the peak exceed `capacity`, but for that of an episode which is too large for it, and
-    starts alone. Episodes start in order of arrival: a small one never overtakes a large one, so that none waits for
-    ever.
+    starts alone. Episodes start in order of arrival: a small one never overtakes a large one, so that none
+    starves.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -68,8 +68,7 @@ class KVBudget:
         return self._admit()
 
     def update(self, name: str, episode: Episode) -> list[str]:
-        """Note how an admitted episode has grown; it is not stopped. Return those admitted now: others may have less
-        left than was thought."""
+        """Update an admitted episode, which goes on in any case; return those admitted now, as it may need less."""
         self.admitted[name] = episode
         return self._admit()
 
@@ -94,8 +93,8 @@ class KVBudget:
 class ExpectedTokens:
     """Learns how many tokens an episode holds at its end, from those that ended last.
 
-    longest: the most that one may hold. It stands for the first few that have not ended yet, so that the episodes that
-    begin a run do not crowd the cache.
+    longest: the most that one may hold, assumed until the first few have ended, so that the episodes that begin a run
+    do not crowd the cache.
     """
 
     def __init__(self, longest: int) -> None:

@@ -23,35 +23,34 @@ class Member(Engine, Protocol):
 
     @property
     def is_down(self) -> bool:
-        """Return whether it has no process now."""
+        """Whether no process is running now."""
 
     @property
-    def over(self) -> str | None:
-        """Return why it will have no process any more; None if it may have one."""
+    def failure(self) -> str | None:
+        """Why it will not be started again; None while it may be."""
 
     @property
     def route(self) -> Any:
-        """Return what reaches it from other processes, without this one; None if nothing does."""
+        """Handle by which other processes call it directly; None if they cannot."""
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
         """Serve what `stage` returns as this version. Raises EngineError."""
 
     async def sleep(self) -> None:
-        """Give back memory until weights are published, or `wake`. Raises EngineError."""
+        """Free memory until weights are published or `wake` is called. Raises EngineError."""
 
     async def wake(self) -> None:
-        """Serve again what was published last. Raises EngineError."""
+        """Serve the latest published weights again. Raises EngineError."""
 
 
 class EnginePool:
     """Spreads sessions over engines: an `Engine`.
 
-    A session stays on its engine, whose cache has its prefixes. Where all sessions are opened at once, as in
-    synchronous training, they are dealt out in turn: engines in lock-step then sample the same bits every time.
+    A session stays on its engine, whose cache has its prefixes. Sessions that are all opened at once, as in synchronous
+    training, are dealt out in turn, so that engines in lock-step sample the same bits every time.
 
-    While an engine's process is down, its sessions and the calls that it had not answered move to others. The process
-    is started again with the weights that were published last (`RemoteEngine`), and gets new sessions. Where no other
-    engine is up, calls wait for the next process.
+    While an engine's process is down, its sessions and unanswered calls move to others. The process is started again
+    with the latest published weights (`RemoteEngine`), and gets new sessions. If no other engine is up, calls wait.
     """
 
     def __init__(self, engines: Sequence[Member]) -> None:
@@ -74,7 +73,7 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion; on another engine if the session's has ended. Raises EngineError.
 
-        A call that has ended as many processes as there are engines fails: it may be what ends them.
+        A call during which as many processes ended as there are engines fails: it may be what kills them.
         """
         for last in [*[False] * (len(self._engines) - 1), True]:
             engine = self._engine(session)
@@ -86,9 +85,9 @@ class EnginePool:
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """Return what reaches the session's engine from other processes; None if nothing does.
+        """Return the handle by which other processes call the session's engine directly; None if they cannot.
 
-        It is for as long as that engine's process lives: who finds that it has ended calls `generate` here.
+        It is valid while that engine's process lives; callers that find it ended use `generate` here.
         """
         return self._sessions[session].route
 
@@ -96,9 +95,9 @@ class EnginePool:
         return await self._least_busy().score(ids, temperature=temperature)
 
     async def update_weights(self, staged: Staged, version: int) -> None:
-        """Have every engine copy in what is staged, which must stay there until other weights are.
+        """Have every engine load staged weights, which must stay available until the next ones are staged.
 
-        Each engine gets it while it samples, and swaps between two tokens. Raises EngineError if none could, or if one
+        Engines fetch them while they sample, and swap between two tokens. Raises EngineError if all ended, or if one
         refuses.
         """
 
@@ -131,7 +130,7 @@ class EnginePool:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     def _engine(self, session: str) -> Member:
-        """Return the session's engine; another one, to which it moves, if that is down and the other is up."""
+        """Return the session's engine; if it is down and another is up, move the session there."""
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         engine = self._sessions[session]
@@ -143,12 +142,12 @@ class EnginePool:
 
     def _usable(self) -> list[Member]:
         """Return the engines that are up or will be again."""
-        return [engine for engine in self._engines if engine.over is None]
+        return [engine for engine in self._engines if engine.failure is None]
 
     def _least_busy(self) -> Member:
-        """Return the engine that is up, or else will be, with the fewest sessions. Raises EngineError if none will."""
+        """Return the engine with the fewest sessions, one that is up if any. Raises EngineError if none is left."""
         if not (usable := self._usable()):
-            raise EngineError("no engine is left: " + "; ".join(engine.over or "" for engine in self._engines))
+            raise EngineError("no engine is left: " + "; ".join(engine.failure or "" for engine in self._engines))
         sessions = list(self._sessions.values())
         return min(usable, key=lambda engine: (engine.is_down, sessions.count(engine)))
 
@@ -164,8 +163,8 @@ class PoolSync:
     async def publish(self, version: int) -> None:
         """Make every engine serve the source's weights as this version. Raises EngineError, and what the source raises.
 
-        What fails is tried once more: weights are lost with the process that staged them, and if that has ended, the
-        source's own error says so.
+        Retries once: weights are lost with the process that staged them. If that has ended, the source's own error says
+        so.
         """
         try:
             await self.pool.update_weights(await self.source.stage(self.destination), version)

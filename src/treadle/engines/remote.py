@@ -1,10 +1,10 @@
-"""`RemoteEngine`: a `TorchEngine` in a process of its own, so that inference, learner and environments never wait for
-one another's thread.
+"""`RemoteEngine`: a `TorchEngine` in a process of its own, so that engine, learner and environments never
+block one another.
 
     open / close / generate -> waiting -> wave --(Worker.call)--> EngineService -> TorchEngine
     update_weights -> staged weights -----------------^
 
-It samples what the same engine in this process would sample, bit for bit.
+It samples the same bits as the same engine in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from treadle.engines.torch.engine import Limits, everybody_waits
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, load_engine
 
-_PROBE = 64  # tokens that an engine which replaces another one is proven with
+_PROBE = 64  # tokens that a restarted engine must score as before
 
 MakeEngine = Callable[[], LocalEngine]
 
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class EngineService:
-    """What answers the calls of a `RemoteEngine`, where its engine is. A session is opened there by its first call."""
+    """Answers a `RemoteEngine`'s calls in the engine's process. A session is opened there by its first call."""
 
     def __init__(self) -> None:
         self._engine: LocalEngine
@@ -123,7 +123,7 @@ class EngineService:
 
 @dataclass(slots=True)
 class _Published:
-    """Weights that were published last. scores: of the probe under them, once a process has them."""
+    """The latest published weights. scores: of the probe under them, once computed."""
 
     staged: Staged
     version: int
@@ -131,16 +131,16 @@ class _Published:
 
 
 class RemoteEngine:
-    """An engine in another process, seen from the run's (a `pool.Member`). Call `open` before anything else.
+    """Client of an engine in another process (a `pool.Member`). Call `open` first.
 
-    make: makes the engine, in that process. start: starts a worker that answers for an `EngineService`. tolerance: by
-    how much log-probabilities of the same weights may differ, on average. on_close: called once it is closed.
+    make: creates the engine in that process. start: starts a worker that serves an `EngineService`. tolerance: largest
+    mean difference of log-probabilities under the same weights, in nats. on_close: called once it is closed.
 
     In lock-step, waves are formed here by TorchEngine's rule, in as many turns of the event loop, and each is one call
     of the worker; in the other process they would depend on when messages arrive.
 
-    When the process ends, its calls fail with EngineEnded, and another one takes its place with the weights that were
-    published last, which must score the probe alike. Until then further calls wait.
+    When the process ends, its calls fail with EngineEnded, and another is started with the latest published weights,
+    under which it must score the probe as before. Until then further calls wait.
     """
 
     def __init__(
@@ -166,27 +166,27 @@ class RemoteEngine:
         self._waiting: dict[asyncio.Future[Completion], Call] = {}  # for the next wave
         self._driver: asyncio.Task[None] | None = None
         self._numbers = count()
-        self._place = Supervised(name, start, self._prepare, notify, silence)
+        self._supervised = Supervised(name, start, self._prepare, notify, silence)
 
     async def open(self) -> None:
         """Wait until the engine is loaded. Raises EngineError, and what loading raises."""
         try:
-            await self._place.ready()
+            await self._supervised.ready()
         except PlacementError as error:
             raise EngineError(str(error)) from error
 
     @property
     def is_down(self) -> bool:
-        return not self._place.is_up
+        return not self._supervised.is_up
 
     @property
-    def over(self) -> str | None:
-        return self._place.error or None
+    def failure(self) -> str | None:
+        return self._supervised.error or None
 
     @property
     def route(self) -> Any:
         """The worker, which other processes may call; None in lock-step, whose waves are formed here."""
-        return None if self._lock_step else self._place.worker
+        return None if self._lock_step else self._supervised.worker
 
     def open_session(self, session: str) -> None:
         if session in self._sessions:
@@ -194,7 +194,7 @@ class RemoteEngine:
         self._sessions[session] = None
 
     def close_session(self, session: str) -> None:
-        """End a session. Its calls that wait fail, others finish; a wave may be waiting for this."""
+        """End a session. Its waiting calls fail, others finish; a wave may be waiting for this."""
         if session not in self._sessions:
             return
         del self._sessions[session]
@@ -202,14 +202,14 @@ class RemoteEngine:
         if self._lock_step:
             self._closed.append(session)
             self._start()
-        elif worker := self._place.worker:
+        elif worker := self._supervised.worker:
             worker.post("close_sessions", [session])
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        if self.over:
-            raise EngineEnded(self.over)
+        if self.failure:
+            raise EngineEnded(self.failure)
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         self.limits.check_call(prompt_ids, sampling, session)
@@ -228,9 +228,9 @@ class RemoteEngine:
         return scores
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
-        """Serve what `stage` returns: calls in flight continue with it, waves that start later have it.
+        """Serve what `stage` returns, for calls in flight and waves that start later.
 
-        Raises EngineError, and changes nothing, where weights are missing or of another shape.
+        Raises EngineError, and changes nothing, if weights are missing or have another shape.
         """
         async with self._turn:
             before, self._published = self._published, _Published(await stage(), version)
@@ -249,33 +249,33 @@ class RemoteEngine:
         await self._call("sleep")
 
     async def wake(self) -> None:
-        """Serve what was published last. Raises EngineError if it does not score the probe as before."""
+        """Serve the latest published weights again. Raises EngineError if the probe scores differently."""
         assert self._published is not None
         await self._publish(self._call, self._published)
 
     def status(self) -> list[ComponentStatus]:
-        """Return what it does now. How full its cache is, and what others call it for, it said some seconds ago."""
-        said: ComponentStatus | None = self._place.said
+        """Return the current load; its cache and calls of other processes are as of the last ping."""
+        ping: ComponentStatus | None = self._supervised.last_ping
         running, waiting = self._running - len(self._waiting), len(self._waiting)
-        if said is not None and not self._lock_step:
-            running, waiting = max(running, said.running or 0), said.waiting or 0
+        if ping is not None and not self._lock_step:
+            running, waiting = max(running, ping.running or 0), ping.waiting or 0
         return [
             ComponentStatus(
                 "engine",
                 "process",
-                process=self._place.process,
+                process=self._supervised.process,
                 running=running,
                 waiting=waiting,
                 sessions=len(self._sessions),
-                cache=said.cache if said else None,
+                cache=ping.cache if ping else None,
                 version=self._published.version if self._published else None,
-                error=self._place.error,
+                error=self._supervised.error,
             )
         ]
 
     async def close(self) -> None:
-        await self._place.close()
-        self._fail_waiting(EngineEnded(self._place.error))
+        await self._supervised.close()
+        self._fail_waiting(EngineEnded(self._supervised.error))
         if self._driver is not None:
             await asyncio.wait([self._driver])
         async with self._turn:
@@ -306,15 +306,15 @@ class RemoteEngine:
     async def _call(self, method: str, *arguments: Any) -> Any:
         await self._ready()
         try:
-            return await self._place.call(method, *arguments)
+            return await self._supervised.call(method, *arguments)
         except WorkerLost as error:
-            raise EngineEnded(self._place.error or str(error)) from error
+            raise EngineEnded(self._supervised.error or str(error)) from error
         except PlacementError as error:
             raise EngineError(str(error)) from error
 
     async def _ready(self) -> None:
         try:
-            await self._place.ready()
+            await self._supervised.ready()
         except TreadleError as error:
             raise EngineEnded(str(error)) from error
 
@@ -330,14 +330,14 @@ class RemoteEngine:
             self._waiting.pop(answer, None)
 
     def _start(self) -> None:
-        """Sample a wave if every open session waits; to be called after any change."""
+        """Sample a wave if every open session waits; call after any change."""
         if self._driver is None and self._wave_is_complete():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
         try:
             while True:
-                await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+                await asyncio.sleep(0)  # answers and closed sessions of the same tick change who waits
                 if not self._wave_is_complete():
                     return
                 async with self._turn:
@@ -353,7 +353,7 @@ class RemoteEngine:
             await self._ready()
         except EngineEnded as error:
             self._fail_waiting(error)
-        if not self._wave_is_complete():  # any more, after a publication or a process's start
+        if not self._wave_is_complete():  # a publication or a restart came between
             return
         waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
         for answer in waiting:
@@ -372,7 +372,7 @@ class RemoteEngine:
                 _settle(answer, failure)
 
     def _cancel(self, number: int, answer: asyncio.Future[Completion]) -> None:
-        if answer.cancelled() and (worker := self._place.worker):
+        if answer.cancelled() and (worker := self._supervised.worker):
             worker.post("cancel", number)
 
     def _fail_waiting(self, error: EngineError, session: str | None = None) -> None:
@@ -400,10 +400,10 @@ async def start_engine(
     on_close: Callable[[], None] = lambda: None,
     silence: float = SILENCE,
 ) -> RemoteEngine:
-    """Return an engine in a process of this machine that has loaded `model`, a directory needed until `on_close`.
+    """Start a process on this machine that has loaded `model`, a directory needed until `on_close`; return its engine.
 
-    It computes with as many threads as this process does now, and deterministically if this process does. log: where
-    the process writes. notify: gets a line when it is started again. Raises EngineError, with the end of the log.
+    Thread count and determinism are copied from this process. log: file for the process's output. notify: gets a line
+    at each restart. Raises EngineError, with the end of the log.
     """
     name = "the engine"
     make = partial(load_engine, model, options, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())

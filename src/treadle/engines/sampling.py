@@ -1,6 +1,6 @@
 """Drawing tokens: temperature, filters, then an inverse CDF in float64 at draws that the caller addresses.
 
-Filters mean what they mean in vLLM, in its order: min_p, top_k, top_p, each on what the one before has left.
+Filters work as in vLLM and in its order: min_p, top_k, top_p, each on what the previous one left.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
     # float64: a float32 CDF moves the boundaries between tokens by up to 7e-5
     cdf = logprobs.double().exp_().cumsum(-1)
     total = cdf[:, -1:]
-    if not total.isfinite().all():  # greedy rows would go on in silence; the index below would kill a GPU's process
+    if not total.isfinite().all():  # greedy rows would go on silently; the index below would kill a GPU's process
         raise EngineError("the model's logits are not finite; its weights have diverged, or its dtype is too narrow")
     # below the total, or a rounded product could choose a last token of probability 0
     target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -78,15 +78,15 @@ def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
     if how.top_k is not None:
         size = logits.shape[-1]
         rank = torch.where(how.top_k == 0, size, how.top_k.clamp(max=size))
-        least = logits.topk(int(rank.max())).values.gather(1, rank - 1)
-        logits = logits.masked_fill(logits < least, float("-inf"))  # a tie with the last one stays, as in vLLM
+        threshold = logits.topk(int(rank.max())).values.gather(1, rank - 1)
+        logits = logits.masked_fill(logits < threshold, float("-inf"))  # a tie with the last one stays, as in vLLM
     if how.top_p is not None:
         logits = logits.masked_fill(_outside_nucleus(logits, how.top_p), float("-inf"))
     return logits.log_softmax(-1)
 
 
 def _outside_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """bool[B, V]: tokens beyond the fewest, most probable first, whose probabilities add up to at least top_p."""
+    """Return bool[B, V]: tokens outside the smallest set of most probable ones whose sum is at least top_p."""
     ascending, index = logits.sort(dim=-1, stable=True)
     outside = (ascending.double().softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
     outside[:, -1] = False

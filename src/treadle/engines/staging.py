@@ -37,7 +37,7 @@ class InProcess:
 
 
 class Staged(Protocol):
-    """Weights for engines in other processes, which get a copy of this object, until they are discarded."""
+    """Weights for engines in other processes until they are discarded; each process gets a copy of this object."""
 
     async def fetch(self) -> Mapping[str, Tensor]:
         """Return the weights by name, in the process of an engine. Raises EngineError."""
@@ -67,13 +67,12 @@ class WeightsFile:
     It lies in shared memory, or with temporary files where that lacks room or does not exist.
 
     dtype: of floating-point weights; None: their own. private: other users of the machine cannot read it.
-    remedy: ends the message about a file that cannot be written. name: of the file. key: of the directory made for it.
+    remedy: ends the message about a file that cannot be written. key: of the directory made for it.
     """
 
     dtype: torch.dtype | None = None
     private: bool = True
     remedy: str = "make room there, or set TMPDIR"
-    name: str = "weights.safetensors"
     key: str = field(default_factory=lambda: uuid4().hex)
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
@@ -86,7 +85,7 @@ class WeightsFile:
         *preferred, last = _folders()
         folder = next((folder for folder in preferred if shutil.disk_usage(folder).free > 2 * size), last)
         try:
-            path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / self.name
+            path = temporary_directory(folder, self.key, 0o700 if self.private else 0o777) / "weights.safetensors"
             write_tensors(
                 path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
             )
@@ -125,7 +124,7 @@ def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
-    """Make a directory that lives as long as this process at most, and remove those of processes that were killed.
+    """Make a directory that lasts no longer than this process, and remove those of processes that were killed.
 
     key: unique. mode: permissions; default: this user's alone.
     """
@@ -138,7 +137,7 @@ def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process has not ended; one that has, and that nobody has waited for, keeps its number."""
+    """Return whether a process is running; a zombie, which keeps its number, is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -147,6 +146,6 @@ def is_running(pid: int) -> bool:
         return True
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # it ends just now, or the system does not tell
+    except OSError:  # it has just ended, or the system has no /proc
         return not Path("/proc/self/stat").exists()
     return stat.rpartition(")")[2].split()[0] not in "ZX"

@@ -1,4 +1,4 @@
-"""Keeping a process that answers calls alive: when it ends, or falls silent, another one takes its place.
+"""Restart worker processes that end or stop answering.
 
 Supervised: make -> Worker -> prepare -> (ended, or silent) -> make ...
 
@@ -16,44 +16,44 @@ from treadle.core.errors import PlacementError, TreadleError, WorkerLost
 
 _PERIOD = 5.0  # seconds between pings
 SILENCE = 60.0  # seconds without an answer to a ping after which a worker is replaced
-_PARTS = 4  # in which the answer to a ping is waited for
+_PARTS = 4  # into which the wait for a ping is cut
 _STARTING = 600.0  # seconds for a worker to start and be prepared
 _FRUITLESS = 3  # workers in a row that end before they have answered a call, after which no other is started
 
 
 class Worker(Protocol):
-    """A process that answers calls, at a place where it may be replaced."""
+    """A process that answers calls."""
 
     @property
     def process(self) -> ProcessId | None:
-        """The process; None before `open` has returned."""
+        """The process; None until `open` has returned."""
 
     async def open(self) -> None:
-        """Wait until it runs. Raises WorkerLost."""
+        """Start it and wait until it runs. Raises WorkerLost."""
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the answer; cancelling this cancels the call. Raises Treadle's errors as raised there, WorkerLost."""
 
     async def close(self) -> None:
-        """End it at once. Idempotent."""
+        """Kill it. Idempotent."""
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Call a method whose answer nobody waits for."""
+        """Call a method without waiting for its answer."""
 
     def tail(self) -> str:
-        """Return the end of its output, or where that is, to end an error with."""
+        """Return the end of its output, or where to find it, as the end of an error."""
 
 
 W = TypeVar("W", bound=Worker)
 
 
 class Supervised(Generic[W]):
-    """Keeps a worker at a place: when it ends, or does not answer for a minute, another one is started.
+    """Keeps one worker running: starts another when it ends, or leaves a ping unanswered for `silence` seconds.
 
-    make: starts a worker, which `open` then prepares. notify: gets a line when one is replaced. A worker that cannot be
-    opened is the last one, and so is the third in a row that ends before it has answered a call.
+    make: creates a worker. open: prepares it once it runs. notify: gets a line at each restart. Gives up when a worker
+    cannot be opened, or when the third in a row ends before it has answered a call.
 
-    said: the last answer to a ping. error: why there will be no other worker; "" while there may be one.
+    last_ping: the latest answer to a ping. error: why it has given up, or that it was closed; "" until then.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Supervised(Generic[W]):
     ) -> None:
         self._name, self._make, self._open, self._notify, self._silence = name, make, open, notify, silence
         self.error = ""
-        self.said: Any = None
+        self.last_ping: Any = None
         self._loop = asyncio.get_running_loop()
         self._worker: asyncio.Future[W] = self._loop.create_future()
         self._ending: asyncio.Future[str] = self._loop.create_future()
@@ -87,11 +87,11 @@ class Supervised(Generic[W]):
         return self._worker.result().process if self.is_up else None
 
     async def ready(self) -> W:
-        """Return the worker, once there is one. Raises what opening it raised, and PlacementError."""
+        """Return the worker once it is ready. Raises what opening it raised, and PlacementError."""
         return await asyncio.shield(self._worker)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the worker, once there is one. Raises as `Worker.call` and `ready` do."""
+        """Call the worker once it is ready. Raises as `Worker.call` and `ready` do."""
         worker = await self.ready()
         try:
             answer = await worker.call(method, *arguments)
@@ -117,7 +117,7 @@ class Supervised(Generic[W]):
             self._ending.set_result(reason)
 
     async def _keep(self) -> None:
-        """Start workers, one after the other's end."""
+        """Start one worker after another."""
         fruitless = 0
         while True:
             self._latest = worker = self._make()
@@ -149,11 +149,11 @@ class Supervised(Generic[W]):
             raise PlacementError(f"{self._name} did not start within {_STARTING:g} s{worker.tail()}") from error
 
     async def _watch(self, worker: W) -> None:
-        """Return when the worker has ended or falls silent."""
+        """Ping the worker; return once it has ended or does not answer."""
         while not self._ending.done():
             ping = asyncio.ensure_future(worker.call("ping"))
             try:
-                for _ in range(_PARTS):  # one of them may pass while this event loop is blocked, and the answer waits
+                for _ in range(_PARTS):  # one part may pass while this event loop is blocked and cannot read the answer
                     if not ping.done():
                         await asyncio.wait([ping, self._ending], timeout=self._silence / _PARTS)
             finally:
@@ -163,7 +163,7 @@ class Supervised(Generic[W]):
             elif isinstance(error := ping.exception(), WorkerLost):
                 self._lose(worker, str(error))
             else:
-                self.said = ping.result()
+                self.last_ping = ping.result()
                 await asyncio.wait([self._ending], timeout=_PERIOD)
 
     def _give_up(self, error: TreadleError) -> None:

@@ -92,6 +92,8 @@ class Environment(Protocol):
     own. `rollout.environment_timeout` must be longer.
     required_steps: calls of the model that it needs to give a grade, known after `reset`. `rollout.max_steps` must not
     be lower.
+    replayable: whether an attempt that was interrupted may go on where it was: another instance is reset and given the
+    recorded replies. False where `step` leaves traces outside that a second time would meet.
     tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
     API. `ToolEnvironment` makes them of functions.
     """
@@ -100,6 +102,7 @@ class Environment(Protocol):
     metrics: ClassVar[Sequence[Metric]] = ()
     longest_wait: float = 0.0
     required_steps: int = 0
+    replayable: ClassVar[bool] = True
     tool_schemas: Sequence[Mapping[str, Any]] = ()
 
     @_or_plain

@@ -26,10 +26,8 @@ from transformers import PreTrainedModel
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest, prove_files
 from treadle.models.config import LoraConfig
-from treadle.models.model_files import ADAPTER_CONFIG, BASE
+from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
 from treadle.models.weights import adapter_weights, copy_by_name
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapt(
@@ -54,22 +52,23 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Give the model's linear layers adapters, which alone are trained from now on; the model computes as before."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        _inject(
-            model,
-            peft.LoraConfig(
-                r=config.rank,
-                lora_alpha=config.scale,
-                use_rslora=config.rank_stabilized,
-                target_modules=target_names(model, config.targets),
-                lora_dropout=0.0,
-                bias="none",
-                task_type="CAUSAL_LM",
-                base_model_name_or_path=str(Path(str(model.name_or_path)).resolve()),
-            ),
-        )
+        _inject(model, _peft_config(model, config))
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.scale,
+        use_rslora=config.rank_stabilized,
+        target_modules=target_names(model, config.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
 
 
 def _inject(model: PreTrainedModel, config: peft.LoraConfig) -> None:
+    config.base_model_name_or_path = str(Path(str(model.name_or_path)).resolve())
     peft.inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
@@ -103,19 +102,19 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
 def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | None) -> None:
     """Give the model the adapter in a directory: merged into its weights, or to be trained on if `config` is given.
 
-    Raises ConfigError for files that cannot be loaded, another base or other settings than those of `config`.
+    Raises ConfigError for files that cannot be loaded, or other settings than those of `config`; CheckpointError for
+    another base.
     """
     prove_files(directory, (ADAPTER_WEIGHTS, ADAPTER_CONFIG), "export the adapter again")
     if (directory / BASE).is_file():  # peft's own directories have none
         _check_base(json.loads((directory / BASE).read_bytes()), directory, Path(str(model.name_or_path)))
     try:
-        there = _read_config(directory)
+        there = _read_config(directory, (directory / ADAPTER_CONFIG).read_bytes())
         weights = load_file(directory / ADAPTER_WEIGHTS)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
     if config is not None:
-        _check_same(directory, there, config, target_names(model, config.targets))
-    there.base_model_name_or_path = str(Path(str(model.name_or_path)).resolve())
+        _check_same(directory, there, _peft_config(model, config), ConfigError)
     _inject(model, there)
     copy_adapter(model, weights, str(directory))
     if config is None:
@@ -126,9 +125,9 @@ _READ = ("r", "lora_alpha", "use_rslora", "target_modules", "task_type")
 _UNUSED = ("base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout", "peft_version", "revision")
 
 
-def _read_config(directory: Path) -> peft.LoraConfig:
-    """Return an adapter's settings. Raises ConfigError for what is more than LoRA of linear layers."""
-    settings = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+def _read_config(directory: Path, content: bytes) -> peft.LoraConfig:
+    """Return the settings of the adapter in a directory. Raises ConfigError for more than LoRA of linear layers."""
+    settings = json.loads(content)
     config = peft.LoraConfig(**{name: settings[name] for name in _READ if name in settings})
     for name in sorted(settings.keys() - {*_READ, *_UNUSED}):
         if settings[name] and settings[name] != getattr(config, name, None):
@@ -139,22 +138,20 @@ def _read_config(directory: Path) -> peft.LoraConfig:
     return config
 
 
-def _check_same(directory: Path, there: peft.LoraConfig, config: LoraConfig, targets: list[str]) -> None:
-    """Raise ConfigError if an adapter was made with other settings than `training.lora`."""
-    names = there.target_modules
-    theirs: dict[str, Any] = {"rank": there.r, "alpha": there.lora_alpha, "rank_stabilized": there.use_rslora}
-    theirs["targets"] = sorted(names) if isinstance(names, set | list) else names
-    ours: dict[str, Any] = {
-        "rank": config.rank,
-        "alpha": config.scale,
-        "rank_stabilized": config.rank_stabilized,
-        "targets": targets,
-    }
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise ConfigError(
-                f"training.lora.{name} is {value!r}, and the adapter in {str(directory)!r} has {theirs[name]!r}; set "
-                "it to that, or start without model.adapter"
+_SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rank_stabilized": "use_rslora", "targets": "target_modules"}
+
+
+def _check_same(
+    directory: Path, theirs: peft.LoraConfig, ours: peft.LoraConfig, error: type[ConfigError | CheckpointError]
+) -> None:
+    """Raise the error if the adapter in a directory was made with other settings than `training.lora`."""
+    for name, field in _SETTINGS.items():
+        there, here = getattr(theirs, field), getattr(ours, field)
+        if there != here:
+            there, here = (sorted(value) if isinstance(value, set) else value for value in (there, here))
+            raise error(
+                f"training.lora.{name} is {here!r}, and the adapter in {str(directory)!r} has {there!r}; set it to "
+                "that, or start without that adapter"
             )
 
 
@@ -185,14 +182,8 @@ def check_adapter(model: PreTrainedModel, checkpoint: Manifest) -> None:
     where = checkpoint.directory
     if ADAPTER_CONFIG not in checkpoint.sha256:
         raise CheckpointError(f"checkpoint {where} holds a whole model, and training.lora is set")
-    theirs, ours = json.loads(checkpoint.read(ADAPTER_CONFIG)), dict(adapter_files(model))
-    mine = json.loads(ours[ADAPTER_CONFIG])
-    for name in ("r", "lora_alpha", "use_rslora", "target_modules"):
-        if theirs[name] != mine[name]:
-            raise CheckpointError(
-                f"checkpoint {where} holds another adapter: {name} is {theirs[name]!r} there, {mine[name]!r} in "
-                "training.lora"
-            )
+    ours: Any = model.peft_config["default"]
+    _check_same(where, _read_config(where, checkpoint.read(ADAPTER_CONFIG)), ours, CheckpointError)
     _check_base(json.loads(checkpoint.read(BASE)), where, Path(str(model.name_or_path)))
 
 

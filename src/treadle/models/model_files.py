@@ -15,7 +15,7 @@ from treadle.models.model_cache import PACKAGED, converted_directory, is_convert
 SHIPPED_TOKENIZERS = {"demo": "tokenizer", "sql-small": "sql_tokenizer", "search-small": "search_tokenizer"}
 """Names that `model.tokenizer` may have -> directories of `treadle.recipes`."""
 
-ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 

@@ -320,10 +320,10 @@ class RunConfig(Config):
                 "training.lora.pin_attempts is for asynchronous runs, and orchestration.max_staleness is 0, so that "
                 "weights never change during an attempt; leave it out"
             )
-        if self.engine.kind == "vllm" and (self.placement.kind != "embedded" or self.engine.vllm.urls):
+        if self.engine.kind == "vllm" and self.engine.vllm.transfer == "collective":
             raise ValueError(
-                "training.lora is published to vLLM servers that Treadle starts on this machine; leave out "
-                "engine.options.servers' addresses and placement.kind, or set engine.kind to torch"
+                "engine.options.transfer 'collective' is for weights, and training.lora is published by files in the "
+                "run's directory; leave it out, and put runs where all servers see them (--runs)"
             )
         return self
 
@@ -358,6 +358,15 @@ class RunConfig(Config):
         may_wait: whether attempts may wait for others to end (`Players.may_wait`): then it is off.
         """
         return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
+
+    def repeats(self, may_wait: bool) -> bool:
+        """Whether a resumed run samples an interrupted batch again, whole, because the same bits come of it.
+
+        They depend on the shapes of all of the batch's lock-step waves and on the KV cache that these leave: recorded
+        answers bring neither back. may_wait: as in `engine_in_training`.
+        """
+        engine = self.engine_in_training(may_wait)
+        return self.orchestration.max_staleness == 0 and engine.kind != "vllm" and engine.lock_step is not False
 
     def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
         """The `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""

@@ -36,10 +36,11 @@ from treadle.orchestration.stopping import (
     stopped,
 )
 from treadle.orchestration.store.checkpoint_retention import best_update, checkpoint_name, checkpoint_updates, retained
-from treadle.orchestration.store.ledger import TrainedBatch
+from treadle.orchestration.store.ledger import AttemptKey, TrainedBatch
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
+from treadle.rollout.replay import RecordedCall
 from treadle.training.checkpoint import remove_others
 
 
@@ -211,10 +212,13 @@ class Checkpointer:
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again."""
+    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again. calls: of
+    unfinished attempts, that they go on with.
+    """
 
     state: LoopState = field(default_factory=LoopState)
     restored: Mapping[int, Group] = field(default_factory=dict)
+    calls: Mapping[AttemptKey, Sequence[RecordedCall]] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
 

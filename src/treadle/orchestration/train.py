@@ -34,14 +34,16 @@ from treadle.orchestration.setup.validation import Change, changes, check_change
 from treadle.orchestration.setup.warm_start import check_demonstrations, run_warm_start
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
-from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger import AttemptKey, Ledger
 from treadle.orchestration.store.ledger_reader import LoopState
+from treadle.orchestration.store.open_calls import OpenCalls
 from treadle.orchestration.store.resume import roll_back
 from treadle.orchestration.store.rollout_store import remove_other_shards
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore, open_ledger, recover_ledger
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.rollout.replay import RecordedCall
 from treadle.training.make import load_model
 from treadle.training.optimizer import learning_rate
 
@@ -206,7 +208,7 @@ class _Run:
                 warm_start = self.resumed.warm_start
                 await self.trainer.load(self.resumed.checkpoint)
                 ledger = cleanup.enter_context(open_ledger(directory, config.orchestration.ledger_directory))
-                start = StartingPoint(self.state, self._roll_back(ledger, self.resumed.checkpoint), self.clock)
+                start = StartingPoint(self.state, *self._roll_back(ledger, self.resumed.checkpoint), self.clock)
             loop = await self._run_loop(ledger, start)
         summary = run_summary(
             config,
@@ -231,14 +233,18 @@ class _Run:
         self.directory.write(_WARM_START, json.dumps(asdict(report)).encode())
         return asdict(report)
 
-    def _roll_back(self, ledger: Ledger, checkpoint: Manifest) -> dict[int, Group]:
-        """Bring directory and ledger back to the checkpoint; returns the groups that need not be sampled again."""
+    def _roll_back(
+        self, ledger: Ledger, checkpoint: Manifest
+    ) -> tuple[dict[int, Group], dict[AttemptKey, list[RecordedCall]]]:
+        """Bring directory and ledger back to the checkpoint; returns groups and calls that are not sampled again."""
         config, directory = self.config, self.directory
         directory.summary_file.unlink(missing_ok=True)
         if changes(directory.config(), config):
             directory.change_config(config, ledger)
         remove_other_shards(directory.rollouts, ledger.shards())
-        restored = roll_back(config, directory, ledger, checkpoint.directory.name, self.state, self.progress.log)
+        repeats = config.repeats(self.inputs.players.may_wait)
+        name, log = checkpoint.directory.name, self.progress.log
+        restored = roll_back(config, directory, ledger, name, self.state, repeats, log)
         remove_other_shards(directory.traces, ledger.traces())
         return restored
 
@@ -264,7 +270,8 @@ class _Run:
             async with self.runtime.open_rollouts(
                 played, renderer, players, config.rollout, config.rewards, log, path
             ) as runner:
-                store = RunStore(self.directory, ledger, callbacks.rollout)
+                calls = None if config.repeats(players.may_wait) else OpenCalls(ledger, start.calls, log)
+                store = RunStore(self.directory, ledger, callbacks.rollout, calls)
                 loop = make_loop(config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, start)
                 self.status.sources += [loop.scheduler.status, runner.status]
                 await self.runtime.check_engine(

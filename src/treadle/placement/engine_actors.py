@@ -7,7 +7,7 @@ EnginePool -> RemoteEngine --(wave, publish)--> EngineActor -> TorchEngine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from treadle.core.engine import Completion, Engine
@@ -32,14 +33,11 @@ from treadle.engines.torch.pinned import LocalEngine
 from treadle.engines.torch.pinned import make_engine as make_local_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
-from treadle.models.chat import load_chat
-from treadle.models.config import LoraConfig, ModelConfig
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.engines import EngineSpec, open_vllm, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
-from treadle.training.make import load_model
 
 _LOOK = 1.0  # seconds between looks at whether the server runs
 _STOPPING = 30.0  # seconds for a server to end by itself
@@ -47,12 +45,8 @@ _BUCKET = 64 * 2**20  # bytes of tensors that make one object
 
 
 def make_engine(
-    config: EngineConfig,
-    model: ModelConfig,
-    lora: LoraConfig | None,
-    seed: int,
-    routing: bool,
-    pinned: int | None,
+    load_model: Callable[[], PreTrainedModel],
+    make: Callable[[PreTrainedModel], LocalEngine],
     threads: int,
     deterministic: bool,
     device: str,
@@ -61,10 +55,9 @@ def make_engine(
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
-    renderer = load_chat(model)[1]
-    loaded = load_model(model, seed, lora)
-    loaded.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return make_local_engine(loaded, torch_options(config, renderer, routing, pinned), renderer.decode)
+    model = load_model()
+    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+    return make(model)
 
 
 class EngineActor(Placed, EngineService):
@@ -80,14 +73,11 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
             f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch and vllm; set "
             "one of them to another"
         )
+    options = torch_options(spec.config, spec.renderer, spec.routing, spec.pinned)
     make = partial(
         make_engine,
-        spec.config,
-        config.model,
-        config.training.lora,
-        config.seed,
-        spec.routing,
-        spec.pinned,
+        spec.load_model,
+        partial(make_local_engine, options=options, decode=spec.renderer.decode),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu",
@@ -238,7 +228,7 @@ async def open_servers(config: RunConfig, reservation: Reservation, spec: Engine
         return PlacedServer(places[number], model, config, log, spec.renderer.stop_ids, spec.source.model.expert_layers)
 
     spec = replace(spec, config=spec.config.model_copy(update={"options": options}))
-    return await open_vllm(spec, serve, spec.log_directory())
+    return await open_vllm(spec, serve)
 
 
 @dataclass(frozen=True, slots=True)

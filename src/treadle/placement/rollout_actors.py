@@ -30,8 +30,9 @@ from treadle.engines.vllm.server import ServerLost
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.rendering.chat import ChatRenderer
-from treadle.rollout.attempt import Players, Rollouts, open_rollouts
+from treadle.rollout.attempt import CallLog, Players, Rollouts, open_rollouts
 from treadle.rollout.config import RolloutConfig
+from treadle.rollout.replay import RecordedCall
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 
@@ -120,6 +121,23 @@ class WorkerEngine:
             del self._answers[number]
 
 
+class WorkerLog:
+    """The `CallLog` of one attempt in a worker: tells the run's process, and does not wait."""
+
+    def __init__(self, engine: WorkerEngine, name: str, recorded: Sequence[RecordedCall]) -> None:
+        self._engine, self._name, self._recorded = engine, name, recorded
+
+    def recorded(self, address: Address) -> Sequence[RecordedCall]:
+        return self._recorded
+
+    def add(self, address: Address, call: RecordedCall) -> Awaitable[None]:
+        self._engine.ask("add_call", self._name, call)
+        return asyncio.sleep(0)
+
+    def restarted(self, address: Address, player: str, what: str) -> None:
+        self._engine.ask("restarted", self._name, player, what)
+
+
 class RolloutActor(Placed):
     """One worker, in a process of its own."""
 
@@ -145,12 +163,19 @@ class RolloutActor(Placed):
         self._engine.answer(answers)
 
     async def play(
-        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, route: Actor | None
+        self,
+        group_id: str,
+        task: Task,
+        address: Address,
+        sampling: SamplingParams | None,
+        route: Actor | None,
+        recorded: Sequence[RecordedCall] | None,
     ) -> Trajectory:
         name = trajectory_id(group_id, address.attempt)
         self._engine.routes[name] = route
+        log = None if recorded is None else WorkerLog(self._engine, name, recorded)
         try:
-            [attempt] = self._rollouts.start(group_id, task, [address], sampling)
+            [attempt] = self._rollouts.start(group_id, task, [address], sampling, log)
             return await attempt
         finally:
             del self._engine.routes[name]
@@ -181,13 +206,18 @@ class RolloutPool:
         self._workers, self.sampling = workers, sampling
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+        self,
+        group_id: str,
+        task: Task,
+        addresses: list[Address],
+        sampling: SamplingParams | None = None,
+        log: CallLog | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         """Open one session per address, now and in order, and start the attempts; return their futures."""
         attempts: list[asyncio.Future[Trajectory]] = []
         for address in addresses:
             worker = min(self._workers, key=lambda each: each.playing)
-            attempts.append(worker.start(group_id, task, address, sampling))
+            attempts.append(worker.start(group_id, task, address, sampling, log))
         return attempts
 
     async def check(self, tasks: Sequence[Task]) -> None:
@@ -231,18 +261,21 @@ class _Worker:
     ) -> None:
         self._make, self._engine, self.log = make, engine, log
         self.playing = 0
+        self._logs: dict[str, tuple[CallLog, Address]] = {}  # of attempts whose calls are recorded
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._answers: list[tuple[int, Any]] = []
         self._serving: asyncio.Task[None] | None = None
         self.place = Supervised(name, lambda: Actor(name, RolloutActor, options), self._prepare, log)
 
     def start(
-        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None
+        self, group_id: str, task: Task, address: Address, sampling: SamplingParams | None, log: CallLog | None
     ) -> asyncio.Future[Trajectory]:
         """Open the attempt's session now, and play it."""
         name = trajectory_id(group_id, address.attempt)
         self._engine.open_session(name)
         self.playing += 1
+        if log is not None:
+            self._logs[name] = log, address
         attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling))
         attempt.add_done_callback(partial(self._ended, name))  # also if it was cancelled before it began
         return attempt
@@ -271,8 +304,9 @@ class _Worker:
         began = time.perf_counter()
         await self.place.ready()
         route = self._engine.route(name) if isinstance(self._engine, Routed) else None
+        recorded = list(self._logs[name][0].recorded(address)) if name in self._logs else None
         try:
-            trajectory: Trajectory = await self.place.call("play", group_id, task, address, sampling, route)
+            trajectory: Trajectory = await self.place.call("play", group_id, task, address, sampling, route, recorded)
         except WorkerLost as error:
             return Trajectory(
                 name,
@@ -288,6 +322,7 @@ class _Worker:
 
     def _ended(self, name: str, _: object) -> None:
         self.playing -= 1
+        self._logs.pop(name, None)
         self._engine.close_session(name)
 
     # --- what the actor asks for ---------------------------------------------------------------------------------
@@ -311,6 +346,16 @@ class _Worker:
         for task in (*self._calls.values(), *([self._serving] if self._serving else [])):
             task.cancel()
         self._calls, self._answers = {}, []
+
+    def add_call(self, session: str, call: RecordedCall) -> None:
+        if session in self._logs:  # it has not ended
+            log, address = self._logs[session]
+            log.add(address, call)
+
+    def restarted(self, session: str, player: str, what: str) -> None:
+        if session in self._logs:
+            log, address = self._logs[session]
+            log.restarted(address, player, what)
 
     def open_session(self, session: str) -> None:
         with suppress(EngineError):  # calls of a session that is not open are refused

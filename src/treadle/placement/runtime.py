@@ -52,8 +52,8 @@ def placed(config: RunConfig, directory: Path, log: Callable[[str], None]) -> It
 
 def check_transfer(config: RunConfig, placement: Placement) -> None:
     """Raise PlacementError for vLLM servers that are on other nodes than the first rank, which hands them a file."""
-    if config.engine.kind != "vllm" or config.engine.vllm.transfer == "collective":
-        return
+    if config.engine.kind != "vllm" or config.engine.vllm.transfer == "collective" or config.training.lora is not None:
+        return  # adapters are in the run's directory, which all nodes see
     nodes = {
         str(bundle): place.node
         for bundle, place in zip(placement.reservation.bundles, placement.places, strict=True)

@@ -171,7 +171,7 @@ class ChatRenderer:
         return np.concatenate([*self.structure.encode(message["content"]), self.end_of_turn])
 
     def tools_problem(self, tools: Sequence[replies.Tool] = (), parse: replies.ReplyParser | None = None) -> str:
-        """Return why calls with tools cannot work, in a sentence; "" if nothing speaks against it.
+        """Return why calls with tools cannot work, in a sentence; "" if they can.
 
         The template has to describe tools to the model, and `parse` to read a call as the template writes it. tools:
         the first is tried if the template refuses an unknown tool.

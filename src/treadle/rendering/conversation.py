@@ -74,7 +74,7 @@ class _Setting:
 class _Kept:
     """text[start:end] of a prompt is replaced by recorded ids.
 
-    after: the last of them, if an end token. spans: of the replies within, if there are several.
+    after: the last id, if it is an end token. spans: of the replies in it, if there are several.
     """
 
     start: int
@@ -113,15 +113,15 @@ class Conversation:
     ) -> Prompt:
         """Render the prompt of a call with these messages and tools (JSON schemas, as in OpenAI's API).
 
-        template_kwargs: options of the template, above the renderer's own. continue_final_message: the completion
-        continues the last message, which is the assistant's.
+        template_kwargs: options of the template, which override the renderer's own. continue_final_message: the
+        completion continues the last message, which is the assistant's.
 
         Raises DataError for a conversation that the template refuses, or tools that it does not write.
         """
         messages = self._renderer.merged(tuple(messages))
         setting = self._setting(tools, template_kwargs or {})
-        form = self._continued if continue_final_message else self._answered
-        ids, cause, rendering = form(messages, setting)
+        render = self._continued if continue_final_message else self._answered
+        ids, cause, rendering = render(messages, setting)
         ids.flags.writeable = False  # it may be a memoised piece
         return Prompt(ids, messages, cause, rendering)
 
@@ -141,7 +141,7 @@ class Conversation:
         """Return the ids of the last message, a reply, as a model would sample it after the prompt of the others.
 
         They are what the template writes for it, thoughts and tool calls included, up to its end token. Raises
-        DataError if the template leaves out some of the reply, or begins it otherwise than its generation prompt.
+        DataError if the template leaves out some of the reply, or does not begin it with its generation prompt.
         """
         messages = self._renderer.merged(tuple(messages))
         setting, message = self._setting(tools, {}), messages[-1]
@@ -194,8 +194,8 @@ class Conversation:
         if begun:
             record = max(reversed(begun), key=lambda r: len(r.message["content"]))
             rest = opened[len(record.message["content"]) :]
-            behind = next(iter(self._structure.stops.values()), None)  # any: this text begins no sequence
-            new = self._structure.encode(rest, behind)
+            before = next(iter(self._structure.stops.values()), None)  # any will do: the text begins no sequence
+            new = self._structure.encode(rest, before)
             ids = np.concatenate([ids[: rendering.turn], record.turn, *new])
             cause = None if record.begins(ids) else _template_change(record, rendering)
         return ids, cause, replace(rendering, opened=opened)
@@ -268,7 +268,7 @@ class Conversation:
                 )
 
     def _match(self, messages: Sequence[Message], values: tuple[identity.Value, ...]) -> tuple[Record | None, ...]:
-        """Find the recorded reply that each message is, from the last one on: its record settles all before it."""
+        """Find the recorded reply that each message is, from the last one backwards: its record knows all before it."""
         records: list[Record | None] = [None] * len(messages)
         for number in range(len(messages) - 1, -1, -1):
             candidates = self._by_value.get(values[number], []) if messages[number]["role"] == "assistant" else []
@@ -294,7 +294,7 @@ class Conversation:
         kept, lost = self._carried_on(draft, text) or self._spliced(draft, text)
         pieces: list[Ids] = []
         spans: list[Span] = []
-        at, after, tokens = 0, None, 0  # the text that is done, the end token before what follows, ids so far
+        at, after, tokens = 0, None, 0  # end of the encoded text, end token before the rest, ids so far
         for reply in kept:
             between = self._structure.encode(text[at : reply.start], after)
             tokens += sum(map(len, between))
@@ -369,7 +369,7 @@ class Conversation:
 
 
 def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
-    """Return the cause if messages were only appended: of the first reply that is lost now and was not before."""
+    """Return the cause where messages were only appended: that of the first reply that is lost now, but was kept."""
     if parent.rendering.setting != rendering.setting:
         return BreakCause.TOOLS_CHANGED
     lost = (cause for number, cause in sorted(rendering.lost.items()) if number not in parent.rendering.lost)
@@ -393,7 +393,7 @@ def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Map
 
 
 def _before_thought(message: Mapping[str, Any]) -> str:
-    """Return what precedes a thought in an assistant's content; templates that take thoughts out may drop it, too."""
+    """Return the text before a thought in an assistant's content; templates that strip thoughts may drop it, too."""
     before, thought, _ = identity.flat(message.get("content")).partition(THOUGHT)
     return before.strip() if thought and message["role"] == "assistant" else ""
 
@@ -427,6 +427,6 @@ def check_turns(renderer: ChatRenderer, messages: Sequence[Message], several: bo
     # A template that ends a reply with another token than the model breaks each turn, which is recorded.
     if several and conversation.render(more).break_cause not in (None, BreakCause.END_TOKEN_REWRITTEN):
         raise ConfigError(
-            "the chat template does not write out an assistant message as it was sampled, each once and in its place; "
-            "such a template cannot be extended token by token"
+            "the chat template does not write each assistant message once, in its place, as it was sampled, so that it "
+            "cannot be extended token by token"
         )

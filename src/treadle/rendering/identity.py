@@ -1,4 +1,4 @@
-"""Records of calls, and when two messages are the same: by value, as clients send back what they got in other forms."""
+"""Records of calls, and equality of messages: by value, since clients send back messages in other forms."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def size(message: Mapping[str, Any]) -> int:
 
 
 def value(message: Mapping[str, Any]) -> Value:
-    """Return what a message says, by which messages are compared.
+    """Return the value by which messages are compared.
 
-    Of an assistant's, outer white space, the JSON text of arguments, ids of calls and reasoning do not count.
+    For the assistant's, outer white space, formatting of JSON arguments, ids of calls and reasoning do not count.
     """
     content = flat(message.get("content"))
     if message["role"] != "assistant":
@@ -58,7 +58,7 @@ def call_ids(message: Mapping[str, Any]) -> frozenset[str]:
 
 
 def parsed(arguments: Any) -> Any:
-    """Return a tool call's arguments as a value; text that is no JSON, or none that can be handled, stays text."""
+    """Return a tool call's arguments as a value; text that cannot be read as JSON stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -80,7 +80,7 @@ def agents_change(recorded: Sequence[Value], sent: Sequence[Value]) -> BreakCaus
     """
     at = common(recorded, sent)
     was, now = recorded[at:], sent[at:]
-    first = {message: n for n, message in reversed([*enumerate(was)])}  # where each stood
+    first = {message: n for n, message in reversed([*enumerate(was)])}  # message -> its first position
     if len(now) > 1 and was and now[0][0] == was[0][0] == "assistant" and now[0] not in first:
         return BreakCause.HISTORY_EDITED  # the reply itself
     replies = (n for n, (role, content, calls) in enumerate(now) if role == "assistant" and (content or calls))
@@ -103,7 +103,7 @@ def _canonical(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What one call sends.
+    """The prompt of one call.
 
     ids int32[P]. messages: what it was rendered from. break_cause: why it does not continue the ids of the call that
     its messages continue; None if it does, or continues none. rendering: None for raw prompts.
@@ -125,9 +125,9 @@ class Rendering:
     text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
     end in the text, start, end in the ids) of each recorded reply that the prompt contains with its own ids; outside
     them, the ids are those of the text.
-    turn: where in the ids the assistant's turn begins. head: the text with which it does, as far as history repeats it.
-    values, replies: what each message says, and which recorded reply it is. lost: why replies could not be kept.
-    setting: tools and options. opened: the text of the turn's message that is continued, "" if it is a new one.
+    turn: where in the ids the assistant's turn begins. head: its opening text, as far as later prompts repeat it.
+    values, replies: of each message, its value and the recorded reply that it is, if any. lost: why replies could not
+    be kept. setting: tools and options. opened: text of the message that the turn continues, "" if it is a new one.
     """
 
     text: str
@@ -142,7 +142,7 @@ class Rendering:
 
 
 class Record:
-    """A recorded call, and the message as the agent sends it back.
+    """A recorded call, and the message that the agent got for it.
 
     ids: prompt and completion. turn: those of the assistant's turn, which begins with `head`. stop: the end token, if
     sampled.

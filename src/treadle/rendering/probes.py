@@ -1,6 +1,6 @@
-"""What a chat template writes, tried out before it matters: all of a conversation? tools, and calls of them?
+"""Probes of a chat template: does it write all of a conversation, tools, and tool calls?
 
-Whether it writes all of a conversation is tried on one of the same shape.
+The first is tried on a conversation of the same shape.
 Templates silently drop roles that they do not know: `developer` on Qwen, `tool` on Phi. What they drop depends on roles
 and on which parts messages have, hardly on what these say, so each part is a word here:
 

@@ -8,17 +8,17 @@ Where the prompt has opened a thought, the text begins with that `<think>`.
     I look it up.                                                 content           "I look it up."
     <tool_call>{"name": "look", "arguments": {"who": "Anna"}}</tool_call>      one tool call
 
-Ours put thoughts and tool calls together; `auto` chooses each by what the chat template writes (`ChatRenderer.parser`).
-Tool calls have one reader for each format, from the text of a call to its name and arguments:
+Built-in parsers combine a format of thoughts and one of tool calls; `auto` chooses both by what the chat template
+writes (`ChatRenderer.parser`). Each format has a reader, from a call's text to its name and arguments:
 
     json_call      {"name": "look", "arguments": {"who": "Anna"}}              in <tool_call> tags: Hermes, Qwen 2.5, 3
     xml_call       <function=look><parameter=who>Anna</parameter></function>   in <tool_call> tags: Qwen 3.5, Nemotron
     glm_call       look<arg_key>who</arg_key><arg_value>Anna</arg_value>       in <tool_call> tags: GLM 4.5
 
-A call is read as it was written, or not at all: not where a value may be one of several (`value_of`), and not where
-text is left that belongs to no value. What a value holds does not end it: `</parameter>` does where a parameter or the
-end of the call follows. (A value that holds a whole parameter, line breaks included, cannot be told from that one.)
-What stands in a thought, or in a call that cannot be read, calls nothing.
+A call is read as it was written, or not at all: it stays content if a value is ambiguous (`value_of`) or text is left
+over. A `</parameter>` inside a value does not end it; one before another parameter or the end of the call does. (A
+value that contains a whole parameter, line breaks included, cannot be told from that one.) Calls inside thoughts, or
+inside a call that cannot be read, do not count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Tool = Mapping[str, Any]
 ReadCall = Callable[[str, Sequence[Tool]], ToolCall | None]
 """The text of a call, without the tags around it -> the call.
 
-None if that is no whole call. Raises Ambiguous for one that can be read in several ways: more text is then no remedy.
+None if it is incomplete. Raises Ambiguous if it can be read in several ways, which more text would not change.
 """
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
@@ -66,7 +66,7 @@ _ARGUMENT = re.compile(
 def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[ToolCall]]:
     """Return the text without its tool calls, which stand in <tool_call> tags, and the calls.
 
-    All of it stays text if closing tags are left over: then a value holds some, and was cut.
+    All of it stays text if closing tags are left over: some were inside a value, which was cut.
     """
     calls: list[ToolCall] = []
     kept: list[str] = []
@@ -112,13 +112,13 @@ def json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     arguments: Any = next((call[key] for key in others), {})
     if isinstance(arguments, str):
         arguments = _json(arguments)
-    return _made(call["name"], arguments) if isinstance(arguments, dict) else None
+    return _tool_call(call["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-    One line break on either side of a value is the format's; where values differ in them, one was cut.
+    One line break on either side of a value belongs to the format; if values differ in it, one was cut.
     """
     match = _FUNCTION.fullmatch(text)
     pairs = _pairs(_PARAMETER, match[2]) if match else None
@@ -137,7 +137,7 @@ def glm_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     return None if match is None or pairs is None else _typed(match[1], pairs, tools)
 
 
-def _made(name: str, arguments: Mapping[str, Any]) -> ToolCall:
+def _tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
     text = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(id="", type="function", function=FunctionCall(name=name, arguments=text))
 
@@ -145,7 +145,7 @@ def _made(name: str, arguments: Mapping[str, Any]) -> ToolCall:
 def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
     """Return key and value of each argument.
 
-    None if that is not all of the text, or a value contains a call that does not end in it. Raises Ambiguous for a
+    None if text is left over, or a value contains a call that does not end in it. Raises Ambiguous for a
     repeated key.
     """
     if text.count(CALL) > text.count(_CLOSE):
@@ -167,7 +167,7 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -
     """Make a call with values of the types that the tool's schema allows. Raises Ambiguous."""
     functions = [tool.get("function", {}) for tool in tools]
     root = next((function.get("parameters") for function in functions if function.get("name") == name), None)
-    return _made(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
+    return _tool_call(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
 
 
 def _schema_of(key: str, root: Any) -> Any:
@@ -207,16 +207,16 @@ class Ambiguous(ValueError):
 
 
 def value_of(text: str, schema: Any, root: Any) -> Any:
-    """Return the value of an argument whose text does not say its type: as the schema allows it, or not at all.
+    """Return the value of an argument whose text does not show its type, as the schema allows it.
 
     Formats with tags write `5` for the number and for the text, and templates write `true` as JSON or as Python does.
-    The text is read in each way; what the schema does not allow is out:
+    The text is read in each way; readings that the schema does not allow are discarded:
 
         5    {"type": "integer"}             -> 5
         5    {"type": "string"}              -> "5"
         5    {"type": ["string", "integer"]} -> Ambiguous: a tool must not get what was not meant
 
-    Text that the schema allows in no reading is JSON if it can be read as such, else text. root: the schema of all
+    If the schema allows none, the text is read as JSON if it is JSON, else as text. root: the schema of all
     arguments, for references.
     """
     readings = list(_readings(text))
@@ -245,15 +245,15 @@ def _allows(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
         return schema is not False
     if value is None and schema.get("nullable") is True:  # OpenAPI's
         return True
-    if "$ref" in schema and not _allows(_referred(schema["$ref"], root), value, root, depth + 1):
+    if "$ref" in schema and not _allows(_resolve(schema["$ref"], root), value, root, depth + 1):
         return False
     types = schema.get("type")
     names = [types] if isinstance(types, str) else types if isinstance(types, Sequence) else []
-    if names and not any(_is(value, name) for name in names):
+    if names and not any(_has_type(value, name) for name in names):
         return False
-    if isinstance(schema.get("enum"), list) and not any(_same(value, one) for one in schema["enum"]):
+    if isinstance(schema.get("enum"), list) and not any(_equal(value, one) for one in schema["enum"]):
         return False
-    if "const" in schema and not _same(value, schema["const"]):
+    if "const" in schema and not _equal(value, schema["const"]):
         return False
     for key, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
         parts = schema.get(key)
@@ -262,7 +262,7 @@ def _allows(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
     return True
 
 
-def _is(value: object, name: object) -> bool:
+def _has_type(value: object, name: object) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
@@ -270,12 +270,12 @@ def _is(value: object, name: object) -> bool:
     return isinstance(value, _OF_TYPE.get(name, ()) if isinstance(name, str) else ())
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two values are the same JSON: 1 is 1.0, and not true."""
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two JSON values are equal: 1 is 1.0, but not true."""
     return isinstance(a, bool) is isinstance(b, bool) and bool(a == b)
 
 
-def _referred(reference: Any, root: Any) -> Any:
+def _resolve(reference: Any, root: Any) -> Any:
     """Resolve `#/$defs/name`; a reference to nothing allows anything."""
     path, schema = str(reference), root
     for step in path.removeprefix("#").strip("/").split("/") if path.startswith("#") else ["?"]:
@@ -297,7 +297,7 @@ ReadCalls = Callable[[str, Sequence[Tool]], tuple[str, list[ToolCall]]]
 
 @dataclass(frozen=True)
 class Parser:
-    """Reads replies with tool calls in one format. name: in errors.
+    """Reads replies with tool calls in one format. name: for errors.
 
     thoughts: whether a thought is taken out of the content. Otherwise it stays, and is not searched for calls.
     tags: what opens and closes a thought.
@@ -357,7 +357,7 @@ def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
         recipient = _RECIPIENT.search(match[1] + match[3]) if match else None
         arguments = _json(match[4]) if match and recipient and tools else None
         if recipient and isinstance(arguments, dict):
-            calls.append(_made(recipient[1], arguments))
+            calls.append(_tool_call(recipient[1], arguments))
         elif match and not recipient and match[2] == "analysis":
             thoughts.append(match[4])
         else:
@@ -393,7 +393,7 @@ def _split_thought(text: str, unopened: bool, tags: tuple[str, str]) -> tuple[st
     opening, closing = tags
     before, end, after = text.partition(closing)
     inner = before.lstrip()
-    # Behind another tag, the end is none of a thought that the text begins with: in a call, it is an argument's.
+    # After another tag, the closing tag does not end a thought at the beginning: in a call, it belongs to an argument.
     if not inner.startswith(opening) and (not unopened or not end or CALL in before or opening in before):
         return "", "", text
     rest = after.lstrip("\n")

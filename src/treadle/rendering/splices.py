@@ -1,14 +1,14 @@
-"""Where recorded replies stand in the rendered conversation, and which of them the template keeps.
+"""Find recorded replies in the rendered conversation, and tell which of them the template keeps.
 
-A reply is kept if every part of the message that was handed out for it (thought, content, each tool call) comes out of
-the template, thought and content unchanged inside their outer white space. What stands there is then replaced by the
-recorded ids, from the beginning of the turn to the sampled end token:
+A reply is kept if the template writes every part of the message that the agent got for it (thought, content, each tool
+call), thought and content unchanged but for outer white space. That text is then replaced by the recorded ids, from the
+beginning of the turn to the sampled end token:
 
     ...<|im_end|>\\n[<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n4.<|im_end|>]\\n<|im_start|>user\\n...
                   `------------------------- one splice -------------------------´
 
-This is judged on the message, not on what was sampled: a template that writes a tool call in its own way, or adds an
-empty thought, keeps it.
+The message decides, not the sampled text: a template that formats a tool call in its own way, or adds an empty thought,
+keeps it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Where a turn can stand: its head from `start` on, its parts from `first` to `last`, its end before `limit`.
+    """Bounds of a turn: its head begins at `start` or later, its parts go from `first` to `last`, it ends by `limit`.
 
-    first, last: None where no part shows a mark. hidden: an earlier message may stand in the window too.
+    first, last: None if no part shows a mark. hidden: an earlier message may be in the window too.
     tight: the limit is a mark of the next message.
     """
 
@@ -64,7 +64,7 @@ def locate(
     limits = _limits(places, len(messages), len(text))
     splices: list[Splice] = []
     lost: dict[int, BreakCause] = {}
-    at, hidden = 0, False  # all before `at` is settled; hidden: an assistant message behind it shows no mark
+    at, hidden = 0, False  # text before `at` is done; hidden: an assistant message after it shows no mark
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             if places.fences.get(number, -1) > at:
@@ -91,17 +91,17 @@ def locate(
 
 
 def _limits(places: Marked, messages: int, end: int) -> list[int]:
-    """Return, for each message and for the end, the first mark of the messages behind it."""
+    """Return, for each message and for the end, the first mark of the messages after it."""
     limits = [end] * (messages + 1)
     for number in range(messages - 2, -1, -1):
-        behind = number + 1
-        marks = [places.fences.get(behind, end), *(start for start, _ in places.parts.get(behind, {}).values())]
-        limits[number] = min(limits[behind], *marks)
+        after = number + 1
+        marks = [places.fences.get(after, end), *(start for start, _ in places.parts.get(after, {}).values())]
+        limits[number] = min(limits[after], *marks)
     return limits
 
 
 def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) -> BreakCause | None:
-    """Return what the template leaves out or alters, by the marks."""
+    """Return the cause if the marks show that the template omits or alters a part."""
     for part, wanted, cause in _wanted(message):
         if part not in parts:
             return cause
@@ -112,7 +112,7 @@ def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) ->
 
 
 def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
-    """Yield the parts that are not blank, and the cause if one does not come out."""
+    """Yield each part that is not blank, its text, and the cause if it is not written."""
     if thought := reasoning(message):
         yield "reasoning", thought, BreakCause.THINKING_STRIPPED
     for number, call in enumerate(message.get("tool_calls") or ()):
@@ -128,15 +128,15 @@ def _turn(
     """Find the turn, from its head to the end token."""
     if window.first is not None:
         start = text.rfind(reply.head, window.start, window.first)
-    elif window.hidden:  # of several turns that say nothing, the last
+    elif window.hidden:  # of several empty turns, the last
         start = text.rfind(reply.head, window.start, window.limit) if window.tight else -1
     else:
         start = text.find(reply.head, window.start, window.limit)
-    behind = start + len(reply.head) if window.last is None else window.last
-    end = ends.search(text, behind, window.limit) if start >= 0 else None
+    parts_end = start + len(reply.head) if window.last is None else window.last
+    end = ends.search(text, parts_end, window.limit) if start >= 0 else None
     if end is None:
         return BreakCause.REWRITTEN
-    if window.first is None:  # no marks: all must stand there
+    if window.first is None:  # without marks, every part must be in the text
         written = text[start : end.start()]
         for _, wanted, cause in _wanted(message):
             if wanted not in written:
@@ -151,16 +151,16 @@ Part = int | str
 _FENCE = "fence"
 _SECRET = secret_text()
 _MARKS = re.compile(f"{_SECRET}([0-9]+){_SECRET}")
-# Where a fence may stand: inside a word, else behind a character; not in a tag, which templates look for.
+# Where to put a fence: inside a word, else after a character; not in a tag, which templates look for.
 _PLACES = (re.compile(r"(?s).*\w(?=\w)(?!\w*>)"), re.compile(r"(?s).*[^\s<>](?!\w*>)"))
-_LOOKED_AT = 400  # characters at the end of a content in which a place for a fence is looked for
+_SEARCHED = 400  # characters at the end of a message in which a fence may be put
 
 
 @dataclass(slots=True)
 class Marked:
-    """Where the parts of messages stand in a text.
+    """Positions of the parts of messages in a text.
 
-    parts: message number -> part -> (start, end). fences: message number -> place, in order of messages.
+    parts: message number -> part -> (start, end). fences: message number -> position, in order of messages.
     """
 
     parts: dict[int, dict[Part, tuple[int, int]]] = field(default_factory=dict)
@@ -168,14 +168,14 @@ class Marked:
 
 
 class Marks:
-    """Sets secret texts around the parts of messages, by which they are found in the rendered text.
+    """Puts secret texts around the parts of messages, by which they are found in the rendered text.
 
         {"role": "assistant", "content": "\\n4."}  --mark-->  "\\n" MARK "4." MARK  --template-->  text with marks
         text with marks  --read-->  the text without them, and where each part begins and ends in it
 
-    A template that writes a part elsewhere, cut, or not at all is thereby seen to do so. A part is marked inside its
-    outer white space, which many templates trim. Messages that are not the assistant's get one mark somewhere inside, a
-    fence: it tells what stands before them from what stands behind.
+    This shows if a template moves, cuts or omits a part. A part is marked inside its outer white space, which many
+    templates trim. Messages that are not the assistant's get one mark, a fence, which separates the text before them
+    from the text after.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Marks:
         ]
 
     def read(self, rendered: str) -> tuple[str, Marked]:
-        """Return the text without marks, and where they stood in it; of a part that comes out twice, the first."""
+        """Return the text without marks, and where they were; of a part that is written twice, the first."""
         pieces: list[str] = []
         places: dict[tuple[int, Part, int], int] = {}
         length = last = 0
@@ -232,7 +232,7 @@ class Marks:
 
     def _fence(self, number: int, message: Plain) -> Plain:
         content = message["content"]
-        begin = max(0, len(content) - _LOOKED_AT)
+        begin = max(0, len(content) - _SEARCHED)
         match = next(filter(None, (place.match(content, begin) for place in _PLACES)), None)
         if message["role"] == "system" or not match:
             return message

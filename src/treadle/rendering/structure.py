@@ -6,11 +6,11 @@ A copy of the tokenizer knows them by private names alone, so that their usual n
     the template's constants  --claim-->   the same, each structural string by its private name
     rendering                 --encode-->  ids: where a private name stands, the template alone has written it
 
-A private name holds a secret, so that nothing that a message holds can be or become one, however a template
-cuts and joins it: half a structural string that the template's own text completes is ordinary text too.
+A private name holds a secret, so that no text of a message can be or become one, however a template cuts and
+joins it: half a structural string that the template's own text completes is ordinary text too.
 
 Text is encoded piece by piece, each from one structural token to the next; tokenizers never look across those. The
-pieces are memoised: most of a conversation is the same in the next call.
+pieces are memoized: most of a conversation is the same in the next call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # of byte fallback: characters, even where they are declared special
-_MEMOISED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them
-_LONG = 2**14  # characters from which on encoding lets other threads run, which costs a little
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # byte fallback: characters, even if declared special
+_MEMOIZED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them
+_LONG = 2**14  # characters above which encoding releases the GIL, which costs a little
 
 
 def secret_text() -> str:
@@ -44,7 +44,7 @@ def secret_text() -> str:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of text. Long texts let other threads run. Raises DataError for a lone surrogate."""
+    """Return the token ids of text. Long texts release the GIL. Raises DataError for a lone surrogate."""
     try:
         if len(text) < _LONG:
             return tokenizer.encode(text, add_special_tokens=False).ids
@@ -79,7 +79,7 @@ class Structure:
         self._copy = type(tokenizer).from_str(json.dumps(_renamed(spec, self.names)))
         self._usual = any_of(ids)
         self.pattern = re.compile(f"{self._secret}.+?{self._secret}", re.DOTALL)  # a private name
-        self._memos = [(longest, lru_cache(maxsize=pieces)(self._piece)) for longest, pieces in _MEMOISED]
+        self._memos = [(longest, lru_cache(maxsize=pieces)(self._piece)) for longest, pieces in _MEMOIZED]
 
     def claim(self, text: str) -> str:
         """Write a template's own text with private names; `plain` undoes it."""
@@ -99,10 +99,10 @@ class Structure:
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
         pieces = []
         for start, end in pairwise(cuts):
-            piece, following = text[start:end], self.pattern.match(text, end) if self._strips else None
-            behind = following[0] if following else None
+            piece, match = text[start:end], self.pattern.match(text, end) if self._strips else None
+            following = match[0] if match and match[0] in self._strips else None
             encode = next((memo for longest, memo in self._memos if len(piece) <= longest), self._piece)
-            pieces.append(encode(piece, after if start == 0 else None, behind if behind in self._strips else None))
+            pieces.append(encode(piece, after if start == 0 else None, following))
         return pieces
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -156,7 +156,7 @@ _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """The bytes that each token stands for: characters may be cut over several, so that no token's text can tell.
+    """The bytes of each token. A character may be split over several tokens, whose texts then do not show it.
 
     "é" as two tokens     b"\\xc3", b"\\xa9"      byte-level vocabularies, and SentencePiece with bytes (`<0xC3>`)
     "▁the"                b" the"               SentencePiece

@@ -1,7 +1,7 @@
 """`ChatTemplate`: a Jinja chat template, rendered to text, and the facts about it that rendering needs.
 
-The structural strings in a template's own constants are replaced by private names (`Structure.claim`) when it is
-compiled; what it is given holds none. Some templates put them together from roles: `Composed`.
+When a template is compiled, the structural strings in its own constants are replaced by private names
+(`Structure.claim`), which no message contains. Some templates build these strings from roles: `Composed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Variables = Mapping[str, Any]
 Plain = dict[str, Any]
 """A message as templates read it: plain data, `content` a string, tool arguments as the template wants them."""
 
-# What templates fail with where they do not expect a conversation: they are programs of others.
+# What templates, which are other people's programs, raise for conversations that they do not expect.
 _REFUSALS = (
     *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError),
@@ -54,8 +54,8 @@ class Opening:
 class ChatTemplate:
     """Renders one template. variables: what it may read beside messages and tools (the names of special tokens).
 
-    Raises ConfigError for one that cannot be compiled, or that puts structural strings together in a way that hides
-    whether all of them is its own.
+    Raises ConfigError for one that cannot be compiled, or that builds structural strings from pieces that cannot be
+    told from a message's text.
     """
 
     def __init__(self, source: str, variables: Variables, structure: Structure) -> None:
@@ -69,8 +69,8 @@ class ChatTemplate:
             self._template = self._compile(source)
         if pieces := self._unclaimed():
             raise ConfigError(
-                f"the chat template puts {pieces[0]} together from pieces, so that nothing tells it from text that a "
-                "message holds; write it in one piece (model.chat_template)"
+                f"the chat template builds {pieces[0]} from pieces, so that it cannot be told from the text of a "
+                "message; write it in one piece (model.chat_template)"
             )
 
     def render(
@@ -78,7 +78,7 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text, structural tokens by private names.
 
-        Raises DataError if the template refuses it, or fails with it.
+        Raises DataError if the template refuses it, or fails.
         """
         variables = {**self._variables, **options, "add_generation_prompt": generation_prompt}
         shown = [{**m, "role": Role.of(m["role"])} for m in messages] if self._composed else messages
@@ -109,7 +109,7 @@ class ChatTemplate:
         return template
 
     def _unclaimed(self) -> list[str]:
-        """List structural strings in harmless conversations that are not known as the template's."""
+        """List structural strings in harmless conversations that do not show as the template's own."""
         system: Plain = {"role": "system", "content": _PROBE}
         result: Plain = {"role": "tool", "content": _PROBE}
         talks = [_QUESTION], [_QUESTION, _REPLY, _QUESTION], [system, _QUESTION, _REPLY], [_QUESTION, _REPLY, result]
@@ -124,13 +124,13 @@ class ChatTemplate:
             function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
             call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
             text = self._try([_QUESTION, call])
-            if _PROBE in text and '\\"' not in text:  # written twice as JSON, it has its quotes escaped
+            if _PROBE in text and '\\"' not in text:  # quotes are escaped if text is written as JSON again
                 return as_text
         return False
 
     @cached_property
     def after_reply(self) -> tuple[str, str]:
-        """What it writes after a reply, before a question and at the end; "" if it writes no such message."""
+        """Text after a reply: before the next question, and at the end; "" if the template leaves the reply out."""
         texts = self._try([_QUESTION, _REPLY, _QUESTION]), self._try([_QUESTION, _REPLY])
         earlier, last = (text.rpartition(_PROBE)[2] if _PROBE in text else "" for text in texts)
         return earlier, last
@@ -176,7 +176,7 @@ _SECRET = secret_text()
 
 
 class Role(str):
-    """Marks a role, so that it is recognised where it was written; as a value it is just its word."""
+    """A role that marks itself where it is written out; compared or looked up, it is the plain word."""
 
     __slots__ = ()
 
@@ -199,7 +199,7 @@ class Role(str):
 
 
 class Composed:
-    """Finds structural strings that a template puts together from roles: `'<|' + message['role'] + '|>'` is `<|user|>`.
+    """Finds structural strings that a template builds from roles: `'<|' + message['role'] + '|>'` is `<|user|>`.
 
     A role is a word that the template expects, and the only text of a message that may be part of structure. It is
     passed to such templates as a `Role`. A structural string is the template's if it consists of a role between two
@@ -218,13 +218,13 @@ class Composed:
         self._halves = re.compile(rf"(?P<before>(?:{before.pattern})\Z)|(?P<after>\A(?:{after.pattern}))")
 
     def constant(self, text: str) -> str:
-        """Make a Role of a template's constant, or mark where it can stand beside one."""
+        """Turn a template's constant into a Role, or mark the end that may adjoin one."""
         if text in _ROLES:
             return Role(text)
         return self._halves.sub(lambda m: m[0] + _SECRET if m.lastgroup == "before" else _SECRET + m[0], text)
 
     def read(self, text: str) -> str:
-        """Write rendered text with private names, without marks."""
+        """Return rendered text with private names and without marks."""
         return self._pattern.sub(lambda match: self._names[match[0]], text).replace(_SECRET, "")
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.replay import RecordedCall, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -51,13 +53,31 @@ class Players:
         return any(getattr(made_class(driver), "may_wait", False) for driver in self.drivers.values())
 
 
+class CallLog(Protocol):
+    """Keeps the answered calls of attempts until these are recorded, for a run that is killed before."""
+
+    def recorded(self, address: Address) -> Sequence[RecordedCall]:
+        """Take what is on record of an attempt: its first calls, without a gap."""
+
+    def add(self, address: Address, call: RecordedCall) -> Awaitable[None]:
+        """Make a call durable, whether or not it is waited for. Raises RunError."""
+
+    def restarted(self, address: Address, player: str, what: str) -> None:
+        """Forget an attempt's calls: it did not repeat them. player: `environment 'lookup'`."""
+
+
 class RolloutRunner(Protocol):
-    """Plays attempts at tasks. sampling: as used in training."""
+    """Plays attempts at tasks. sampling: as used in training. log: for attempts that a resumed run goes on with."""
 
     sampling: SamplingParams
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+        self,
+        group_id: str,
+        task: Task,
+        addresses: list[Address],
+        sampling: SamplingParams | None = None,
+        log: CallLog | None = None,
     ) -> list[asyncio.Future[Trajectory]]: ...
 
 
@@ -81,7 +101,12 @@ class Rollouts:
         self._shaper = RewardShaper(rewards, config.environment_timeout)
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+        self,
+        group_id: str,
+        task: Task,
+        addresses: list[Address],
+        sampling: SamplingParams | None = None,
+        log: CallLog | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         """Open one session per address, now and in order, and start the attempts; return their futures.
 
@@ -89,11 +114,11 @@ class Rollouts:
         before the first one calls it.
         """
         driver = self._drivers[task.player]
+        log = log if log is not None and driver.replays(task) else None
+        specs = [self._spec(group_id, a, sampling or self.sampling, log) for a in addresses]
         attempts: list[asyncio.Future[Trajectory]] = []
-        for session, address in [
-            (driver.open_session(self._spec(group_id, a, sampling or self.sampling)), a) for a in addresses
-        ]:
-            attempt = asyncio.ensure_future(self._attempt(driver, session, task, address))
+        for session, spec in [(driver.open_session(spec), spec) for spec in specs]:
+            attempt = asyncio.ensure_future(self._attempt(driver, session, task, spec, log))
             # also if it is cancelled before it begins
             attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]
             attempts.append(attempt)
@@ -119,40 +144,80 @@ class Rollouts:
     def status(self) -> list[ComponentStatus]:
         return []
 
-    def _spec(self, group_id: str, address: Address, sampling: SamplingParams) -> SessionSpec:
+    def _spec(
+        self, group_id: str, address: Address, sampling: SamplingParams, log: CallLog | None = None
+    ) -> SessionSpec:
         name = trajectory_id(group_id, address.attempt)
         prompt, whole = self.config.max_input_tokens, self.config.max_total_tokens
-        return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, max_total_tokens=whole)
+        replay = None if log is None else Replay(log.recorded(address), partial(log.add, address))
+        return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, whole, replay)
 
-    async def _attempt(self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address) -> Trajectory:
-        """Play an attempt, weight its rewards, and shape them if it is for training."""
+    async def _attempt(
+        self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, log: CallLog | None
+    ) -> Trajectory:
+        """Play an attempt, weight its rewards, and shape them if it is for training.
+
+        Where it does not repeat its recorded calls it is played again without them.
+        """
         user = user_code(task, session.name)
         try:
             async with driver.place():
-                started = time.perf_counter()
-                outcome = await self._outcome(driver, session, task.copy(), user)
-                seconds = time.perf_counter() - started
-            played = Trajectory(
-                trajectory_id=session.name,
-                task_id=task.task_id,
-                attempt=address.attempt,
-                steps=tuple(session.steps),
-                reward=outcome.reward,
-                status=outcome.status,
-                failure=outcome.failure,
-                warning=outcome.warning,
-                seconds=seconds,
-                metrics=outcome.metrics,
-                blocked_seconds=user.blocked_seconds,
-            )
+                played = await self._replayed(driver, session, task, spec, user)
+                if played is None:
+                    assert log is not None and spec.replay is not None
+                    log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
+                    session.close()
+                    user.release()
+                    user = user_code(task, session.name)
+                    session = driver.open_session(replace(spec, replay=Replay((), partial(log.add, spec.address))))
+                    try:
+                        played = await self._played(driver, session, task, spec.address, user)
+                    finally:
+                        session.close()
             weighted = self._shaper.apply_weights(played)
-            if address.stream is not Stream.TRAIN:
+            if spec.address.stream is not Stream.TRAIN:
                 return weighted
             shaped = await self._shaper.shape(task.copy(), weighted, user)
             trained = self.config.compaction is None or self.config.compaction.trained
             return shaped if trained else without_summaries(shaped)
         finally:
             user.release()
+
+    async def _replayed(
+        self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, user: UserCode
+    ) -> Trajectory | None:
+        """Play an attempt as `_played` does; return None if it does not repeat its recorded calls."""
+        playing = self._played(driver, session, task, spec.address, user)
+        if spec.replay is None or not spec.replay.count:
+            return await playing
+        attempt = asyncio.ensure_future(playing)
+        spec.replay.on_divergence = attempt.cancel
+        try:
+            return await attempt
+        except asyncio.CancelledError:
+            if spec.replay.diverged_at is None or ((current := asyncio.current_task()) and current.cancelling()):
+                raise
+            return None
+
+    async def _played(
+        self, driver: AttemptDriver[Any], session: Session, task: Task, address: Address, user: UserCode
+    ) -> Trajectory:
+        started = time.perf_counter()
+        outcome = await self._outcome(driver, session, task.copy(), user)
+        seconds = time.perf_counter() - started
+        return Trajectory(
+            trajectory_id=session.name,
+            task_id=task.task_id,
+            attempt=address.attempt,
+            steps=tuple(session.steps),
+            reward=outcome.reward,
+            status=outcome.status,
+            failure=outcome.failure,
+            warning=outcome.warning,
+            seconds=seconds,
+            metrics=outcome.metrics,
+            blocked_seconds=user.blocked_seconds,
+        )
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
         """Return the driver's outcome, or that of an error or of the attempt's time limit."""

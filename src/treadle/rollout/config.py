@@ -133,6 +133,9 @@ class RolloutConfig(Config):
     reply_parser: str = Field(
         AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
     )
+    infer_rejected: bool = Field(
+        True, description="reject calls of agent programs whose answers were thrown away, by their later prompts"
+    )
     gateway: GatewayConfig = Field(GatewayConfig(), description="where agent programs reach the model")
     compaction: CompactionConfig | None = Field(
         None, description="summaries of long conversations with environments; null: none are asked for"

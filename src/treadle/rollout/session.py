@@ -24,6 +24,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import Prompt
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
+from treadle.rollout.replay import RecordedCall, Replay, request_digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +51,8 @@ class SessionSpec:
     """What a session is opened with.
 
     name: the trajectory's id, and the engine's name of the session. sampling: of every call. max_input_tokens: longest
-    prompt. max_total_tokens: after which there are no more calls (`computed_tokens`); 0: no limit.
+    prompt. max_total_tokens: after which there are no more calls (`computed_tokens`); 0: no limit. replay: where calls
+    are recorded as they are answered, and those that are recorded already.
     """
 
     name: str
@@ -60,6 +62,7 @@ class SessionSpec:
     max_input_tokens: int
     address: Address
     max_total_tokens: int = 0
+    replay: Replay | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Session:
     strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
     bounds a call's `max_tokens`.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
-    have no answered retry.
+    have no answered retry. said_used: whether an answer was used, by number, where the agent says so.
     """
 
     def __init__(
@@ -136,8 +139,9 @@ class Session:
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
+        self.said_used: dict[int, bool] = {}
         self._engine, self._sampling = spec.engine, spec.sampling
-        self._max_input_tokens, self._address = spec.max_input_tokens, spec.address
+        self._max_input_tokens, self._address, self._replay = spec.max_input_tokens, spec.address, spec.replay
         self._max_total_tokens = spec.max_total_tokens
         self._callers_sampling, self._context = callers_sampling, context
         self._conversation = Conversation(spec.renderer)
@@ -249,6 +253,10 @@ class Session:
         sampling = self._sampling_of(number, options.sampling_overrides, len(prompt.ids))
         if options.max_tokens is not None:
             sampling = replace(sampling, max_tokens=options.max_tokens)
+        request = request_digest(prompt.ids, sampling) if self._replay else b""
+        recorded = await self._replay.answer(number, request) if self._replay else None
+        if recorded is not None and recorded.number != number:
+            sampling = replace(sampling, seed=self._seed(recorded.number))
         started, clock, limit = time.time(), time.perf_counter(), sampling.max_tokens
 
         def record(completion: Completion, dropped: DropReason | None = None) -> Step:
@@ -270,10 +278,15 @@ class Session:
             return self._steps[number]
 
         try:
-            completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
+            if recorded is None:
+                completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
+            else:
+                completion = recorded.completion
             if not 0 < len(completion.token_ids) <= limit:
                 raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were asked for")
             step = record(completion)
+            if self._replay and recorded is None:
+                self._replay.keep(RecordedCall(number, request, completion))
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and not current.cancelling():
                 raise EngineError(f"step {number}: the engine cancelled the call by itself") from error
@@ -287,8 +300,8 @@ class Session:
         return step, text[:end], stop
 
     def _sampling_of(self, number: int, overrides: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
-        a, recipe = self._address, self._sampling
-        seeded = replace(recipe, seed=call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number))
+        recipe = self._sampling
+        seeded = replace(recipe, seed=self._seed(number))
         if self._callers_sampling:
             for name in sorted(overrides.keys() - _SAMPLING):
                 raise DataError(f"{name} is {overrides[name]}; no engine here samples that way, leave it out")
@@ -302,6 +315,10 @@ class Session:
         if self._context is None:
             return sampling
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._context - prompt_tokens)))
+
+    def _seed(self, number: int) -> int:
+        a = self._address
+        return call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number)
 
     def _begun(self, prompt: Prompt) -> str:
         """Return the tag of a thought that the prompt leaves open, for parsers that take thoughts out."""

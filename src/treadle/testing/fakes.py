@@ -30,6 +30,7 @@ from treadle.core.types import (
     Trajectory,
     trajectory_id,
 )
+from treadle.rollout.attempt import CallLog
 from treadle.rollout.session import Address
 
 
@@ -136,7 +137,12 @@ class FakeRunner:
         self._sampling_now, self._sampled, self._since = 0, 0.0, 0.0
 
     def start(
-        self, group_id: str, task: Task, addresses: list[Address], sampling: SamplingParams | None = None
+        self,
+        group_id: str,
+        task: Task,
+        addresses: list[Address],
+        sampling: SamplingParams | None = None,
+        log: CallLog | None = None,
     ) -> list[asyncio.Future[Trajectory]]:
         return [asyncio.ensure_future(self._play(trajectory_id(group_id, a.attempt), task, a)) for a in addresses]
 

@@ -33,6 +33,7 @@ from treadle.core.errors import CheckpointError
 from treadle.core.files import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
 from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
+from treadle.models.model_files import ADAPTER_WEIGHTS
 from treadle.models.tensor_file import write_tensors
 from treadle.models.weights import adapter_weights, gathered, saved, trained
 from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards
@@ -59,7 +60,7 @@ def model_files(
     saved ones, whole and in the order of names, where the model's own are shards.
     """
     if adapter_weights(model):
-        from treadle.models.lora import ADAPTER_WEIGHTS, adapter_files  # peft, which only adapters need
+        from treadle.models.lora import adapter_files  # peft, which only adapters need
 
         yield ADAPTER_WEIGHTS, _weights(model, weights)
         yield from adapter_files(model)

@@ -7,13 +7,15 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, shared_files, sized, under_way
+from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, shared_files, sized, started, under_way
 from tests.models import step_logprobs
 from tests.orchestration.runs import check_finished, recorded, start
 from treadle.core.config import build
@@ -76,15 +78,15 @@ async def serving(
     config = build(
         EngineConfig, {"kind": "vllm", "batch": 32, "options": {"python": python_with_vllm(), **VLLM["tied"]}}
     )
-    exported = Exported.read(folder / "adapter")
-    config = exported.served_by(config, slots=(pinned or 0) + 2)
+    exported = Exported.read(folder / "adapter", slots=(pinned or 0) + 2)
+    config = exported.served_by(config)
     engine, publication = await open_engine(
         config,
         adapted.source,
         serve=lambda number: ServerProcess(folder / "base", config, folder / "log"),
         stop_token_ids=[],
         probe=Probe(PROBE, config.tolerance),
-        adapters=exported.settings,
+        adapters=exported,
         pinned=pinned,
         notify=(said if said is not None else []).append,
     )
@@ -167,22 +169,62 @@ async def test_versions_side_by_side_for_pinned_sessions(tmp_path: Path) -> None
         assert [adapter.version for adapter in publication._alive] == [2, 4]  # of 3 there was no session
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_run_trains_adapters_that_servers_sample(tmp_path: Path, pinned: bool) -> None:
-    export_model(tmp_path / "base", sized("qwen3", 0), TOKENIZER)
-    options = {"python": python_with_vllm(), **VLLM["tied"]}
+def play(folder: Path, name: str, options: dict[str, Any], *more: str) -> None:
     start(
-        tmp_path / "run",
+        folder / name,
         "model.build=null",
         "model.tokenizer=null",
-        f"model.path={tmp_path / 'base'}",
-        f"training.lora={{rank: 4, pin_attempts: {str(pinned).lower()}}}",
+        f"model.path={folder / 'base'}",
+        "training.lora={rank: 4}",
         f"engine={{kind: vllm, batch: 16, options: {json.dumps(options)}}}",
         "orchestration.max_staleness=1",
         "orchestration.updates=8",
         "data.train.options.seconds=0.2",
+        *more,
     )
-    check_finished(tmp_path / "run")  # what was sampled has the learner's log-probabilities
-    versions = [{int(v) for s in steps for v in s.policy_versions} for _, steps in recorded(tmp_path / "run")]
+
+
+def check_sampled(run: Path, pinned: bool) -> None:
+    check_finished(run)  # what was sampled has the learner's log-probabilities
+    versions = [{int(v) for s in steps for v in s.policy_versions} for _, steps in recorded(run)]
     assert max(max(each) for each in versions) >= 6
     assert not pinned or max(map(len, versions)) == 1
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_run_trains_adapters_that_servers_sample(tmp_path: Path, pinned: bool) -> None:
+    export_model(tmp_path / "base", sized("qwen3", 0), TOKENIZER)
+    options = {"python": python_with_vllm(), **VLLM["tied"]}
+    play(tmp_path, "run", options, f"training.lora.pin_attempts={str(pinned).lower()}")
+    check_sampled(tmp_path / "run", pinned)
+
+
+ARGUMENTS = {
+    "enable-lora": True,
+    "max-loras": 3,
+    "max-lora-rank": 8,
+    "lora-target-modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
+
+
+def test_a_server_that_runs_samples_adapters(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """It finds their files in the run's directory, and has none left afterwards; what does not fit it is refused."""
+    export_model(tmp_path / "base", sized("qwen3", 0), TOKENIZER)
+    options = {
+        "python": python_with_vllm(),
+        "args": {**VLLM["tied"]["args"], **ARGUMENTS},
+        "environment": {**VLLM["tied"]["environment"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+    }
+    config = build(EngineConfig, {"kind": "vllm", "batch": 16, "options": options})
+    process = ServerProcess(tmp_path / "base", config, tmp_path / "log")
+    request.addfinalizer(lambda: asyncio.run(process.stop()))
+    asyncio.run(started(process))
+    running = {"servers": [process.url]}
+    with pytest.raises(EngineError, match=r"start it with VLLM_ALLOW_.*=True .* --max-loras 3 --max-lora-rank 16"):
+        play(tmp_path, "rank", running, "training.lora={rank: 9, pin_attempts: true}")
+    with pytest.raises(EngineError, match="was started for adapters, which whole weights do not fit"):
+        play(tmp_path, "whole", running, "training.lora=null")
+    play(tmp_path, "run", running, "training.lora.pin_attempts=true")
+    check_sampled(tmp_path / "run", pinned=True)
+    assert len(httpx.get(f"{process.url}/v1/models", timeout=60).json()["data"]) == 1
+    assert not list((tmp_path / "run").glob("treadle_weights*"))

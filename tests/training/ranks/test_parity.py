@@ -123,7 +123,16 @@ FLOAT32 = {
 }
 FAMILIES = {
     family: Case(MANY, family, double=False, training=budget(40))
-    for family in ("qwen3", "qwen3-untied", "mistral-sliding", "gemma3-half-sliding", "qwen3-moe", "lfm2", "mamba")
+    for family in (
+        "qwen3",
+        "qwen3-untied",
+        "mistral-sliding",
+        "gemma3-half-sliding",
+        "qwen3-moe",
+        "lfm2",
+        "mamba",
+        "deepseek-latent",
+    )
 }
 
 

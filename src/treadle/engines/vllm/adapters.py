@@ -15,76 +15,116 @@ import asyncio
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from torch import Tensor
+
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats
 from treadle.engines.config import EngineConfig
-from treadle.engines.staging import WeightsFile, stage_file
+from treadle.engines.vllm.launch import flags
 from treadle.engines.vllm.publication import Probe
 from treadle.engines.vllm.server import Adapter, Admission, Admitted, Server, on_each
-from treadle.models.model_files import ADAPTER_CONFIG
+from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from treadle.models.tensor_file import write_tensors
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for; every call costs as much as the largest
+_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_CLOSING = 10.0  # seconds for servers to unload adapters
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an adapter's directory says of it. settings: the content of adapter_config.json."""
+    """An adapter in a directory that all servers see; other versions are written beside it.
 
+    slots: versions that servers compute at once.
+    """
+
+    directory: Path
     base: Path
     rank: int
     targets: list[str]
-    settings: bytes
+    slots: int
 
     @classmethod
-    def read(cls, directory: Path) -> Exported:
-        content = (directory / ADAPTER_CONFIG).read_bytes()
-        settings: Any = json.loads(content)
-        return cls(Path(settings["base_model_name_or_path"]), settings["r"], settings["target_modules"], content)
+    def read(cls, directory: Path, slots: int = 2) -> Exported:
+        settings: Any = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+        base, rank, targets = (settings[name] for name in ("base_model_name_or_path", "r", "target_modules"))
+        return cls(directory.absolute(), Path(base), rank, targets, slots)
 
-    def served_by(self, config: EngineConfig, slots: int) -> EngineConfig:
-        """Return the settings of servers that compute `slots` versions at once. `engine.options` overrides them."""
-        args = {
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of its servers."""
+        return {
             "enable-lora": True,
-            "max-loras": slots,
+            "max-loras": self.slots,
             "max-lora-rank": next(rank for rank in _RANKS if rank >= self.rank),
             "lora-target-modules": self.targets,  # else it wraps the head too, and dies of scoring amid other calls
-            **config.vllm.args,
         }
-        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", **config.vllm.environment}
+
+    def served_by(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings of servers to be started. `engine.options` overrides what adapters need."""
+        args = {**self.arguments, **config.vllm.args}
+        environment = {_LOADING: "True", **config.vllm.environment}
         return config.model_copy(update={"options": {**config.options, "args": args, "environment": environment}})
+
+    async def check(self, server: Server) -> None:
+        """Raise EngineError if a server was started without what the adapter needs."""
+        info = await server.get("/server_info?config_format=json", 300.0)  # it looks at the machine first
+        lora = info["vllm_config"]["lora_config"]
+        if (
+            not info["vllm_env"][_LOADING]
+            or lora is None
+            or lora["max_loras"] < self.slots
+            or lora["max_lora_rank"] < self.rank
+            or "lm_head" in (modules := lora["target_modules"] or ["lm_head"])
+            or not {*self.targets} <= {*modules}
+        ):
+            raise EngineError(
+                f"{server} was not started for these adapters; start it with {_LOADING}=True in its environment and "
+                f"{' '.join(flags(self.arguments))}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """Writes an adapter's weights to a new directory (a `WeightsDestination`)."""
+
+    directory: Path
+
+    def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write them, in the process that has them. Raises EngineError."""
+        try:
+            self.directory.mkdir()
+            write_tensors(self.directory / ADAPTER_WEIGHTS, described, weights, {"format": "pt"})
+        except OSError as error:
+            raise EngineError(f"could not write an adapter to {self.directory}: {error}; make room there") from error
 
 
 class AdapterPublication:
     """Publishes adapters to vLLM's servers (a `WeightSync`), and knows which of them each call is for.
 
-    settings: the adapters' adapter_config.json. pinned: sessions keep the version of their first call, at most so many
-    behind the newest; None: a call is for the newest one as it begins.
+    exported: an adapter of the source, beside which versions are written. pinned: sessions keep the version of their
+    first call, at most so many behind the newest; None: a call is for the newest one as it begins.
     """
 
     def __init__(
         self,
         servers: MutableSequence[Server],
         source: WeightSource,
-        settings: bytes,
+        exported: Exported,
         *,
         probe: Probe | None = None,
         pinned: int | None = None,
     ) -> None:
-        self._servers, self._source, self._settings, self._probe, self._pinned = (
-            servers,
-            source,
-            settings,
-            probe,
-            pinned,
-        )
+        self._servers, self._source, self._exported = servers, source, exported
+        self._probe, self._pinned = probe, pinned
         self._owner, self._written = uuid4().hex[:8], 0
         self.admission = Admission()  # always open
         self.is_refused = False
@@ -132,10 +172,10 @@ class AdapterPublication:
         async with self._one:
             self._written += 1
             name = f"treadle-{self._owner}-{self._written}-v{version}"
-            file = await stage_file(self._source, WeightsFile(private=False, name="adapter_model.safetensors"))
-            new = Adapter(name, version, file.path.parent)
+            new = Adapter(name, version, self._exported.directory.with_name(name))
             try:
-                (new.directory / ADAPTER_CONFIG).write_bytes(self._settings)
+                await self._source.stage(AdapterFile(new.directory))
+                shutil.copyfile(self._exported.directory / ADAPTER_CONFIG, new.directory / ADAPTER_CONFIG)
                 expected = None if self._probe is None else await self._source.score(self._probe.ids)
                 await on_each(self._servers, lambda server: self._load(server, new))
                 await on_each(self._servers, lambda server: self._prove(server, new, expected))
@@ -161,9 +201,12 @@ class AdapterPublication:
                 await self._prove(server, self._alive[-1], self._expected)
             self._servers[number] = server
 
-    def close(self) -> None:
-        for adapter in self._alive:
-            shutil.rmtree(adapter.directory, ignore_errors=True)
+    async def close(self) -> None:
+        """Unload what is loaded, for the sake of servers that go on."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING):
+                for adapter in self._alive:
+                    await self._unload(adapter)
 
     def _unused(self) -> list[Adapter]:
         """The old adapters that no call is in flight for, and no session may still make one."""

@@ -16,7 +16,7 @@ from treadle.core.errors import ConfigError, EngineError, TreadleError
 from treadle.core.trainer import WeightSource
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.config import EngineConfig
-from treadle.engines.vllm.adapters import AdapterPublication
+from treadle.engines.vllm.adapters import AdapterPublication, Exported
 from treadle.engines.vllm.launch import VERSION, find_python, installed_vllm, on_gpu, tail
 from treadle.engines.vllm.publication import LOADING, Probe, Publication
 from treadle.engines.vllm.server import (
@@ -105,12 +105,14 @@ class VLLMEngine:
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """What makes the session's calls in another process; None to make them here.
+        """What makes the session's calls in another process; None to make them here, as those for adapters are.
 
         Valid as long as its server: on ServerLost, call `generate` here.
         """
         server = self._server_of(session)
-        return None if server is None or server.process is None else server.process.route
+        if server is None or server.process is None or isinstance(self._publication, AdapterPublication):
+            return None
+        return server.process.route
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1].
@@ -144,8 +146,8 @@ class VLLMEngine:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.wait(self._keepers)
+        await self._publication.close()
         await asyncio.gather(*(server.close() for server in self._servers))
-        self._publication.close()
         self._on_close()
 
     def _server_of(self, session: str) -> Server | None:
@@ -213,7 +215,7 @@ async def open_engine(
     serve: Callable[[int], Started] | None,
     stop_token_ids: Sequence[int],
     probe: Probe | None = None,
-    adapters: bytes | None = None,
+    adapters: Exported | None = None,
     pinned: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
@@ -221,7 +223,7 @@ async def open_engine(
     """Return an engine whose servers answer, at version 0, and the publication of the source's weights to them.
 
     serve: starts the server of a number, also again when it is lost; None: servers run already.
-    adapters: if the source publishes any, their `settings`; pinned: see `AdapterPublication`.
+    adapters: one of the source, if it publishes any; pinned: see `AdapterPublication`.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
     take weights; ConfigError without vLLM.
@@ -236,6 +238,12 @@ async def open_engine(
         try:
             await wait_for(server, START_TIMEOUT)
             await _connect(server, source.model.expert_layers)
+            if serve is None and adapters is not None:
+                await adapters.check(server)
+            elif serve is None and await server.loads_adapters():
+                raise EngineError(
+                    f"{server} was started for adapters, which whole weights do not fit; use one without --enable-lora"
+                )
             if config.vllm.transfer == "collective":
                 server.workers = int((await server.get("/get_world_size"))["world_size"])
         except BaseException:

@@ -127,7 +127,7 @@ class Publication:
     def forget(self, session: str) -> None:
         pass
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._staged is not None:
             self._staged.discard()
             self._staged = None

@@ -189,8 +189,8 @@ class Server:
             return self._content(path, response)
         raise AssertionError("unreachable")
 
-    async def get(self, path: str) -> Any:
-        response = await self._try_get(path, 30.0)
+    async def get(self, path: str, seconds: float = 30.0) -> Any:
+        response = await self._try_get(path, seconds)
         if response is None:
             raise EngineError(f"{self}: {path} was not answered")
         return self._content(path, response)
@@ -225,6 +225,11 @@ class Server:
         await self.post("/start_weight_update")
         await self.post("/update_weights", {"update_info": update})
         await self.post("/finish_weight_update", {"weight_version": label})
+
+    async def loads_adapters(self) -> bool:
+        """Return whether it was started to load adapters at any time."""
+        response = await self._try_get("/v1/load_lora_adapter", 30.0)
+        return response is not None and response.status_code == 405  # POST alone is allowed
 
     async def read_context(self) -> None:
         [model] = (await self.get("/v1/models"))["data"][:1]

@@ -58,6 +58,7 @@ class HarborDriver(GatewayDriver):
     """
 
     may_wait: ClassVar[bool] = True  # for a place, and for its turn to begin
+    replayable: ClassVar[bool] = False  # what its sandboxes did outside is not undone
     options_type = HarborConfig
 
     def __init__(self, setup: DriverSetup, options: HarborConfig) -> None:

@@ -1,7 +1,7 @@
 """Metrics of what was played, and of what was trained of it: over trajectories, tasks and tokens, never over rows.
 
-Each declares its view (`core.metrics.View`). What was played comes from `core.outcomes.as_played`, and does not depend
-on what was dropped afterwards.
+Each declares its view (`core.metrics.View`). Metrics of what was played use `core.outcomes.as_played` and do not depend
+on what is dropped afterwards.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ def trajectory_metrics(
     versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
     token_staleness = [version - sampled_by for part in versions for sampled_by in part.tolist()]
     return (
-        _of_graded(graded, success_at, success_of, version)
-        + _of_rewards(graded)
-        + _of_everyone(everyone)
+        _graded_metrics(graded, success_at, success_of, version)
+        + _reward_metrics(graded)
+        + _attempt_metrics(everyone)
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
-        + _of_tasks(groups, success_at, success_of)
+        + _task_metrics(groups, success_at, success_of)
         + environment_metrics(graded)
         + measured("token", {TOKEN_STALENESS: token_staleness})
     )
@@ -167,7 +167,7 @@ def pass_at(k: int, attempts: int, successes: int) -> float:
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
-def _of_graded(graded: Sequence[Trajectory], success_at: float, success_of: str | None, version: int) -> Measures:
+def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of: str | None, version: int) -> Measures:
     views = [as_played(t) for t in graded]
     rewards = [view.reward for view in views if view.reward is not None]
     steps, tokens = [len(view.steps) for view in views], [view.completion_tokens for view in views]
@@ -206,7 +206,7 @@ def _staleness(views: Iterable[TrajectoryView], version: int) -> list[int]:
     return [version - view.oldest_version for view in views if view.oldest_version is not None]
 
 
-def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
+def _attempt_metrics(everyone: Sequence[Trajectory]) -> Measures:
     causes = [t.failure.cause for t in everyone if t.failure is not None]
     values: dict[Metric, Sequence[float]] = {
         TRAJECTORIES: [1] * len(everyone),
@@ -220,7 +220,7 @@ def _of_everyone(everyone: Sequence[Trajectory]) -> Measures:
     return measured("trajectory", values)
 
 
-def _of_tasks(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
+def _task_metrics(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     values: dict[Metric, Sequence[float]] = {
         EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]
@@ -236,7 +236,7 @@ def _passes(successes: Sequence[Sequence[float]], groups: Sequence[Group]) -> di
     return {k: [pass_at(k, len(won), int(sum(won))) for won in successes if len(won) >= k] for k in shown_for}
 
 
-def _of_rewards(graded: Sequence[Trajectory]) -> Measures:
+def _reward_metrics(graded: Sequence[Trajectory]) -> Measures:
     """Return metrics of rewards beyond their mean: named components, and the trained reward if shaping did anything."""
     rewards = [as_played(t).components for t in graded]
     names = sorted({name for components in rewards for name in components})

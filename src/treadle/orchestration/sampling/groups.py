@@ -65,7 +65,7 @@ class Groups:
     """The groups from sampling to training, and the decision about each: train it, or drop it and why.
 
     Steps whose oldest token is more than `max_staleness` versions old when they would be trained are left out
-    (`stale_policy` mask_steps), or their group is dropped (drop_group), or what is older is waited for (wait).
+    (`stale_policy` mask_steps), or their group is dropped (drop_group), or no batch goes before older groups (wait).
 
     Invariant: a group is in one state; no group that is taken has a live step that is stale.
     """

@@ -162,7 +162,9 @@ class RolloutScheduler:
 
     def _start(self, group: Group) -> list[_Attempt]:
         """Open the sessions of all missing attempts now and in order."""
-        versions = (as_played(t).oldest_version for t in group.trajectories)
+        versions = [as_played(t).oldest_version for t in group.trajectories]
+        if (calls := self.groups.store.calls) is not None:
+            versions.append(calls.oldest_version(group))
         self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
         missing, size = [], self._group_size  # the next attempt of each place: the first, or the retry of one on record
         for place in range(size):
@@ -175,7 +177,7 @@ class RolloutScheduler:
         return self._play(group, [Address(*stream, attempt) for attempt in missing])
 
     def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
-        futures = self._runner.start(group.group_id, group.task, addresses)
+        futures = self._runner.start(group.group_id, group.task, addresses, log=self.groups.store.calls)
         self._playing += len(futures)
         for future in futures:
             future.add_done_callback(self._attempt_ended)

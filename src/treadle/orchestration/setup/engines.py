@@ -28,7 +28,6 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
-from treadle.models.model_files import is_adapter
 from treadle.models.weights import adapter_weights
 from treadle.orchestration.setup.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
@@ -56,7 +55,7 @@ def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
 async def check_engine(
     engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
 ) -> ProbeResult:
-    """Publish to the engine, probe it and have the trainer score what it sampled; returns what the probe found.
+    """Publish to the engine, probe it and have the trainer score what it sampled; returns the probe's result.
 
     Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same
     policy, if the engine lacks what training needs (`probe_engine`), or, where experts are replayed, if those it
@@ -99,17 +98,17 @@ def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
         )
 
 
-_PROBE = 64  # tokens that new weights are proven with
+_PROBE = 64  # tokens that servers must score as the trainer does
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made from: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
+    """Arguments for opening an engine: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
 
-    source: whose weights it serves. load_model: returns a model like the source's, with any weights, which an engine in
-    this process copies. logs: directory where other processes write theirs; default: a temporary one, which stays.
-    routing: it is to report which experts it chose. pinned: sessions keep the version of their first call, at most
-    so many behind the newest. log: takes lines for the run's output.
+    source: provides the weights to serve, usually the trainer. load_model: returns a model like the source's, with any
+    weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
+    one, which is kept. routing: report the chosen experts. pinned: sessions keep the version of their first call, at
+    most this many behind the newest. log: takes lines for the run's output.
     """
 
     config: EngineConfig
@@ -126,9 +125,9 @@ class EngineSpec:
 
 
 OpenEngine = Callable[[EngineSpec], Awaitable[tuple[Engine, WeightSync]]]
-"""What is registered as an engine (entry points `treadle.engines`, chosen by `engine.kind`).
+"""A registered engine (entry points `treadle.engines`, chosen by `engine.kind`).
 
-It returns the engine, and what makes it serve the source's weights, which is called before it samples. Its own settings
+Returns the engine and its weight sync, with which the caller publishes before the engine samples. Settings of its own
 are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
 """
 
@@ -206,13 +205,10 @@ Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
 """Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
 
 
-async def open_vllm(
-    spec: EngineSpec, serve: Serve | None = None, models: Path | None = None
-) -> tuple[Engine, WeightSync]:
+async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engine, WeightSync]:
     """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
 
-    serve: default: on this machine. models: directory for the model, which trainer and servers see; default: that of
-    temporary files.
+    serve: default: on this machine. Servers elsewhere find the model, or adapters, in the directory of logs.
     """
     from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
     from treadle.engines.vllm.engine import open_engine as start
@@ -225,28 +221,28 @@ async def open_vllm(
     ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
     probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
     connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
-    if config.vllm.urls:  # servers that have a model
+    running = bool(config.vllm.urls)
+    if running and not model.publishes_adapters:
         return await connected(config, serve=None)
     logs = spec.log_directory()
     with ExitStack() as cleanup:
-        folder = _directory(cleanup, models)
+        # servers that run may be another user's
+        folder = served = _directory(cleanup, logs if serve or running else None, 0o755 if running else 0o700)
         await spec.source.export(folder)
-        if is_adapter(folder):
-            exported = Exported.read(folder)
-            config, served = exported.served_by(config, slots=(spec.pinned or 0) + 2), exported.base
-            connected = partial(connected, adapters=exported.settings, pinned=spec.pinned)
-        else:
-            served = folder
+        if model.publishes_adapters:
+            adapters = Exported.read(folder, slots=(spec.pinned or 0) + 2)
+            connected, served = partial(connected, adapters=adapters, pinned=spec.pinned), adapters.base
+            config = config if running else adapters.served_by(config)
 
         def serve_model(number: int) -> Started:
             log = logs / f"vllm-{number}.log"
             return serve(number, served, config, log) if serve else ServerProcess(served, config, log)
 
-        return await connected(config, serve=serve_model, on_close=cleanup.pop_all().close)
+        return await connected(config, serve=None if running else serve_model, on_close=cleanup.pop_all().close)
 
 
-def _directory(cleanup: ExitStack, parent: Path | None = None) -> Path:
-    """The name of a directory for a model, which goes with the stack."""
-    outer = temporary_directory(parent or Path(tempfile.gettempdir()))
+def _directory(cleanup: ExitStack, parent: Path | None = None, mode: int = 0o700) -> Path:
+    """Return a path for a model's directory, removed with the stack."""
+    outer = temporary_directory(parent or Path(tempfile.gettempdir()), mode=mode)
     cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
     return outer / "model"

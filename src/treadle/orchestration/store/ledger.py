@@ -24,6 +24,9 @@ from treadle.orchestration.config import SCHEMA_VERSION
 from treadle.orchestration.store.ledger_reader import UNTAKEN, LedgerReader, LoopState, manifest_name, trace_file
 from treadle.orchestration.store.tables import SCHEMA, insert, journal_mode, update
 
+AttemptKey = tuple[int, int, int]
+"""Epoch, position and number of an attempt at a training task: with the seed, what its draws are keyed by."""
+
 _COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record before the first replaces the second
 
 
@@ -62,8 +65,13 @@ class Ledger(LedgerReader):
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._errors("could not be written", "free disk space, then --resume"), self._db:
+        with self._writing(), self._db:
             yield self._db
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock, self._errors("could not be written", "free disk space, then --resume"):
+            yield
 
     def close(self) -> None:
         """Close it, when no other thread uses it, as a single file, readable on a read-only disk."""
@@ -85,6 +93,32 @@ class Ledger(LedgerReader):
                 for trajectory in group.trajectories:
                     insert(db, "INTO trajectories", [_trajectory_row(group, trajectory, shard.name, split)])
                     insert(db, "INTO steps", _step_rows(trajectory, split))
+                    if split == "train":
+                        _forget_calls(db, (group.epoch, group.position, trajectory.attempt))
+
+    def record_calls(self, calls: Sequence[Mapping[str, Any]], forgotten: Iterable[AttemptKey] = ()) -> None:
+        """Record calls of attempts in progress, once those of the `forgotten` attempts are removed.
+
+        They outlive the process at once, a crash of the machine only with the next other transaction: no call waits for
+        the disk.
+        """
+        with self._writing():
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            try:
+                with self._db:
+                    for key in forgotten:
+                        _forget_calls(self._db, key)
+                    insert(self._db, "OR REPLACE INTO open_calls", calls)
+            finally:
+                self._db.execute("PRAGMA synchronous=EXTRA")
+
+    def keep_calls(self, first: Mapping[AttemptKey, int]) -> None:
+        """Remove all calls of attempts in progress but the first ones, so many of each attempt."""
+        with self.transaction() as db:
+            kept = json.dumps([(*key, count) for key, count in first.items()])
+            epoch, position, attempt, count = (f"json_extract(value, '$[{n}]')" for n in range(4))
+            which = f"{epoch} = epoch AND {position} = position AND {attempt} = attempt AND call < {count}"
+            db.execute(f"DELETE FROM open_calls WHERE NOT EXISTS (SELECT 1 FROM json_each(?) WHERE {which})", (kept,))
 
     def note_files(self, files: Iterable[WrittenFile]) -> None:
         """Record the SHA-256 of files in the run directory, to be checked when they are read."""
@@ -139,6 +173,7 @@ class Ledger(LedgerReader):
             _move_steps(db, StepState.TRAINED, None, f"NOT {UNTAKEN}", *_place(state))
             if finished:
                 _move_steps(db, StepState.DROPPED, DropReason.UNUSED, "true")
+                db.execute("DELETE FROM open_calls")
             [number] = db.execute("SELECT coalesce(max(number), 0) + 1 FROM checkpoints").fetchone()
             row = {"update_number": state.update, "directory": directory, "state": json.dumps(asdict(state))}
             insert(db, "INTO checkpoints", [{"number": number, **row}])
@@ -201,6 +236,10 @@ def _place(state: LoopState) -> tuple[int, str]:
 
 def _note_file(db: sqlite3.Connection, name: str, sha256: str) -> None:
     insert(db, "OR REPLACE INTO files", [{"name": name, "sha256": sha256}])
+
+
+def _forget_calls(db: sqlite3.Connection, key: AttemptKey) -> None:
+    db.execute("DELETE FROM open_calls WHERE epoch = ? AND position = ? AND attempt = ?", key)
 
 
 def _forget_versions(db: sqlite3.Connection, state: LoopState) -> None:

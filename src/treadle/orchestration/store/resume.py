@@ -14,10 +14,12 @@ from treadle.core.outcomes import interrupted_reason, reason_on_record
 from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
-from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.ledger import AttemptKey, Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
+from treadle.orchestration.store.open_calls import restorable_calls
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.rollout.replay import RecordedCall
 from treadle.training.checkpoint import remove_others
 
 
@@ -27,14 +29,11 @@ def restorable_groups(
     """Return the groups, by index, whose attempts on record can all be trained by the checkpoint's next update; and
     shard -> ids of attempts in it that cannot be read.
 
-    Tokens may be `max_staleness` versions old, but not newer than the checkpoint: those weights were lost. At
-    max_staleness 0 the whole batch is resampled, so that it repeats bit for bit. A damaged attempt excludes its group,
-    whose baseline it would change.
+    Tokens may be `max_staleness` versions old, but not newer than the checkpoint: those weights were lost. A damaged
+    attempt excludes its group, whose baseline it would change.
     """
     groups: dict[int, Group] = {}
     unreadable: dict[str, list[str]] = {}
-    if max_staleness == 0:
-        return groups, unreadable
     files, oldest = ledger.shards(), state.version - max_staleness
     shards: dict[str, dict[str, list[Step]] | None] = {}
     for index, rows in itertools.groupby(ledger.untaken(state), lambda row: row["idx"]):
@@ -56,9 +55,19 @@ def restorable_groups(
 
 
 def roll_back(
-    config: RunConfig, run: RunDirectory, ledger: Ledger, name: str, state: LoopState, log: Callable[[str], None]
-) -> dict[int, Group]:
-    """Roll the run back to the checkpoint `name`, whose state this is; return the restored groups, by index."""
+    config: RunConfig,
+    run: RunDirectory,
+    ledger: Ledger,
+    name: str,
+    state: LoopState,
+    repeats: bool,
+    log: Callable[[str], None],
+) -> tuple[dict[int, Group], dict[AttemptKey, list[RecordedCall]]]:
+    """Roll the run back to the checkpoint `name`, whose state this is; return the restored groups, by index, and the
+    restored calls of attempts that had not ended.
+
+    repeats: whether nothing is restored (`RunConfig.repeats`).
+    """
     latest = ledger.latest_checkpoint()
     if latest is not None and latest[0] != name:
         steps = ledger.return_to(name)
@@ -68,24 +77,27 @@ def roll_back(
     on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
     remove_others(run.checkpoints, {name, *retained(on_disk, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
-    restored, unreadable = restorable_groups(ledger, run.rollouts, state, staleness)
+    restored, unreadable = ({}, {}) if repeats else restorable_groups(ledger, run.rollouts, state, staleness)
+    calls = restorable_calls(ledger, state.version - staleness, state.version, repeats)
     for shard, damaged in unreadable.items():
         steps = ledger.note_damaged(damaged)
         log(
             f"{run.rollouts / shard} is damaged or gone: {len(damaged)} trajectories ({steps} steps) that waited in it "
             f"are dropped as {DropReason.DAMAGED}, and their tasks are sampled again"
         )
-    reason = interrupted_reason(staleness)
+    reason = interrupted_reason(repeats)
     dropped = ledger.roll_back(state, reason, [group.group_id for group in restored.values()])
     if problem := run.roll_back_metrics(state.update, state.evaluations):
         log(f"{problem}; the run goes on without")
     if dropped:
         log(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
-    if staleness:
+    if not repeats:
         trajectories = [t for group in restored.values() for t in group.trajectories]
         steps = sum(len(t.steps) for t in trajectories)
         log(f"{len(trajectories)} finished trajectories ({steps} steps) of {len(restored)} groups are reused")
-    return restored
+    if calls:
+        log(f"{len(calls)} unfinished attempts go on after {sum(map(len, calls.values()))} recorded calls")
+    return restored, calls
 
 
 def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:

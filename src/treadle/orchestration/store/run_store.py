@@ -22,6 +22,7 @@ from treadle.core.files import WrittenFile, sync_file
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.open_calls import OpenCalls
 from treadle.orchestration.store.rollout_store import write_shard, write_traces
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -30,13 +31,18 @@ class RunStore:
     """Writes finished attempts into a run's directory and ledger, on a thread beside the event loop.
 
     Attempts that finish while others are being written share a shard.
-    on_recorded: called with each training attempt once it is durable.
+    on_recorded: called with each training attempt once it is durable. calls: records those of attempts in progress;
+    None if a resumed run would play these anew.
     """
 
     def __init__(
-        self, run: RunDirectory, ledger: Ledger, on_recorded: Callable[[Trajectory], None] = lambda trajectory: None
+        self,
+        run: RunDirectory,
+        ledger: Ledger,
+        on_recorded: Callable[[Trajectory], None] = lambda trajectory: None,
+        calls: OpenCalls | None = None,
     ) -> None:
-        self.run, self.ledger, self._on_recorded = run, ledger, on_recorded
+        self.run, self.ledger, self.calls, self._on_recorded = run, ledger, calls, on_recorded
         self._pending: list[Group] = []
         self._version = 0
         self._turn = asyncio.Lock()
@@ -48,6 +54,8 @@ class RunStore:
         Raises RunError if they could not be written, and on every later call: attempts of several callers are written
         together, and none may take its own for written.
         """
+        if self.calls is not None:
+            await self.calls.settled()  # none of its calls comes after it
         self._pending.append(part)
         self._version = version
         async with self._turn:
@@ -63,6 +71,8 @@ class RunStore:
         """Wait for writes in progress, even if the callers of `record` were cancelled."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
+        if self.calls is not None:
+            await self.calls.settled()
 
     async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
         """Write the traces of a trained batch, if any; the next checkpoint puts the file on record."""

@@ -34,10 +34,15 @@ CREATE TABLE checkpoints (
   number INTEGER PRIMARY KEY, update_number INTEGER NOT NULL, directory TEXT NOT NULL, state TEXT NOT NULL,
   checksum INTEGER NOT NULL);
 CREATE TABLE files (name TEXT PRIMARY KEY, sha256 TEXT NOT NULL, checksum INTEGER NOT NULL);
+CREATE TABLE open_calls (
+  epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, call INTEGER NOT NULL,
+  request TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL, versions TEXT NOT NULL,
+  stop_reason TEXT NOT NULL, routing BLOB, routing_shape TEXT,
+  checksum INTEGER NOT NULL, PRIMARY KEY (epoch, position, attempt, call));
 CREATE INDEX groups_idx ON groups (split, idx);
 CREATE INDEX trajectories_group ON trajectories (group_id);
 """
-KEYS = {"groups": 1, "trajectories": 1, "steps": 2, "checkpoints": 1, "files": 1}
+KEYS = {"groups": 1, "trajectories": 1, "steps": 2, "checkpoints": 1, "files": 1, "open_calls": 4}
 """Table -> how many of its first columns are the primary key."""
 
 

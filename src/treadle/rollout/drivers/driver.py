@@ -55,10 +55,13 @@ class AttemptDriver(Protocol[S]):
 
     may_wait: whether an attempt may wait for others to end before it calls the model. By default the engine then does
     not wait for all of them in a synchronous run either (`engine.lock_step`).
+    replayable: whether an attempt that was interrupted may be played again with the recorded answers
+    (`rollout.replay`); false where it leaves traces outside that would be met again.
     options_type: of a recipe's `driver_options`; a driver that has one is made with `(setup, options)`.
     """
 
     may_wait: ClassVar[bool] = False
+    replayable: ClassVar[bool] = True
     options_type: ClassVar[type[Config]] = NoOptions
 
     def __init__(self, setup: DriverSetup) -> None: ...
@@ -74,6 +77,10 @@ class AttemptDriver(Protocol[S]):
     def open_session(self, spec: SessionSpec) -> S:
         """Open the session that records one attempt. Must not wait: the engine relies on the session being there."""
         return cast(S, Session(spec))
+
+    def replays(self, task: Task) -> bool:
+        """Return whether attempts at the task are `replayable`."""
+        return self.replayable
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:

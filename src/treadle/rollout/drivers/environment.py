@@ -49,6 +49,9 @@ class EnvironmentDriver(AttemptDriver[Session]):
     ) -> None:
         self._environments, self._config, self._parse = environments, config, parse
 
+    def replays(self, task: Task) -> bool:
+        return bool(getattr(made_class(self._environments[task.environment]), "replayable", True))
+
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         """Play an attempt and close its environment. A `close` that fails is a warning and takes no reward away."""
         factory = self._environments[task.environment]

@@ -23,6 +23,7 @@ from treadle.rollout.agents.agent import Agent, Recovered
 from treadle.rollout.agents.clients import async_client, sync_client
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
+from treadle.rollout.gateway.answers import Answers
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode, is_async
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
@@ -49,20 +50,37 @@ class AgentSession(Session):
         self._max_calls, self._failed = max_calls, 0
         self.last_error: CallError | None = None
         self.errors: asyncio.Queue[CallError] = asyncio.Queue()
+        self._answers, self._asked = Answers(), dict[int, int]()
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
         with self._watched():
-            return await super().chat(messages, tools, options)
+            return self._answered(await super().chat(messages, tools, options))
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
         with self._watched():
-            return await super().complete(prompt, options)
+            return self._answered(await super().complete(prompt, options))
+
+    def reject_unused(self) -> None:
+        """Reject the steps whose answers the agent threw away (`gateway.answers`)."""
+        for number in self._answers.unused({number for number, step in self._steps.items() if step.dropped is None}):
+            if number not in self.said_used:
+                self.reject(number)
 
     def _numbered(self, prompt: Prompt) -> int:
         self._check_calls()  # again: others may have been numbered while this one was rendered
-        return super()._numbered(prompt)
+        if (rendering := prompt.rendering) is None:
+            place = self._answers.ask_raw(self.renderer.decode(prompt.ids))
+        else:
+            place = self._answers.ask(prompt.messages, rendering.values)
+        number = super()._numbered(prompt)
+        self._asked[number] = place
+        return number
+
+    def _answered(self, reply: Reply) -> Reply:
+        self._answers.answer(self._asked.pop(reply.number), reply.number, reply.message)
+        return reply
 
     def _check_calls(self) -> None:
         if self._calls - self._failed >= self._max_calls:
@@ -159,6 +177,8 @@ class GatewayDriver(AttemptDriver[AgentSession]):
                 return await self.run(task, session, address, user)
         finally:
             session.close()
+            if self.config.infer_rejected:
+                session.reject_unused()
 
 
 def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptError | None:
@@ -195,6 +215,9 @@ class AgentDriver(GatewayDriver):
     def __init__(self, agents: Mapping[str, Agent], setup: DriverSetup) -> None:
         super().__init__(setup)
         self._agents = agents
+
+    def replays(self, task: Task) -> bool:
+        return bool(getattr(self._agents[task.agent], "replayable", True))
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         agent, timeout = self._agents[task.agent], self.config.agent_timeout

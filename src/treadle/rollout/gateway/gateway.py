@@ -7,7 +7,7 @@ import hashlib
 import resource
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -35,6 +35,10 @@ class SessionAddress:
         return self.base_url.removesuffix("/v1")
 
 
+_VERDICTS = {"x-treadle-rejects": False, "x-treadle-accepts": True}
+"""Header -> whether the answers that it names were used."""
+
+
 class Attached:
     """A session that is open to clients. Remembers conversations for requests that continue them by id.
 
@@ -45,6 +49,18 @@ class Attached:
         self.session, self.exchanges, self._note = session, exchanges, note
         self.bytes_in_flight = 0
         self._responses: dict[str, tuple[Message, ...]] = {}
+        self._numbers: dict[str, list[int]] = {}  # of steps, by the id of the response
+
+    def take_verdicts(self, headers: Mapping[str, str]) -> None:
+        """Take what a request says of earlier answers. Raises ApiError (400) for an id that no response here has."""
+        verdicts: dict[int, bool] = {}
+        for name, used in _VERDICTS.items():
+            for ident in filter(None, map(str.strip, headers.get(name, "").split(","))):
+                if ident not in self._numbers:
+                    remedy = "give the ids of answers of this session, separated by commas"
+                    raise ApiError(400, f"{name}: no answer has the id {ident!r:.60}; {remedy}", name)
+                verdicts |= dict.fromkeys(self._numbers[ident], used)
+        self.session.said_used |= verdicts
 
     async def answer(self, request: CompletionRequest, ident: str) -> Answer:
         """Sample every choice of every prompt, each recorded as a step. Raises as `Session.chat` does."""
@@ -63,6 +79,7 @@ class Attached:
             self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
         for note in self.session.notes.values():
             self._note(note)
+        self._numbers[ident] = [reply.number for reply in replies]
         if request.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
         return Answer(ident, int(time.time()), request, replies, self.session.renderer)

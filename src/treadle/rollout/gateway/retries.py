@@ -142,7 +142,7 @@ class Exchanges:
         self._session.unanswered.append(Unanswered(origin.body, origin.key, error))
 
     async def close(self) -> None:
-        """Abort what is being sampled, and drop the steps of answers that were not delivered."""
+        """Abort what is being sampled; drop the steps of answers that were not delivered, or are said to be unused."""
         running = [exchange.task for exchange in self._running]
         for task in running:
             task.cancel()
@@ -154,6 +154,8 @@ class Exchanges:
             if not exchange.delivered:
                 self._set_delivered(exchange, False)
                 self._put_back(exchange)
+        for number in [number for number, used in self._session.said_used.items() if not used]:
+            self._session.reject(number)
 
     def _take_unanswered(self, origin: Origin) -> Unanswered | None:
         """Take out the failed request that this one is a retry of, if there is one."""

@@ -111,6 +111,7 @@ async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> Com
             ),
         )
         try:
+            attached.take_verdicts(request.headers)
             completion = dialect.read(_json(raw))
             exchange = exchanges.find(origin)
             if exchange is None:

@@ -1,0 +1,72 @@
+"""Replaying an interrupted attempt: its player begins anew, and gets the recorded answers to the same requests.
+
+    Session -> Replay.answer -> RecordedCall    the same request as before: no engine is asked
+                             -> None            all recorded calls are made: the engine goes on
+                             -> (cancelled)     another request: the attempt is played again without a record
+
+Every draw is keyed by its call, so that the tokens that follow are those of an attempt that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from treadle.core.engine import Completion
+from treadle.core.types import Ids, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCall:
+    """A call that the engine has answered. number: of the call in its attempt. request: digest (`request_digest`)."""
+
+    number: int
+    request: bytes
+    completion: Completion
+
+
+def request_digest(prompt: Ids, sampling: SamplingParams) -> bytes:
+    """Return a digest of what was asked for; the seed, which follows from the call's number, is no part of it."""
+    asked = blake2b(repr(replace(sampling, seed=0)).encode(), digest_size=16)
+    asked.update(prompt.tobytes())
+    return asked.digest()
+
+
+class Replay:
+    """The recorded calls of one attempt, and the record of its further ones.
+
+    recorded: the first calls, without a gap. keep: starts to make a call durable, and returns what waits for that.
+    count: of the recorded ones. diverged_at: number of the first call that was not the recorded one; None if all were.
+    on_divergence: called when the attempt makes another request than the recorded ones; must cancel it.
+    """
+
+    def __init__(self, recorded: Sequence[RecordedCall], keep: Callable[[RecordedCall], Awaitable[None]]) -> None:
+        self._left, self.count, self._keep = {call.number: call for call in recorded}, len(recorded), keep
+        self._writing: Awaitable[None] | None = None
+        self.diverged_at: int | None = None
+        self.on_divergence: Callable[[], object] = lambda: None
+
+    async def answer(self, number: int, request: bytes) -> RecordedCall | None:
+        """Return the recorded call; None if it is not recorded, once the calls before it are durable: at most one
+        answer of an attempt is ever lost. Never returns if the request is not the recorded one.
+
+        Calls that were made side by side may come in another order.
+        """
+        if number >= self.count:
+            if self._writing is not None:
+                await self._writing
+            return None
+        for candidate in (number, *sorted(self._left)):
+            if candidate in self._left and self._left[candidate].request == request:
+                return self._left.pop(candidate)
+        if self.diverged_at is None:
+            self.diverged_at = number
+            self.on_divergence()
+        await asyncio.get_running_loop().create_future()  # until it is cancelled
+        raise AssertionError("unreachable")
+
+    def keep(self, call: RecordedCall) -> None:
+        """Begin to make a call durable that the engine has answered."""
+        self._writing = self._keep(call)
