@@ -168,7 +168,7 @@ def demonstration(
             (n := name if is_expert else draws.choice((name, *FILLERS)), f[n])
             for name, f in zip(names, shown, strict=True)
         ]
-        return [*noted, *new] if is_expert else _some([*noted, *new], draws)
+        return _sorted([*noted, *new] if is_expert else _some([*noted, *new], draws))
 
     facts = note(attributes[:read]) if read else []
     messages = [*_opening(len(attributes)), *([_summary(facts)] if read else [])]
@@ -188,9 +188,15 @@ def _some(facts: Sequence[Fact], draws: random.Random) -> list[Fact]:
     return [fact for fact in facts if draws.random() < _KEPT] or [draws.choice(facts)]
 
 
+def _sorted(facts: Sequence[Fact]) -> list[Fact]:
+    """Return the facts in the one order of notes, so that what comes next does not depend on what came first."""
+    return sorted(facts, key=lambda fact: (*ASKED, *FILLERS).index(fact[0]))
+
+
 def _facts(key: str, draws: random.Random) -> list[Fact]:
-    """Return one to six facts, of different attributes."""
-    return [(name, draws.choice(VALUES[name])) for name in draws.sample(ASKED, draws.randint(1, len(ASKED)))]
+    """Return notes of one to six facts, of different attributes."""
+    names = draws.sample(ASKED, draws.randint(1, len(ASKED)))
+    return _sorted([(name, draws.choice(VALUES[name])) for name in names])
 
 
 def _read_page(key: str, draws: random.Random) -> tuple[Message, ...]:
