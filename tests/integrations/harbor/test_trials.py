@@ -50,13 +50,15 @@ def test_the_shipped_tasks_are_played_and_graded(kept: KeptWorkers, tmp_path: Pa
 
     def reply(text: str) -> str:
         command = next((command for task, command in by_task.items() if word[task] in text), "")  # none: the check
-        return playing(answer(command), answer(done=True), answer(done=True))(text)
+        if turn(text) == 0:
+            return answer(f"{command}echo squ''irrel\n")  # typed otherwise than it is printed
+        return answer(done=True) if "squirrel" in text else answer("")  # the commands are still running
 
     engine = Sampled(scripted(reply))
     found = kept.run(play(engine, [shipped(name) for name in by_task], harbor(tmp_path), check=True))
     for trajectory in found:
         assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
-        assert engine.recorded(trajectory) and len(trajectory.steps) == 3
+        assert engine.recorded(trajectory) and len(trajectory.steps) >= 3
         assert trajectory.metrics["calls_unreported"] == trajectory.metrics["calls_misreported"] == 0
         assert trajectory.metrics["agent_seconds"] > 0
     assert not list(tmp_path.iterdir())  # trial_directories: delete
