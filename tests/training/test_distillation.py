@@ -96,7 +96,7 @@ def test_without_rewards_both_forms_begin_with_the_same_gradient() -> None:
 @pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "importance_sampling"])
 def test_the_lesson_is_of_the_policy_at_the_start_of_the_batch(loss: str) -> None:
     algorithm = AlgorithmConfig(distillation=section(), policy_loss=loss)
-    training = {"epochs_per_batch": 2, "optimizer": OptimizerConfig(learning_rate=1e-2)}
+    training: dict[str, Any] = {"epochs_per_batch": 2, "optimizer": OptimizerConfig(learning_rate=1e-2)}
     learner = make_learner(exact(), algorithm, traced=ALL, teacher=exact(seed=5), **training)
     first, second = learner.train_batch(random_groups(0))
     for one, other in zip(first.traces, second.traces, strict=True):
@@ -126,7 +126,8 @@ def test_what_is_about_rewards_is_refused_without_them(fields: dict[str, Any], r
 
 
 def test_a_group_of_one_learns_from_the_teacher_alone() -> None:
-    algorithm, training = AlgorithmConfig(distillation=section(rewards=0.0)), {"group_size": 1}
+    algorithm = AlgorithmConfig(distillation=section(rewards=0.0))
+    training: dict[str, Any] = {"group_size": 1}
     learner = make_learner(exact(), algorithm, teacher=exact(seed=5), **training)
     groups = [replace(group, trajectories=group.trajectories[:1]) for group in random_groups(0)]
     (result,) = learner.train_batch(groups)
