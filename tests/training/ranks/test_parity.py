@@ -231,7 +231,7 @@ def test_weights_moments_and_metrics_of_updates_are_those_of_one_process(pair: R
 @pytest.mark.parametrize("name", ["step", "chain", "tree within group"])
 def test_each_token_is_taught_the_difference_to_the_teacher(pair: RankProcesses, name: str) -> None:
     section = DistillationConfig(teacher="T", coef=0.5)
-    case = Case(FEW, double=False, teacher=True, training=budget(25, **LAYOUTS[name]))
+    case = Case(FEW, teacher=True, training=budget(25, **LAYOUTS[name]))
     expected = taught_advantages(tiny(), tiny(seed=5), FEW, section)
     for found in pair.call("advantages", replace(case, algorithm={"distillation": section})):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
