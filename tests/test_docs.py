@@ -31,6 +31,7 @@ from treadle.algorithms.config import (
     AlgorithmConfig,
     CispoConfig,
     CorrectionConfig,
+    DistillationConfig,
     DppoConfig,
     GspoConfig,
     KlConfig,
@@ -88,11 +89,18 @@ def test_the_quickstart_recipes_are_valid(tmp_path: Path) -> None:
     assert set(json.loads(row)) == {"task_id", "prompt", "ground_truth"}
 
 
+def test_the_recipe_with_a_teacher_is_valid(tmp_path: Path) -> None:
+    [text] = blocks(ROOT / "docs" / "teachers.md", "yaml")
+    (tmp_path / "taught.yaml").write_text(text)
+    config, shipped = load_recipe(str(tmp_path / "taught.yaml")), load_recipe("distill-small")
+    assert config.algorithm.distillation == shipped.algorithm.distillation
+
+
 def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() -> None:
     page = ROOT / "docs" / "algorithms.md"
     named = set(re.findall(r"`(?:algorithm\.)?([\w+]+)", page.read_text(encoding="utf-8")))
     losses = (PpoClipConfig, GspoConfig, CispoConfig, SapoConfig, DppoConfig)
-    sections = (AlgorithmConfig, *losses, CorrectionConfig, KlConfig)
+    sections = (AlgorithmConfig, *losses, CorrectionConfig, KlConfig, DistillationConfig)
     options = {name for section in sections for name in section.model_fields}
     assert {*names("advantages"), *names("policy_losses"), *ESTIMATORS, *options} - {"scope"} <= named
     assert set(get_args(AlgorithmConfig.model_fields["reduction"].annotation)) <= named

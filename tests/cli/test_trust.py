@@ -87,6 +87,7 @@ WAYS = {
     "tokenizer": ["train", "RECIPE", "model.tokenizer=BAIT"],
     "sft tokenizer": ["sft", "RECIPE", "--out", "OUT", "model.tokenizer=BAIT"],
     "reference": ["train", "RECIPE", "warm_start=null", "algorithm.kl.model=BAIT", "algorithm.kl.coef=0.1"],
+    "teacher": ["train", "RECIPE", "warm_start=null", "algorithm.distillation.teacher=BAIT"],
 }
 
 

@@ -93,6 +93,10 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
         ["algorithm.kl={coef: 0.1, model: /nowhere}"],
         {"reference": "algorithm.kl.model: no directory '/nowhere'"},
     ),
+    "teacher": (
+        ["algorithm.distillation.teacher=/nowhere"],
+        {"teacher": "algorithm.distillation.teacher: no directory '/nowhere'"},
+    ),
     "interpreter": (
         ["engine.kind=vllm", "engine.options.python=/nowhere"],
         {"engine": "'/nowhere' is not an interpreter"},
@@ -195,6 +199,15 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_what_a_learner_has(k
     assert parts["AdamW's moments"] == moments
     assert parts.get("reference", 0) == (tensor_bytes(learner.reference.model) if learner.reference else 0)
     assert checkpoint_size(config, model, None) == checkpoint_bytes(learner)
+
+
+def test_a_teacher_is_counted_by_its_weights() -> None:
+    config, teacher = tiny("algorithm.distillation.teacher=T"), tiny_model("qwen3")
+    model = make_model(config.model, 726, 0, weights=False)
+    with_teacher, without = (
+        {part.name: part.bytes for part in estimate_memory(config, model, None, each)} for each in (teacher, None)
+    )
+    assert with_teacher.keys() - without.keys() == {"teacher"} and with_teacher["teacher"] == tensor_bytes(teacher)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

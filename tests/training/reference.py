@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from tests.models import VOCABULARY, full, gradients, make_group, make_step, step_logprobs
+from tests.models import (
+    VOCABULARY,
+    full,
+    gradients,
+    keep_norms_in_float64,
+    make_group,
+    make_step,
+    step_logprobs,
+)
 from treadle.algorithms import estimators, losses
-from treadle.algorithms.config import AlgorithmConfig, NormConfig, PpoClipConfig, ValueConfig
+from treadle.algorithms.config import AlgorithmConfig, DistillationConfig, NormConfig, PpoClipConfig, ValueConfig
 from treadle.algorithms.corrections import corrected
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import ESTIMATORS
@@ -80,11 +88,15 @@ def make_learner(
     updates: int = 10,
     reference: PreTrainedModel | None = None,
     traced: TracedGroups | None = None,
+    teacher: PreTrainedModel | None = None,
     **training: Any,
 ) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
-    learner = Learner(copy.deepcopy(model), config, algorithm or AlgorithmConfig(), updates, reference, ranks, traced)
+    algorithm = algorithm or AlgorithmConfig()
+    learner = Learner(
+        copy.deepcopy(model), config, algorithm, updates, reference, ranks, traced, teacher=copy.deepcopy(teacher)
+    )
     if learner.value_head is not None:
         with torch.no_grad():
             for own, drawn in zip(learner.value_head.parameters(), drawn_head(model).parameters(), strict=True):
@@ -372,6 +384,18 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
         own = [full(step_logprobs(model, s)[0]) for s in flatten(groups).steps if len(s.completion_ids)]
     logp = np.concatenate([np.empty(0), *own])
     return logp + np.random.default_rng(seed).normal(0, 0.3, len(logp))
+
+
+def taught_advantages(
+    policy: PreTrainedModel, teacher: PreTrainedModel, groups: Sequence[Group], section: DistillationConfig
+) -> Doubles:
+    """[N], by hand: rewards A + coef (log-probability of the teacher less the policy's), by steps and in float64."""
+    batch = flatten(groups)
+    models = [keep_norms_in_float64(copy.deepcopy(model)) for model in (policy, teacher)]
+    with torch.no_grad():
+        mine, theirs = (np.concatenate([full(step_logprobs(m, s)[0]) for s in batch.steps]) for m in models)
+    difference = np.where(batch.mask, theirs - mine, 0.0)
+    return np.asarray(section.rewards * advantages(batch, AlgorithmConfig()) + section.coef * difference)
 
 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:

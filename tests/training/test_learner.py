@@ -33,7 +33,7 @@ from treadle.algorithms.estimators import advantages
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.registry import names
 from treadle.core.types import Group, SamplingParams, Step
-from treadle.models.loading import load_reference
+from treadle.models.loading import load_frozen
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import export_model
 from treadle.training.config import OptimizerConfig, TrainingConfig
@@ -377,10 +377,10 @@ def test_a_reference_is_loaded_from_a_directory_and_must_cover_the_policy(tmp_pa
     model = tiny(seed=5)
     export_model(tmp_path / "model", model, TOKENIZER)
     path = str(tmp_path / "model")
-    assert same_bits(weights_of(load_reference(path, tiny())), weights_of(model))
+    assert same_bits(weights_of(load_frozen(path, "algorithm.kl.model", tiny())), weights_of(model))
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: vocab_size of .* is 32, smaller than the model's 40"):
-        load_reference(path, tiny(vocab_size=40))
+        load_frozen(path, "algorithm.kl.model", tiny(vocab_size=40))
     with pytest.raises(ConfigError, match=r"max_position_embeddings of .* is 256, smaller than the model's 300"):
-        load_reference(path, tiny(max_position_embeddings=300))
+        load_frozen(path, "algorithm.kl.model", tiny(max_position_embeddings=300))
     with pytest.raises(ConfigError, match=r"algorithm\.kl\.model: no config\.json in"):
-        load_reference(str(tmp_path), tiny())
+        load_frozen(str(tmp_path), "algorithm.kl.model", tiny())

@@ -156,6 +156,17 @@ class KlConfig(Config):
     )
 
 
+class DistillationConfig(Config):
+    """Configures on-policy distillation: a teacher scores each sampled token that is trained."""
+
+    teacher: str = Field(description="directory of the teacher, whose ids of the model's tokens must be the model's")
+    coef: float = Field(1.0, gt=0, description="weight of each token's log-probability ratio, teacher to policy")
+    form: Literal["advantage", "loss"] = Field(
+        "advantage", description="the ratio is added to each token's advantage; or its square, halved, to its loss"
+    )
+    rewards: NonNegative = Field(1.0, description="weight of the advantage from rewards; 0: the teacher alone")
+
+
 class ValueConfig(Config):
     """Configures the value head of an advantage that needs one; it is trained along with the policy."""
 
@@ -166,7 +177,7 @@ class ValueConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """Configures how rewards become a loss: advantage, policy loss, corrections, KL and reduction."""
+    """Configures how rewards become a loss: advantage, policy loss, corrections, KL, teacher and reduction."""
 
     advantage: str = Field("grpo", description="advantage estimator: a registered name or module:attribute")
     advantage_options: dict[str, Any] = Field(
@@ -179,6 +190,7 @@ class AlgorithmConfig(Config):
     )
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
     kl: KlConfig | None = Field(None, description="KL from a reference model; null: there is none")
+    distillation: DistillationConfig | None = Field(None, description="learning from a teacher; null: there is none")
     reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
         "token_mean", description="how the losses of tokens add up"
     )

@@ -121,6 +121,11 @@ def options_of(config: AlgorithmConfig) -> Config:
     return build_options(options_type, config.advantage_options, "algorithm.advantage_options", config.advantage)
 
 
+def needs_group(config: AlgorithmConfig) -> bool:
+    """Return whether attempts are compared with each other, so that a group of one trains nothing."""
+    return by_name(config.advantage).by_group and (config.distillation is None or config.distillation.rewards > 0)
+
+
 def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
     """Return float64[N], the advantage of each token, by the configured estimator."""
     return by_name(config.advantage).per_token(batch, signals or Signals(), options_of(config))
@@ -254,8 +259,8 @@ GAE = Advantage(_gae, options_type=GaeConfig, needs_values=True, by_group=False,
 def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
     """Return whether the advantages of all trainable tokens of the group are 0.
 
-    KL in the reward is left out: it is not known yet. The test is of advantages, not of rewards: a group with equal
-    rewards but a penalty in one attempt does teach something.
+    KL in the reward and the teacher are left out: they are not known yet. The test is of advantages, not of rewards: a
+    group with equal rewards but a penalty in one attempt does teach something.
     """
     batch = flatten([group])
     return not advantages(batch, config)[batch.mask].any()

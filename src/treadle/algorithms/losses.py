@@ -39,7 +39,7 @@ class Tokens:
 
     logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
     advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
-    logp_ref [N]: of the reference model, if there is one.
+    logp_ref, logp_teacher [N]: of the reference model and of the teacher, if there is one.
     """
 
     logp_old: Tensor
@@ -49,6 +49,7 @@ class Tokens:
     step: Tensor
     trajectory: Tensor
     logp_ref: Tensor | None = None
+    logp_teacher: Tensor | None = None
 
     def unit(self, scope: Scope) -> Tensor:
         """Return the unit of each token under `scope`, int64[N]."""

@@ -31,6 +31,7 @@ def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[s
         *_value(config, advantage),
         *_correction(config, loss),
         *_kl(config),
+        *_distillation(config, advantage),
         *_reduction(config),
         *_dynamic_sampling(config, advantage),
         *(_filtered(config, loss) if filtered_sampling else ()),
@@ -75,6 +76,18 @@ def _kl(config: AlgorithmConfig) -> Iterator[str]:
         yield "kl.where is 'reward' with advantage maxrl, which needs rewards >= 0; choose where: loss"
     if kl.target is None and kl.horizon != type(kl).model_fields["horizon"].default:
         yield "kl.horizon is set, but without kl.target the coefficient is fixed; set a target or leave it out"
+
+
+def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
+    if config.distillation is None or config.distillation.rewards > 0:
+        return
+    unread = "but distillation.rewards is 0, which leaves rewards out"
+    if advantage.needs_values:
+        yield f"advantage is {config.advantage!r}, {unread} and nothing to learn values from; choose grpo"
+    if config.kl is not None and config.kl.where == "reward":
+        yield f"kl.where is 'reward', {unread}; choose where: loss"
+    if config.dynamic_sampling != "off":
+        yield f"dynamic_sampling is {config.dynamic_sampling!r}, {unread}; every group is taught: leave it off"
 
 
 def _reduction(config: AlgorithmConfig) -> Iterator[str]:

@@ -161,8 +161,8 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
             table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
         console.table(table)
         console.text(
-            "P weights, A of adapters, R the reference's; T tokens of a micro-batch, L layers, h hidden,\n"
-            "i intermediate size; q, k widths of all query and all key heads, V vocabulary",
+            "P weights, A of adapters, R the reference's, D the teacher's; T tokens of a micro-batch,\n"
+            "L layers, h hidden, i intermediate size; q, k widths of all query and all key heads, V vocabulary",
             style="dim",
         )
         console.line()

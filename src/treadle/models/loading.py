@@ -31,7 +31,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.files import prove_files, sha256_of
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import base_directory, require_model
+from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -103,19 +103,41 @@ def make_model(
     return model
 
 
-def load_reference(path: str, policy: PreTrainedModel, weights: bool = True) -> PreTrainedModel:
-    """Return the reference model in a directory, in float32. weights: as for `make_model`.
+def load_frozen(path: str, field: str, policy: PreTrainedModel, weights: bool = True) -> PreTrainedModel:
+    """Return the model in a directory, which a setting names, in float32, to score the policy's tokens.
+
+    weights: as for `make_model`.
 
     Raises ConfigError as `make_model`, and if it cannot score all that the policy may sample.
     """
-    model = _load(require_model(path, "algorithm.kl.model"), "algorithm.kl.model", weights)
+    model = _load(require_model(path, field), field, weights)
     refuse_randomness(model)
     mine, theirs = policy.config.get_text_config(), model.config.get_text_config()
     for name in ("vocab_size", "max_position_embeddings"):
         needed, there = getattr(mine, name, 0), getattr(theirs, name, 0)
         if there < needed:
-            raise ConfigError(f"algorithm.kl.model: {name} of {path!r} is {there}, smaller than the model's {needed}")
+            raise ConfigError(f"{field}: {name} of {path!r} is {there}, smaller than the model's {needed}")
     return model
+
+
+def load_teacher(path: str, config: ModelConfig, policy: PreTrainedModel, weights: bool = True) -> PreTrainedModel:
+    """Return the teacher in a directory, as `load_frozen`. config: of the policy.
+
+    Raises ConfigError, too, if a token of the policy's tokenizer has another id in the teacher's, or none.
+    """
+    field = "algorithm.distillation.teacher"
+    mine, theirs = (
+        {ident: token for token, ident in load_tokenizer(directory).get_vocab().items()}
+        for directory in (tokenizer_directory(config), require_model(path, field))
+    )
+    for ident in sorted(mine):
+        if (token := theirs.get(ident)) != mine[ident]:
+            raise ConfigError(
+                f"{field}: token {ident} is {mine[ident]!r} for the trained model and "
+                f"{'none' if token is None else repr(token)} for {path!r}, whose scores would be of other text; take a "
+                "teacher of the same vocabulary"
+            )
+    return load_frozen(path, field, policy, weights)
 
 
 def _load(directory: Path, field: str, weights: bool) -> PreTrainedModel:

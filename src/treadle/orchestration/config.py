@@ -401,7 +401,7 @@ class RunConfig(Config):
     @property
     def min_group_size(self) -> int:
         """Graded attempts that a group needs to be trained; by default 2 with a group baseline, else 1."""
-        return self.training.least_graded(estimators.by_name(self.algorithm.advantage).by_group)
+        return self.training.least_graded(estimators.needs_group(self.algorithm))
 
 
 def recipe_names() -> list[str]:

@@ -143,8 +143,8 @@ class TrainerSpec:
 def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
     """Raise ConfigError for an algorithm that means nothing, or nothing in this training."""
     check(algorithm, filtered_sampling)
-    name, advantage = algorithm.advantage, estimators.by_name(algorithm.advantage)
-    if training.group_size == 1 and advantage.by_group:
+    name = algorithm.advantage
+    if training.group_size == 1 and estimators.needs_group(algorithm):
         raise ConfigError(
             f"training.group_size is 1, but algorithm.advantage {name!r} compares the trajectories of a group; "
             "raise it to 2 or more, or choose reinforce++"

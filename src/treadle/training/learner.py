@@ -78,9 +78,9 @@ class Learner:
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget affect cost and rounding only.
     reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now, of one with adapters that of
-    the adapters alone (`reference_adapter`). ranks: processes that share
-    the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
-    model that is on the meta device on every rank.
+    the adapters alone (`reference_adapter`). teacher: frozen model for `algorithm.distillation`. ranks: processes that
+    share the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights
+    of a model that is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
@@ -95,6 +95,7 @@ class Learner:
         ranks: Ranks | None = None,
         traced: TracedGroups | None = None,
         read: ReadWeights | None = None,
+        teacher: PreTrainedModel | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
@@ -115,6 +116,7 @@ class Learner:
             frozen = (reference or copy.deepcopy(model)).requires_grad_(False)
             check_reference(algorithm, frozen, model)
             self.reference = Forward(frozen, budget, half=half)
+        self.teacher = None if teacher is None else Forward(teacher.requires_grad_(False), budget, half=half)
         self.forward = Forward(
             model,
             budget,
@@ -125,9 +127,9 @@ class Learner:
         )
         # of adapters on one rank, the base alone is in bfloat16, and nothing is gathered
         gathers_half = training.precision == "bfloat16_pure" and not (adapted and self.ranks.size == 1)
-        for forward in dict.fromkeys((self.forward, self.reference)):
+        for forward in (self.forward, self.reference, self.teacher):
             if forward is not None:
-                is_policy = forward is self.forward or self._own_reference
+                is_policy = forward is self.forward or (forward is self.reference and self._own_reference)
                 self.ranks.shard(forward, half=gathers_half, read=read if is_policy else None)
         if kl is not None and self.reference is None:  # the policy's own base, with the adapter as it is now
             self.reference = self.forward.choosing()
@@ -162,7 +164,9 @@ class Learner:
         return results
 
     def _compares_with_old(self) -> bool:
-        return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises()
+        section = self.algorithm.distillation
+        distills = section is not None and section.form == "advantage"
+        return self.policy_loss.anchor == "old" or self.algorithm.correction.active or self._penalises() or distills
 
     def _penalises(self) -> bool:
         return self.algorithm.kl is not None and self.algorithm.kl.where == "reward"
@@ -170,7 +174,7 @@ class Learner:
     def _sound(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
         config = self.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
-        least = self.training.least_graded(self.advantage.by_group)
+        least = self.training.least_graded(estimators.needs_group(self.algorithm))
         return split_untrainable(groups, config.vocab_size, context, self.forward.routing, least)
 
     def scores(self, batch: FlatBatch) -> TokenScores:
@@ -200,10 +204,13 @@ class Learner:
         logp_old = None if start is None else start.logp.cpu().numpy()
         values = None if start is None or start.value is None else start.value.cpu().numpy()
         logp_ref = self._reference_logprobs(batch)
+        logp_teacher = None if self.teacher is None else self._scores(self.teacher, batch).logp.cpu().numpy()
 
         advantage = self._advantages(batch, logp_old, logp_ref, values)
-        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values, logp_teacher)
         scores, layout = self._backward(batch, objective)
+        if self.teacher is not None:
+            advantage = objective.advantage(scores).double().cpu().numpy()
         totals = objective.metrics(scores) + layout
         self._check_loss(totals["loss"], scores)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
@@ -277,13 +284,14 @@ class Learner:
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
         values: NDArray[np.floating] | None = None,
+        logp_teacher: NDArray[np.floating] | None = None,
     ) -> Measures:
         """Add the batch's gradient to the parameters' `.grad`; returns metrics of its tokens and of their layout.
 
-        advantage float64[N]. logp_old [N], or None to compare with the policy as it is now. logp_ref [N], for KL.
-        values [N], at the batch's start: a value head learns values + advantage.
+        advantage float64[N], from rewards. logp_old [N], or None to compare with the policy as it is now. logp_ref [N],
+        for KL. values [N], at the batch's start: a value head learns values + advantage. logp_teacher [N].
         """
-        objective = self.objective(batch, advantage, logp_old, logp_ref, values)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values, logp_teacher)
         scores, layout = self._backward(batch, objective)
         return objective.metrics(scores) + layout
 
@@ -317,6 +325,7 @@ class Learner:
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
         values: NDArray[np.floating] | None = None,
+        logp_teacher: NDArray[np.floating] | None = None,
     ) -> Objective:
         """Return the batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
         start, end = self.algorithm.entropy_bonus
@@ -329,6 +338,7 @@ class Learner:
             step=torch.from_numpy(batch.step_id).to(device),
             trajectory=torch.from_numpy(batch.trajectory_id).to(device),
             logp_ref=None if logp_ref is None else self._tensor(logp_ref),
+            logp_teacher=None if logp_teacher is None else self._tensor(logp_teacher),
         )
         weight = self._tensor(token_weights(batch, self.algorithm))
 
@@ -356,7 +366,7 @@ class Learner:
 
     def move(self, device: torch.device) -> None:
         """Move models, value head and the optimizer's moments, or this rank's shards of them, to another device."""
-        for forward in (self.forward, self.reference):
+        for forward in (self.forward, self.reference, self.teacher):
             if forward is not None:
                 forward.scorer.to(device)
         for state in self.optimizer.state.values():

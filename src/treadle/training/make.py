@@ -14,7 +14,7 @@ from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.chat import load_chat
 from treadle.models.config import LoraConfig, ModelConfig
-from treadle.models.loading import load_reference, make_model
+from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import LearnerPlacement, TrainerSpec
@@ -31,7 +31,8 @@ def make_trainer(spec: TrainerSpec) -> Trainer:
     """Return a trainer in this process, or in as many as `placement.learner.ranks`, if those are several.
 
     In this process it computes inline if nothing is sampled meanwhile, else on its own thread.
-    Raises ConfigError for a model or a reference model that cannot be loaded or trained; DamageError for a damaged one.
+    Raises ConfigError for a model that cannot be loaded or trained, DamageError for a damaged one; so for a reference
+    or a teacher.
     """
     _check_device(spec.placement)
     if spec.placement.ranks > 1:
@@ -52,14 +53,16 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     read = _read_sharded(spec.model, ranks) if ranks is not None and spec.placement.loading == "sharded" else None
     half = spec.training.precision == "bfloat16_pure"
     model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
-    reference = None if kl is None or kl.model is None else load_reference(kl.model, model, weights=first)
+    reference = None if kl is None or kl.model is None else load_frozen(kl.model, "algorithm.kl.model", model, first)
+    distillation = spec.algorithm.distillation
+    teacher = None if distillation is None else load_teacher(distillation.teacher, spec.model, model, first)
     if spec.placement.ranks == 1:
-        for module in (model, reference):
+        for module in (model, reference, teacher):
             if module is not None:
                 module.to(spec.placement.device)  # type: ignore[arg-type]  # a wrapper hides the signature
     share = spec.traced_groups if first else 0.0  # all ranks would trace the same
     traced = TracedGroups(spec.seed, share)
-    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read)
+    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read, teacher)
 
 
 def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:

@@ -17,6 +17,13 @@ _trained = partial(Metric, view="trained")
 LOSS = _trained("loss", "token", "sum", "", "the update's loss: each token's, times its weight")
 ENTROPY = _trained("entropy", "token", "mean", "nats", "of the distribution that the token is drawn from")
 KL = _trained("kl", "token", "mean", "nats", "from the reference model, by `algorithm.kl.estimator`")
+TEACHER_KL = _trained(
+    "teacher_kl",
+    "token",
+    "mean",
+    "nats",
+    "reverse KL to `algorithm.distillation.teacher`: log-probability less the teacher's, below 0 by chance only",
+)
 RATIO_MEAN = _trained(
     "ratio_mean", "token", "mean", "", "probability before the update / at the start of its batch, if known"
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import Corrected, corrected
-from treadle.algorithms.kl import ESTIMATORS, k3
+from treadle.algorithms.distillation import distilled
+from treadle.algorithms.kl import ESTIMATORS, k1, k2, k3
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
 from treadle.core.config import Config
@@ -40,6 +41,7 @@ from treadle.training.metrics import (
     RATIO_MAX,
     RATIO_MEAN,
     RATIO_MIN,
+    TEACHER_KL,
     TRAINABLE_FRACTION,
     TRAINABLE_TOKENS,
     VALUE_CLIPPED,
@@ -97,7 +99,9 @@ Gradient = Callable[[TokenScores], LossGradients]
 class Objective:
     """Computes sum_i weight_i (factor_i policy_loss_i + kl_coef kl_i + coef value_loss_i - entropy_coef entropy_i).
 
-    tokens, weight [N]. anchored: the update starts from the policy as it is now, and `logp_old` is `logp` itself.
+    The teacher's term (`algorithm.distillation`) is in the advantage, or one more of the sum.
+    tokens, weight [N]; `tokens.advantage` is that from rewards. anchored: the update starts from the policy as it is
+    now, and `logp_old` is `logp` itself.
     first: nothing was trained since the batch's start, so that metrics may compare with this policy as the batch's.
     reduction: mask [N] -> weights [N] of the tokens in it. corrected: weights and factors under the corrections, where
     `logp_old` is known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs
@@ -142,6 +146,9 @@ class Objective:
             weight, each = correction.weight, correction.factor * each
         if self.kl_coef:
             each = each + self.kl_coef * self._kl(scores.logp, tokens)
+        distillation = self.config.distillation
+        if distillation is not None and distillation.form == "loss" and tokens.logp_teacher is not None:
+            each = each + distillation.coef * k2(scores.logp, tokens.logp_teacher)
         if self.values is not None and scores.value is not None:
             section = self.config.value
             each = each + section.coef * value_loss(scores.value, self.values.at(index), section.clip)
@@ -154,6 +161,10 @@ class Objective:
         leaves = (logp, entropy) if value is None else (logp, entropy, value)
         slopes = LossGradients(*torch.autograd.grad(self.loss(TokenScores(scores.flat, logp, entropy, value)), leaves))
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
+
+    def advantage(self, scores: TokenScores) -> Tensor:
+        """Return the advantage of each token, the teacher's part included. scores: of all N, in order."""
+        return self._tokens(scores)[1].advantage
 
     def trace(self, scores: TokenScores) -> TokenTrace:
         """Return what the loss of each token was made of. scores: of all N, in order."""
@@ -180,6 +191,8 @@ class Objective:
             values[CORRECTION_WEIGHT] = correction.factor[mask]
         if tokens.logp_ref is not None:
             values[KL] = self._kl(scores.logp, tokens)[mask]
+        if tokens.logp_teacher is not None:
+            values[TEACHER_KL] = k1(scores.logp, tokens.logp_teacher)[mask]
         of_values = Measures()
         if self.values is not None and scores.value is not None:
             clip, value, targets = self.config.value.clip, scores.value[mask], self.values.at(index[mask])
@@ -220,11 +233,19 @@ class Objective:
             """Replace the untrainable tokens' entries, whose ratios could be infinite, by `now`: they weigh nothing."""
             return torch.where(tokens.mask, logp, now)
 
+        old = now if self.anchored else known(tokens.logp_old)
+        reference, teacher = (None if x is None else known(x) for x in (tokens.logp_ref, tokens.logp_teacher))
+        advantage, section = tokens.advantage, self.config.distillation
+        if section is not None:
+            scored = teacher if section.form == "advantage" else None
+            advantage = distilled(advantage, old, scored, section.coef, section.rewards)
         return index, replace(
             tokens,
-            logp_old=now if self.anchored else known(tokens.logp_old),
+            logp_old=old,
             logp_rollout=known(tokens.logp_rollout),
-            logp_ref=None if tokens.logp_ref is None else known(tokens.logp_ref),
+            advantage=advantage,
+            logp_ref=reference,
+            logp_teacher=teacher,
         )
 
 

@@ -22,6 +22,7 @@ from treadle.packing.flat import flatten
 from treadle.training import lm_head
 from treadle.training.config import OptimizerConfig, WarmStartConfig
 from treadle.training.learner import Learner
+from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks
 from treadle.training.sft import Supervised
 
@@ -31,13 +32,14 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm
 @dataclass(frozen=True)
 class Case:
     """A batch and how it is trained. old: another policy's log-probabilities are compared with, not the model's own.
-    reference: KL is to another policy than the model's own."""
+    reference: KL is to another policy than the model's own. teacher: there is one, another model; all is traced."""
 
     groups: Sequence[Group]
     family: str = "qwen3"
     double: bool = True
     old: bool = False
     reference: bool = False
+    teacher: bool = False
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +95,11 @@ class Parity:
         for moment in ("exp_avg", "exp_avg_sq"):
             found[moment] = _relative(_moments(shared, moment), _moments(alone, moment))
         return found
+
+    def advantages(self, case: Case) -> list[float]:
+        """Of each token, in the first update of a batch."""
+        (result,) = self._learners(case)[1].train_batch(case.groups)
+        return [value for trace in result.traces for value in trace.advantage.tolist()]
 
     def supervised(self, budget: int) -> dict[str, float]:
         """Relative distance of weights after three steps of a warm start, and of the losses."""
@@ -162,11 +169,14 @@ class Parity:
         algorithm = AlgorithmConfig(**case.algorithm)
         training = {"optimizer": OPTIMIZER, **case.training}
         of_one = {**training, "precision": "bfloat16"} if training.get("precision") == "bfloat16_pure" else training
-        alone = make_learner(model, algorithm, **of_one)
-        if self.ranks.rank:
-            model.to("meta")  # type: ignore[arg-type]  # the first rank's weights are everybody's
-            model.tie_weights()  # which that has undone
-        return alone, make_learner(model, algorithm, self.ranks, **training)
+        teacher = (exact if case.double else tiny)(seed=5) if case.teacher else None
+        traced = TracedGroups(share=float(case.teacher))
+        alone = make_learner(model, algorithm, teacher=teacher, **of_one)
+        for module in (model, teacher) if self.ranks.rank else ():
+            if module is not None:
+                module.to("meta")  # type: ignore[arg-type]  # the first rank's weights are everybody's
+                module.tie_weights()  # which that has undone
+        return alone, make_learner(model, algorithm, self.ranks, traced=traced, teacher=teacher, **training)
 
     # what goes wrong
 

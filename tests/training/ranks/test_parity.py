@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models import make_group, make_step, random_groups
+from tests.models import make_group, make_step, random_groups, tiny
 from tests.training.ranks.service import Case, Compared, Parity
-from tests.training.reference import COUPLED, LAYOUTS, LOSSES, forked_groups
-from treadle.algorithms.config import CorrectionConfig, KlConfig
+from tests.training.reference import COUPLED, LAYOUTS, LOSSES, forked_groups, taught_advantages
+from treadle.algorithms.config import CorrectionConfig, DistillationConfig, KlConfig
 from treadle.core.types import Group, Step
 from treadle.training.rank_processes import RankProcesses
 
@@ -209,6 +209,15 @@ TRAINED = {
     ),
     "kl by a controller": Case(MANY[:4], training=budget(25), algorithm={"kl": KlConfig(coef=0.1, target=0.01)}),
     "value head": Case(MANY[:4], training=budget(25, updates_per_batch=2), algorithm={"advantage": "gae"}),
+    **{
+        f"teacher, as {form}": Case(
+            MANY[:4],
+            teacher=True,
+            training=budget(25, updates_per_batch=2),
+            algorithm={"distillation": DistillationConfig(teacher="T", coef=0.5, form=form)},
+        )
+        for form in ("advantage", "loss")
+    },
 }
 
 
@@ -217,6 +226,15 @@ TRAINED = {
 def test_weights_moments_and_metrics_of_updates_are_those_of_one_process(pair: RankProcesses, case: Case) -> None:
     for found in pair.call("trained", case):
         assert max(found.values()) <= 1e-11, found
+
+
+@pytest.mark.parametrize("name", ["step", "chain", "tree within group"])
+def test_each_token_is_taught_the_difference_to_the_teacher(pair: RankProcesses, name: str) -> None:
+    section = DistillationConfig(teacher="T", coef=0.5)
+    case = Case(FEW, teacher=True, training=budget(25, **LAYOUTS[name]))
+    expected = taught_advantages(tiny(), tiny(seed=5), FEW, section)
+    for found in pair.call("advantages", replace(case, algorithm={"distillation": section})):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_warm_start_is_that_of_one_process(pair: RankProcesses) -> None:

@@ -1,7 +1,7 @@
 """A dry run tries each part that a recipe needs by itself, trains, writes and downloads nothing, and estimates memory.
 
-    settings -> data -> callbacks -> tokenizer -> model, reference -> engine -> drivers -> prompt, demonstrations
-    -> memory, disk
+    settings -> data -> callbacks -> tokenizer -> model, reference, teacher -> engine -> drivers -> prompt
+    -> demonstrations -> memory, disk
 
 A part that is missing is named; parts that need it are left out, and all others are tried.
 """
@@ -25,7 +25,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
 from treadle.models.chat import load_chat
-from treadle.models.loading import load_reference, make_model
+from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention, why_not_packable
@@ -93,6 +93,7 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     """
     result = DryRun()
     kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
+    distillation = config.algorithm.distillation
     result.attempt("settings", lambda: _settings(config))
     inputs = result.attempt("data", lambda: _data(config))
     if config.callbacks:
@@ -100,6 +101,7 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     result.renderer = renderer = result.attempt("tokenizer", lambda: _chat(config))
     model = result.attempt("model", lambda: _model(config, renderer))
     reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
+    teacher = result.attempt("teacher", lambda: _teacher(config, distillation.teacher, model)) if distillation else None
     result.attempt("engine", lambda: _engine(config, model, log))
     if inputs is not None and inputs.players.drivers and renderer is not None:
         result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
@@ -107,8 +109,8 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
         result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
     if (section := config.warm_start) is not None and renderer is not None:
         result.attempt("warm start", lambda: _demonstrations(config, section, renderer))
-    if model is not None and (reference is not None or not kl_model):
-        result.memory = estimate_memory(config, model, reference)
+    if model is not None and (reference is not None or not kl_model) and (teacher is not None or not distillation):
+        result.memory = estimate_memory(config, model, reference, teacher)
         result.attempt("memory", lambda: _memory(result.memory))
         result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
     return result
@@ -159,9 +161,17 @@ def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel
     directory = str(require_model(kl_model, "algorithm.kl.model"))
     if model is None:
         raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
-    reference = load_reference(kl_model, model, weights=False)
+    reference = load_frozen(kl_model, "algorithm.kl.model", model, weights=False)
     check_reference(algorithm, reference, model)
     return reference, directory
+
+
+def _teacher(config: RunConfig, path: str, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
+    if model is None:
+        raise ConfigError("algorithm.distillation.teacher cannot be compared with the model, which is missing")
+    teacher = load_teacher(path, config.model, model, weights=False)
+    directory = require_model(path, "algorithm.distillation.teacher")
+    return teacher, f"{sum(p.numel() for p in teacher.parameters()):,} parameters; {directory}"
 
 
 def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple[object, str]:
@@ -241,8 +251,8 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 class MemoryPart:
     """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
 
-    Letters: P weights of the model, A of its adapters, R of the reference; T tokens of a micro-batch, L layers, h
-    hidden and i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
+    Letters: P weights of the model, A of its adapters, R of the reference, D of the teacher; T tokens of a micro-batch,
+    L layers, h hidden and i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
     """
 
     name: str
@@ -250,12 +260,17 @@ class MemoryPart:
     formula: str
 
 
-def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> list[MemoryPart]:
+def estimate_memory(
+    config: RunConfig,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    teacher: PreTrainedModel | None = None,
+) -> list[MemoryPart]:
     """Estimate what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
 
-    model, reference: shapes suffice. Weights and optimizer, of all ranks together, are exact, the engine's cache is
-    what it may grow to, and activations are an estimate for decoders with gated MLPs (those of Llama and Qwen: 2% below
-    to 25% above what autograd keeps).
+    model, reference, teacher: shapes suffice. Weights and optimizer, of all ranks together, are exact, the engine's
+    cache is what it may grow to, and activations are an estimate for decoders with gated MLPs (those of Llama and Qwen:
+    2% below to 25% above what autograd keeps).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
     served = sum(t.numel() for _, t in published(model)) * _FLOAT32
@@ -276,6 +291,8 @@ def estimate_memory(config: RunConfig, model: PreTrainedModel, reference: PreTra
         other = model if reference is None else reference
         size = sum(t.numel() for _, t in published(other)) * _FLOAT32
         parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
+    if teacher is not None:
+        parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
     return [*parts, *_engine_parts(config, model, base, served), *_activations(config, model)]
 
 

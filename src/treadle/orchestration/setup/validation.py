@@ -25,6 +25,8 @@ def check_config(config: RunConfig) -> None:
     check_model_files(config.model)
     if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
         require_model(config.algorithm.kl.model, "algorithm.kl.model")
+    if config.algorithm.distillation is not None:
+        require_model(config.algorithm.distillation.teacher, "algorithm.distillation.teacher")
     context = (config.model.build or {}).get("max_position_embeddings")
     if isinstance(context, int):
         check_context(config, context)
