@@ -17,11 +17,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import treadle
+from tests.worlds import END, plain_ids, play, user
+from treadle.algorithms.advantages import returns
 from treadle.algorithms.config import (
     AlgorithmConfig,
     CispoConfig,
@@ -37,10 +42,12 @@ from treadle.algorithms.losses import Tokens
 from treadle.core.config import build, paths
 from treadle.core.errors import Cause
 from treadle.core.metrics import Level
+from treadle.core.outcomes import as_played
 from treadle.core.registry import names
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.sampling.failures import FailuresConfig
+from treadle.testing import FakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -100,6 +107,29 @@ def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() 
 
 def table(rows: Iterable[Sequence[object]]) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+LONG = ROOT / "docs" / "long-episodes.md"
+
+
+@settings(max_examples=20)
+@given(said=st.lists(st.sampled_from("abcdx"), min_size=1, max_size=12), limit=st.integers(1, 12))
+def test_scores_of_states_leave_the_reward_as_it_is_and_are_a_baseline(said: list[str], limit: int) -> None:
+    found: dict[str, Any] = {}
+    exec(next(block for block in blocks(LONG, "python") if "class Facts" in block), found)
+    task = treadle.Task("t", environment="world", prompt=[user("Go.")], ground_truth=["a", "b", "c", "d"])
+    replies = iter([*said, *"x" * 12])
+    engine = FakeEngine(lambda prompt, sampling: [*plain_ids(next(replies)), END])
+    [trajectory] = play(found["Facts"], engine, task, max_steps=limit, max_input_tokens=10_000)
+    known = [len(set(said[:n]) - {"x"}) / 4 for n in range(len(trajectory.steps) + 1)]
+    components = as_played(trajectory).components
+    assert trajectory.reward == components["answer"] == float(known[-1] == 1)
+    assert components["progress"] == 0
+    togo = returns(np.array([step.reward for step in trajectory.steps]), np.zeros(len(trajectory.steps), np.int64), 1.0)
+    assert togo.tolist() == [trajectory.reward - value for value in known[:-1]]
+    found = {"treadle": treadle, "judge": lambda task, trajectory: known[1:]}
+    exec(next(block for block in blocks(LONG, "python") if "def progress" in block), found)
+    assert found["progress"](task, trajectory) == [step.given.components["progress"] for step in trajectory.steps]
 
 
 def test_the_page_on_runs_lists_every_metric_as_declared() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tests.algorithms.slow import SlowGroup, SlowStep, SlowTrajectory
 from tests.models import ragged_groups
 from treadle.core.rewards import Reward
-from treadle.core.types import Group, Step, Trajectory
+from treadle.core.types import BreakCause, Group, Step, Trajectory
 from treadle.packing.breaks import calling_steps
 from treadle.packing.flat import FlatBatch, flatten
 
@@ -45,7 +45,9 @@ def _slow(
         taken = [-p if m and penalised else 0.0 for m, (p, _) in zip(step.mask, drawn, strict=True)]
         state = hash(step.prompt_ids.tobytes())
         given = [0.0] * len(step.mask) if step.given.tokens is None else step.given.tokens.tolist()
-        made.append(SlowStep(step.mask.tolist(), float(step.reward), state, [v for _, v in drawn], taken, given))
+        opens = step.break_cause is BreakCause.SUMMARY
+        values = [v for _, v in drawn]
+        made.append(SlowStep(step.mask.tolist(), float(step.reward), state, values, taken, given, opens))
         total += sum(taken)
     if made:
         for number, (own, caller) in enumerate(zip(made, calling_steps(trajectory.steps).tolist(), strict=True)):
@@ -62,6 +64,7 @@ def with_penalties(groups: list[SlowGroup]) -> list[SlowGroup]:
 
 
 def _rewarded(step: Step, reward: float, draw: st.DrawFn) -> Step:
+    step = replace(step, break_cause=draw(st.sampled_from((None, None, BreakCause.SUMMARY))))
     if not draw(st.booleans()):
         return replace(step, reward=reward)
     tokens = [draw(st.sampled_from(STEP_REWARDS)) for _ in step.mask]

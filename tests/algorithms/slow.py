@@ -20,6 +20,7 @@ class SlowStep:
     values: Values = field(default_factory=list)
     token_rewards: Values = field(default_factory=list)
     given: Values = field(default_factory=list)  # the part of `reward` that single tokens were given
+    opens: bool = False  # a segment: it goes on from a summary
     caller: int | None = None  # of a sub-agent's step: the step of the main branch that called it
 
 
@@ -89,6 +90,29 @@ def for_all_steps(group: SlowGroup, main: list[Values]) -> list[Values]:
     for t, own in zip(group, main, strict=True):
         of_main = dict(zip([k for k, s in enumerate(t.steps) if s.caller is None], own, strict=True))
         found.append([of_main[k if s.caller is None else s.caller] for k, s in enumerate(t.steps)])
+    return found
+
+
+def by_segment(group: SlowGroup) -> SlowGroup:
+    """The group with each segment of a trajectory as one step, which is given what its steps were."""
+    found = []
+    for t in group:
+        parts: list[list[SlowStep]] = []
+        for step in t.steps:
+            if step.opens or not parts:
+                parts.append([])
+            parts[-1].append(step)
+        steps = [replace(part[0], reward=math.fsum(step.reward for step in part)) for part in parts]
+        found.append(SlowTrajectory(steps, t.reward))
+    return found
+
+
+def segment_return(group: SlowGroup, gamma: float) -> list[Values]:
+    """For each trajectory, for each step: the `step_return` of its segment."""
+    found = []
+    for t, values in zip(group, step_return(by_segment(group), gamma), strict=True):
+        numbers = [sum(step.opens for step in t.steps[1 : k + 1]) for k in range(len(t.steps))]
+        found.append([values[n] for n in numbers])
     return found
 
 

@@ -16,10 +16,11 @@ from tests.algorithms.slow import SlowGroup
 from tests.models import make_group, make_step
 from treadle.algorithms.advantages import returns
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.algorithms.estimators import Rewards, Signals, advantages, by_name, state_ids
+from treadle.algorithms.estimators import Rewards, Signals, advantages, by_name, segments, state_ids
 from treadle.core.errors import DataError
 from treadle.core.registry import names
-from treadle.core.types import DropReason, Group, Step, Trajectory
+from treadle.core.types import BreakCause, DropReason, Group, Step, Trajectory
+from treadle.packing.breaks import parent_steps
 from treadle.packing.flat import flatten
 
 ids = np.array
@@ -68,7 +69,9 @@ REFERENCES: dict[str, Reference] = {
     "grpo": _of_trajectories(lambda r, o: slow.grpo(r, o.norm_by_std)),
     "rloo": _of_trajectories(lambda r, o: slow.rloo(r)),
     "maxrl": _of_trajectories(lambda r, o: slow.maxrl(r)),
-    "step_return": _of_main_steps(lambda g, o: slow.step_return(g, o.gamma)),
+    "step_return": _of_main_steps(
+        lambda g, o: (slow.segment_return if o.scope == "segment" else slow.step_return)(g, o.gamma)
+    ),
     "gigpo": _of_main_steps(lambda g, o: slow.gigpo(g, o.gamma, o.weight, o.norm_by_std)),
     "reinforce++": _of_trained(lambda groups, o: slow.reinforce_plus_plus(groups, o.gamma)),
     "reinforce++_baseline": _of_trained(lambda groups, o: slow.reinforce_plus_plus_baseline(groups)),
@@ -79,6 +82,7 @@ OPTIONS: dict[str, list[Any]] = {
     "gamma": [1.0, 0.9, 0.5],
     "gae_lambda": [1.0, 0.8, 0.0],
     "weight": [1.0, 0.3],
+    "scope": ["step", "segment"],
 }
 
 
@@ -201,3 +205,61 @@ def test_nothing_to_train_is_no_error(name: str, groups: list[Any]) -> None:
     batch = flatten(groups)
     found: NDArray[np.float64] = advantages(batch, AlgorithmConfig(advantage=name), Signals(values=np.empty(0)))
     assert found.shape == (0,)
+
+
+# Segments
+
+
+def played(*segments: list[float], summaries: bool = True) -> list[Step]:
+    """An episode's steps, each given a reward: `[0, 1], [0.5]` has a summary after two replies, then another reply."""
+    steps, opening = [], [1, 2]
+    for number, rewards in enumerate(segments):
+        prompt, cause = [*opening, *([9] * number)], BreakCause.SUMMARY if number else None
+        for reward in rewards:
+            steps.append(replace(make_step(prompt, [3, 4]), reward=reward, break_cause=cause))
+            prompt, cause = [*prompt, 3, 4, 5], None
+        if summaries and number + 1 < len(segments):
+            steps.append(replace(make_step([*prompt, 6], [7]), summary=True))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("gamma", "wanted"),
+    [
+        # returns of segments: 1.75 and 0.75; 0.25; 2 and 1.5 and 1
+        (1.0, [[1.75 - 1.125] * 3 + [0.75 - 1.5], [0.25 - 1.875], [2 - 1] * 3 + [1.5 - 0.75] * 2 + [1 - (1 - 1)]]),
+        # 1.375 and 0.75; 0.25; 1 and 1 and 1
+        (0.5, [[1.375 - 0.625] * 3 + [0.75 - 1], [0.25 - 1.1875], [1 - 0.8125] * 3 + [1 - 0.75] * 2 + [1 - 0.0625]]),
+    ],
+)
+def test_segments_are_compared_by_number_and_share_a_return(gamma: float, wanted: list[list[float]]) -> None:
+    """A summary has the return of the segment that it ends. The third segment has no other to be compared with."""
+    attempts = [played([0, 1], [0.75]), played([0.25]), played([0.25, 0.25], [0.5], [1])]
+    rewards = [sum(step.reward for step in steps) for steps in attempts]
+    batch = flatten([make_group(list(zip(attempts, rewards, strict=True)))])
+    config = AlgorithmConfig(advantage="step_return", advantage_options={"scope": "segment", "gamma": gamma})
+    found = np.split(advantages(batch, config), batch.step_start[1:-1])
+    assert [set(tokens) == {tokens[0]} for tokens in found] == [True] * len(found)
+    assert [tokens[0] for tokens in found] == pytest.approx([a for attempt in wanted for a in attempt])
+
+
+@given(drawn=rewarded_batches(), data=st.data())
+def test_the_rewards_of_segments_add_up_to_the_episode(drawn: Drawn, data: st.DataObject) -> None:
+    """Also if some of their steps became stale."""
+    groups, _ = without_some(drawn.groups, data)
+    batch = flatten(groups)
+    main = np.flatnonzero(parent_steps(batch) == np.arange(len(batch.played)))
+    paid = np.bincount(parent_steps(batch), batch.played_rewards, len(batch.played))[main]
+    segment = segments(batch, main)
+    earned = np.bincount(segment, paid)
+    first = np.searchsorted(segment, np.arange(len(earned)))
+    totals = np.bincount(batch.trajectory_of_played[main][first], earned, len(batch.trajectories))
+    played = np.bincount(batch.trajectory_of_played, minlength=len(batch.trajectories)) > 0
+    np.testing.assert_allclose(totals[played], batch.rewards[played], atol=1e-12)
+
+
+def test_without_summaries_an_episode_is_one_segment() -> None:
+    attempts = [(played([0.0, 1.0, 0.5]), 1.5), (played([0.25]), 0.25), (played([0.0, 0.0]), 0.0)]
+    batch = flatten([make_group(attempts)])
+    config = AlgorithmConfig(advantage="step_return", advantage_options={"scope": "segment"})
+    np.testing.assert_array_equal(advantages(batch, config), advantages(batch, AlgorithmConfig(advantage="rloo")))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.conftest import Place, Trained, make_place
-from tests.cli.worlds import TRAJECTORIES, Calls, files, playing, text_of, treadle, whole
+from tests.cli.worlds import TRAJECTORIES, Calls, compacted, files, playing, record, text_of, treadle, whole
 from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
 from treadle.cli.report import read_run
 from treadle.orchestration.reporting.curve import group_runs, panels
@@ -335,3 +335,15 @@ def test_a_damaged_line_is_named_and_left_out(copy: Path, tmp_path: Path) -> Non
     assert (done.status, done.error) == (0, f"warning: run '{copy}': {problem}; left out of the picture")
     [curve] = panels(group_runs([read_run(copy)]))[0].curves
     assert curve.updates == (1, 3, 4)
+
+
+def test_the_price_of_compactions(tmp_path: Path, broken: Path) -> None:
+    """Also beside a trajectory without any, which is not counted."""
+    record(tmp_path / "run", compacted(), compacted()[:1])
+    [row] = facts(tmp_path / "run")["compactions"]
+    counts = {"split": "train", "trajectories": 1, "compactions": 2, "read": 386, "read_without": 446}
+    assert row == {**counts, "computed": 166, "computed_without": 105}
+    lines = [" ".join(line.split()) for line in treadle("report", tmp_path / "run").out.splitlines()]
+    assert "split trajectories compactions read without computed without" in lines
+    assert "train 1 2 386 446 166 105" in lines
+    assert facts(broken)["compactions"] == [] and "compactions" not in treadle("report", broken).out

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.conftest import Place, Trained
-from tests.cli.worlds import SPELLED, SYSTEM, TRAJECTORIES, ids, text_of, treadle, whole
+from tests.cli.worlds import SPELLED, SYSTEM, TRAJECTORIES, compacted, ids, record, text_of, treadle, whole
 from tests.orchestration.runs import shard_of, start
 from tests.until import wait_until
 from tests.worlds import END, chatml, tiny
@@ -227,3 +227,20 @@ def test_ctrl_c_ends_it_quietly(finished: Trained, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("treadle.cli.show.time.sleep", interrupt)
     done = treadle("top", finished.path)
     assert (done.status, done.out, done.err) == (0, "", "")
+
+
+def test_segments_and_rejected_calls(tmp_path: Path) -> None:
+    record(tmp_path / "run", compacted())
+    lines = treadle("show", tmp_path / "run", "g000000.0").out.splitlines()
+    assert lines[2] == "19 sampled tokens in 6 steps, and 6 in 2 that were not used"
+    assert [line for line in lines if line.startswith(("segment", "rejected"))] == [
+        "rejected: the summary is cut off",
+        "segment 1  from the summary of step 3: 43 tokens in place of 84; cost: 2 calls, 11 tokens sampled, 63 read",
+        "segment 2  shortened by environment or agent: 27 tokens in place of 59; cost: 26 read",
+        "rejected: its answer was not used",
+    ]
+    assert sum(line.startswith(("step 2, summary  prompt", "step 3, summary  prompt")) for line in lines) == 2
+    found = json.loads(treadle("show", tmp_path / "run", "g000000.0", "--json").out)
+    assert [step["segment"] for step in found["steps"]] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [step["dropped"] for step in found["steps"]] == [None, None, "rejected", None, None, None, "rejected", None]
+    assert [compaction["summary"] for compaction in found["compactions"]] == [3, None]

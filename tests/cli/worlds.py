@@ -18,7 +18,7 @@ from tests.forks import ForkedProcess
 from tests.worlds import END, chatml, make_group, make_step, tiny, tool, user
 from treadle.cli.main import main
 from treadle.core.metrics import Metric
-from treadle.core.types import Message, Status, Task, Trajectory
+from treadle.core.types import BreakCause, DropReason, Message, Status, Step, StopReason, Task, Trajectory
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
@@ -254,12 +254,38 @@ def editing() -> Calls:
 TRAJECTORIES = (tokenizing_again(), editing())
 
 
-def record(path: Path) -> Path:
-    """One group with both trajectories, as training records it before the first checkpoint."""
-    made = [
-        Trajectory(f"g000000.{n}", "t0", n, tuple(make_step(*call) for call in calls), 1.0, Status.DONE)
-        for n, calls in enumerate(TRAJECTORIES)
+def compacted() -> list[Step]:
+    """An attempt that is asked for a summary twice, as the first one is cut off, and goes on from the second.
+
+    Then its environment replaces the conversation, and throws a reply away.
+    """
+    calls = [(ids(chatml(QUESTION)), [*ids(" Acme"), END])]
+    calls.append(([*whole(calls[0]), *ids("\n" + chatml([READ]))], [*ids(" Zoe"), END]))
+    request = [*whole(calls[1]), *ids("\n" + chatml([READ, user("Write down what you know.")]))]
+    calls += [(request, ids(" Acme, boss")), (request, [*ids(" Acme, boss Zoe, city Rome"), END])]
+    calls.append((ids(chatml([*QUESTION, user("Your summary: Acme, boss Zoe, city Rome")])), [*ids(" Ro"), END]))
+    calls.append(([*whole(calls[4]), *ids("\n" + chatml([tool("nothing found")]))], [*ids(" Acme"), END]))
+    calls += [
+        (ids(chatml([user("City of Acme? It begins with Ro.")])), [*ids(answer), END]) for answer in (" ?", " Rome")
     ]
+    first, second, cut, summary, third, fourth, lost, last = (make_step(*call) for call in calls)
+    goes_on, rejected = BreakCause.SUMMARY, DropReason.REJECTED
+    return [
+        first,
+        second,
+        replace(cut, summary=True, dropped=rejected, stop_reason=StopReason.LENGTH),
+        replace(summary, summary=True),
+        replace(third, break_cause=goes_on),
+        fourth,
+        replace(lost, break_cause=goes_on, dropped=rejected),
+        replace(last, break_cause=goes_on, reward=1.0),
+    ]
+
+
+def record(path: Path, *attempts: Sequence[Step]) -> Path:
+    """One group with both trajectories, or these, as training records it before the first checkpoint."""
+    attempts = attempts or tuple([make_step(*call) for call in calls] for calls in TRAJECTORIES)
+    made = [Trajectory(f"g000000.{n}", "t0", n, tuple(steps), 1.0, Status.DONE) for n, steps in enumerate(attempts)]
     run = RunDirectory.create(path, tiny())
     run.close()
     group = make_group(0, *made)

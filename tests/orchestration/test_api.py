@@ -127,6 +127,11 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"settings": {"training.group_sise": 3}}, ConfigError, "did you mean 'training.group_size'"),
         ({"settings": {"training.group_size": "3"}}, ConfigError, "training.group_size: got '3'"),
         ({"settings": {"rollout.max_input_tokens": 7}}, ConfigError, "the first prompt of task t0 has"),
+        (
+            {"settings": {"rollout.compaction.at": 7, "rollout.compaction.max_tokens": 8}},
+            ConfigError,
+            "tokens, and rollout.compaction.at is 7: every turn",
+        ),
         ({"model": "/nowhere"}, ConfigError, "model.path: no directory '/nowhere'"),
         ({"model": {**MODEL, "tokenizer": None}}, ConfigError, "model.build needs model.tokenizer"),
         ({"tasks": []}, DataError, "no training tasks"),

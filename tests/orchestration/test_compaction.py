@@ -18,12 +18,13 @@ LONG = (
     'rollout.stop=["a","e","i","o","u"," "]',  # so that a model that knows nothing ends its summaries
     "orchestration.updates=2",
 )
+BY_SEGMENT = ("algorithm.advantage=step_return", "algorithm.advantage_options={scope: segment, gamma: 0.5}")
 
 
 @pytest.mark.slow
 def test_summaries_are_trained_alike_under_every_packing(tmp_path: Path) -> None:
     for packing in ("step", "chain", "tree"):
-        start(tmp_path / packing, *LONG, f"training.packing={packing}")
+        start(tmp_path / packing, *LONG, *BY_SEGMENT, f"training.packing={packing}")
         check_finished(tmp_path / packing)
     found = Counter((s.summary, s.dropped, s.break_cause) for _, steps in recorded(tmp_path / "tree") for s in steps)
     assert found.keys() == {

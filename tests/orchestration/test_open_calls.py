@@ -13,6 +13,7 @@ import pytest
 
 from tests.forks import run
 from tests.orchestration.killed_episodes import go
+from tests.orchestration.runs import updates
 from tests.worlds import ROOT, addresses, make_group, make_step
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.files import WrittenFile
@@ -104,6 +105,9 @@ def test_they_are_gone_once_the_attempt_is_recorded_or_starts_anew(ledger: Ledge
     assert len(said) == 1 and "environment 'a'" in said[0]
 
 
+COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.compaction.prompt=notes"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "options"),
@@ -111,6 +115,8 @@ def test_they_are_gone_once_the_attempt_is_recorded_or_starts_anew(ledger: Ledge
         (30, ""),
         (5, "environment=tests.orchestration.killed_episodes:Unreplayable"),
         (15, "orchestration.max_staleness=2"),
+        (10, COMPACT),
+        (10, f"{COMPACT} orchestration.max_staleness=2"),
     ],
 )
 def test_killed_at_random_moments_no_attempt_is_sampled_twice(kills: int, options: str, tmp_path: Path) -> None:
@@ -136,3 +142,5 @@ def test_killed_at_random_moments_no_attempt_is_sampled_twice(kills: int, option
         straight = go(tmp_path / "straight", None, *options.split())
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert summary["weights_sha256"] == straight["weights_sha256"]
+    if COMPACT in options:
+        assert sum(row["compactions_mean"] for row in updates(tmp_path / "run")) > 0

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pyarrow.parquet as pq
 import pytest
 
+from tests.cli.worlds import compacted, record
 from tests.view.browser import PHONE, WIDE, Viewer, serving
 from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_run
 from tests.worlds import make_group
@@ -90,6 +91,28 @@ def test_a_trajectory_shows_the_shards_tokens(viewer: Viewer, recorded: Path) ->
     assert "tokenization" in viewer.text("#step-2 .relation") and "computed again" in viewer.text("#step-2 .relation")
     assert "Fork of step 2" in viewer.text("#step-3 .relation")
     assert page.locator(".tree rect.break").count() > 0
+
+
+def test_segments_and_rejected_calls_are_seen(browser: Any, tmp_path: Path) -> None:
+    with serving([record(tmp_path / "run", compacted())]) as url:
+        viewer = Viewer(browser, url, PHONE)
+        page = viewer.open("#/run/run/trajectory/g000000.0", ".compaction")
+        assert [" ".join(line.inner_text().split()) for line in page.query_selector_all(".compaction")] == [
+            "Segment 1 from the summary of step 3: 43 tokens in place of 84. "
+            "Cost: 2 calls, 11 tokens sampled, 63 read.",
+            "Segment 2 shortened by environment or agent: 27 tokens in place of 59. Cost: 26 read.",
+        ]
+        assert [step.inner_text() for step in page.query_selector_all(".step.rejected h2")] == [
+            "Step 2, summary",
+            "Step 6",
+        ]
+        assert [fate.inner_text().strip() for fate in page.query_selector_all(".step.rejected .fate")] == [
+            f"Rejected: {why}. Nothing that came after was built on it, and it is not trained."
+            for why in ("the summary is cut off", "its answer was not used")
+        ]
+        assert "Your summary" in viewer.text("#step-4 .message.role-user")
+        assert viewer.complaints == []
+        viewer.close()
 
 
 def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worlds import PLAIN, chatml, plain_ids, tool, user
-from treadle.core.types import Message
+from treadle.core.types import Message, common_prefix
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
 from treadle.view.texts import Segment, TokenTexts, extended_spans, message_spans, prefix_segments
@@ -54,6 +54,15 @@ def test_what_ends_a_turn_belongs_to_it() -> None:
     base = plain_ids("<|im_start|>assistant\nab<|im_end|>")
     spans = extended_spans(message_spans(base, TEXTS), len(base), [*base, *plain_ids("\n<|im_start|>tool\n")], TEXTS)
     assert [(s.role, s.start - len(base)) for s in spans if s.start >= len(base)] == [("assistant", 0), ("tool", 1)]
+
+
+def test_a_sequence_may_leave_another_with_a_messages_role() -> None:
+    base, now = plain_ids(chatml([user("ab?")])), plain_ids(chatml([user("ab?"), user("cd?")]))
+    spans = extended_spans(message_spans(base, TEXTS), common_prefix(np.array(base), np.array(now)), now, TEXTS)
+    roles, wanted = (
+        [s.role for s in each for _ in range(s.start, s.end)] for each in (spans, message_spans(now, TEXTS))
+    )
+    assert roles == wanted
 
 
 def test_a_character_in_pieces_is_joined() -> None:

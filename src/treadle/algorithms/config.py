@@ -19,9 +19,15 @@ class NormConfig(Config):
 
 
 class DiscountConfig(Config):
-    """Options of advantages step_return and reinforce++."""
+    """Options of advantage reinforce++."""
 
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per step (step_return) or trained token (reinforce++)")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per step or segment, or trained token (reinforce++)")
+
+
+class StepReturnConfig(DiscountConfig):
+    """Options of advantage step_return, discounted per step or segment."""
+
+    scope: Literal["step", "segment"] = Field("step", description="what shares a return; compactions part segments")
 
 
 class GigpoConfig(NormConfig, DiscountConfig):

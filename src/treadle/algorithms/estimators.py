@@ -26,11 +26,18 @@ from treadle.algorithms.advantages import (
     rloo,
     step_return,
 )
-from treadle.algorithms.config import AlgorithmConfig, DiscountConfig, GaeConfig, GigpoConfig, NormConfig
+from treadle.algorithms.config import (
+    AlgorithmConfig,
+    DiscountConfig,
+    GaeConfig,
+    GigpoConfig,
+    NormConfig,
+    StepReturnConfig,
+)
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
-from treadle.core.types import Group
+from treadle.core.types import BreakCause, Group
 from treadle.packing.breaks import parent_steps
 from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 
@@ -160,9 +167,24 @@ def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles
     return per_token
 
 
-def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, options: DiscountConfig) -> Doubles:
+def segments(batch: FlatBatch, main: Indices) -> Indices:
+    """Return int64[M], the segment of each main step, counted through the batch.
+
+    A trajectory's first step opens one, and each step that goes on from a summary (`break_cause: summary`); so a
+    summary belongs to the segment that it ends. main int64[M]: the main branches' steps, see `_by_main_step`.
+    """
     owner = batch.trajectory_of_played[main]
-    return step_return(rewards.trajectory, rewards.step, owner, batch.group_of_trajectory, options.gamma)
+    opens = np.array([batch.played[k].break_cause is BreakCause.SUMMARY for k in main], np.bool_)
+    opens[1:] |= owner[1:] != owner[:-1]
+    opens[:1] = False
+    return np.cumsum(opens)
+
+
+def _step_return(rewards: Rewards, batch: FlatBatch, main: Indices, options: StepReturnConfig) -> Doubles:
+    unit = np.arange(len(main)) if options.scope == "step" else segments(batch, main)
+    paid = np.bincount(unit, rewards.step).astype(np.float64)
+    owner = batch.trajectory_of_played[main][np.searchsorted(unit, np.arange(len(paid)))]
+    return step_return(rewards.trajectory, paid, owner, batch.group_of_trajectory, options.gamma)[unit]
 
 
 def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, options: GigpoConfig) -> Doubles:
@@ -220,7 +242,7 @@ def _grpo(rewards: Doubles, group: Indices, options: NormConfig) -> Doubles:
 GRPO = Advantage(_by_trajectory(_grpo), options_type=NormConfig)
 RLOO = Advantage(_by_trajectory(lambda rewards, group, options: rloo(rewards, group)))
 MAXRL = Advantage(_by_trajectory(lambda rewards, group, options: maxrl(rewards, group)))
-STEP_RETURN = Advantage(_by_main_step(_step_return), options_type=DiscountConfig, by_step=True)
+STEP_RETURN = Advantage(_by_main_step(_step_return), options_type=StepReturnConfig, by_step=True)
 GIGPO = Advantage(_by_main_step(_gigpo), options_type=GigpoConfig, by_step=True)
 REINFORCE_PLUS_PLUS = Advantage(
     _reinforce_plus_plus, options_type=DiscountConfig, by_group=False, by_step=True, by_token=True

@@ -106,6 +106,7 @@ def _print(console: Console, facts: Facts) -> None:
     _print_trouble(console, facts)
     _print_packing(console, facts["packing"])
     _print_relations(console, facts["relations"])
+    _print_compactions(console, facts["compactions"])
     problems = [
         f"{what}, not counted: {', '.join(facts[f'{what}_shards'])}"
         for what in ("missing", "damaged")
@@ -196,6 +197,16 @@ def _print_relations(console: Console, relations: Facts) -> None:
             table.add_row(example["trajectory_id"], str(example["step"]), row["cause"], *figures, *sides)
     console.table(table)
     console.line()
+
+
+def _print_compactions(console: Console, rows: Sequence[Facts]) -> None:
+    if not rows:
+        return
+    columns = ("split", "trajectories", "compactions", "read", "without", "computed", "without")
+    title = "tokens of trajectories with compactions, and of the same calls without (estimated)"
+    table = make_table(*columns, title=title, text=("split",))
+    names = ("trajectories", "compactions", "read", "read_without", "computed", "computed_without")
+    _print_figures(console, table, rows, "split", names)
 
 
 def _print_last_update(console: Console, row: Facts | None, updates: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
 from treadle.cli.options import Commands, add_command
+from treadle.core.outcomes import NOT_PLAYED, rejection
 from treadle.core.types import PLAYERS
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -93,17 +94,21 @@ def as_json(
 ) -> dict[str, Any]:
     """Return everything on record about a trajectory as plain data; the last of several traces of a step counts."""
     from treadle.orchestration.store.rollout_store import decoder, step_relations
+    from treadle.packing.compactions import compactions, recorded_calls
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
     head = {key: value for key, value in row.items() if key not in internal}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
     related = step_relations(steps, decoder(tokenizer))
+    found = compactions(recorded_calls(steps), related)
     traced = {trace.step: trace for trace in traces}
     steps_json = [
         _step(number, step, relation, row["advantage"], tokenizer, traced.get(number))
         for number, (step, relation) in enumerate(zip(steps, related, strict=True))
     ]
-    return {**head, "steps": steps_json}
+    for step in steps_json:
+        step["segment"] = sum(compaction.step <= step["step"] for compaction in found)
+    return {**head, "compactions": [asdict(compaction) for compaction in found], "steps": steps_json}
 
 
 def _step(
@@ -117,13 +122,15 @@ def _step(
         "relation": asdict(relation),
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
+        "dropped": None if step.dropped is None else str(step.dropped),
+        "rejection": rejection(step),
         "components": step.given.by_name,
         **{
             name: getattr(step, name)
             for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary")
         },
         "update": None if trace is None else trace.update,
-        "tokens": _tokens(step, advantage, tokenizer, trace),
+        "tokens": _tokens(step, None if step.dropped else advantage, tokenizer, trace),
     }
 
 
@@ -164,15 +171,35 @@ def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
     if task["ground_truth"] is not None:
         console.line(f"ground truth {task['ground_truth']!r}")
     advantage = "" if row["advantage"] is None else f", advantage {row['advantage']:.4f}"
-    console.line(f"{row['completion_tokens']} sampled tokens in {len(row['steps'])} steps{advantage}")
+    unused = [step for step in row["steps"] if step["dropped"] in NOT_PLAYED]
+    more = f", and {sum(len(s['tokens']) for s in unused)} in {len(unused)} that were not used" if unused else ""
+    steps = f"{len(row['steps']) - len(unused)} steps{more}"
+    console.line(f"{row['completion_tokens']} sampled tokens in {steps}{advantage}")
     if row["trained_reward"] is not None and row["trained_reward"] != row["reward"]:
         console.line(f"reward in training {row['trained_reward']:g}")
     if row["warning"]:
         console.line(f"warning: {row['warning']}", style="yellow")
     if row["failure_traceback"]:
         console.text(indented(row["failure_traceback"]), style="red")
+    opened = {compaction["step"]: compaction for compaction in row["compactions"]}
     for step in row["steps"]:
+        if step["step"] in opened:
+            console.line()
+            console.line(
+                (f"segment {step['segment']}", "bold"), f"  {compaction_line(opened[step['step']])}", wrap=True
+            )
         _print_step(console, step)
+
+
+def compaction_line(compaction: dict[str, Any]) -> str:
+    """Return `from the summary of step 4: 96 tokens in place of 512; cost: 2 calls, 48 tokens sampled, 157 read`."""
+    summary, calls = compaction["summary"], compaction["calls"]
+    source = "shortened by environment or agent" if summary is None else f"from the summary of step {summary}"
+    asked = f"{calls} call{'s' if calls != 1 else ''}, {compaction['sampled']:,} tokens sampled, " if calls else ""
+    return (
+        f"{source}: {compaction['after']:,} tokens in place of {compaction['before']:,}; "
+        f"cost: {asked}{compaction['read']:,} read"
+    )
 
 
 def ending(row: dict[str, Any]) -> str:
@@ -209,7 +236,11 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
     if step["update"] is not None:
         line += f", traced in update {step['update']}"
     console.line()
-    console.line((f"step {step['step']}", "bold"), f"  {line}", wrap=True)
+    name = f"step {step['step']}{', summary' if step['summary'] else ''}"
+    console.line((name, "bold"), f"  {line}", wrap=True)
+    if step["dropped"]:
+        because = f": {step['rejection']}" if step["rejection"] else ""
+        console.line(f"{step['dropped']}{because}", style="red")
     if relation := relation_line(step["relation"], step["step"]):
         console.line(relation, style="yellow")
     console.text(indented(step["new_prompt_text"]), style="dim")

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.core.rewards import PLAIN
-from treadle.core.types import DropReason, Group, Ids, Step, StepState, Trajectory, common_prefix
+from treadle.core.types import DropReason, Group, Ids, Step, StepState, StopReason, Trajectory, common_prefix
 
 NOT_PLAYED = frozenset({DropReason.CANCELLED, DropReason.REJECTED})
 """Reasons of steps on which the episode was not built. Steps that are dropped for any other one were played."""
@@ -105,6 +105,15 @@ def as_trained(trajectory: Trajectory) -> TrajectoryView:
 def was_played(step: Step) -> bool:
     """Return whether the episode was built on the step."""
     return step.dropped not in NOT_PLAYED
+
+
+def rejection(step: Step) -> str:
+    """Return why the answer of a rejected step was thrown away, as far as is on record; "" of any other step."""
+    if step.dropped is not DropReason.REJECTED:
+        return ""
+    if not step.summary:
+        return "its answer was not used"
+    return "the summary is empty" if step.stop_reason is StopReason.STOP else "the summary is cut off"
 
 
 def attempt_drop_reason(trajectory: Trajectory) -> DropReason | None:

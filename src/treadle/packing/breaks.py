@@ -227,7 +227,13 @@ def parent_steps(batch: FlatBatch) -> Indices:
 
 
 def calling_steps(steps: Sequence[Step]) -> Indices:
-    """Return int64[T], the same for the T steps of one trajectory, in call order.
+    """Return int64[T], the same for the T steps of one trajectory, in call order, told from ids alone."""
+    calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
+    return callers(relations(calls, _no_text, [step.break_cause for step in steps]))
+
+
+def callers(related: Sequence[Relation]) -> Indices:
+    """Return int64[T], the step that called each of the T steps of one trajectory, given how they relate.
 
     A step continues the conversation that it extends or breaks with; a fork, or a step that shares nothing, begins one
     of its own. For example an agent that asks a sub-agent twice, and then starts anew from a summary:
@@ -240,9 +246,9 @@ def calling_steps(steps: Sequence[Step]) -> Indices:
     branch. One that begins when the main branch is over takes its place: a summary, or an agent whose prompt is not its
     history. So an agent that only appends, or never does, is one main branch in call order.
     """
-    conversation = _conversations(steps)
+    conversation = _conversations(related)
     last = {name: number for number, name in enumerate(conversation)}
-    parents = np.arange(len(steps))
+    parents = np.arange(len(related))
     main = latest = 0  # the conversation, and the step, that the main branch has reached
     caller: dict[int, int] = {}  # sub-agents' conversations
     for number, name in enumerate(conversation):
@@ -255,11 +261,10 @@ def calling_steps(steps: Sequence[Step]) -> Indices:
     return parents
 
 
-def _conversations(steps: Sequence[Step]) -> list[int]:
+def _conversations(related: Sequence[Relation]) -> list[int]:
     """Return for each step the first step of its conversation."""
-    calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
     firsts: list[int] = []
-    for number, relation in enumerate(relations(calls, _no_text, [step.break_cause for step in steps])):
+    for number, relation in enumerate(related):
         base = None if relation.kind is Kind.FORK else relation.base
         firsts.append(number if base is None else firsts[base])
     return firsts

@@ -12,8 +12,9 @@ from fastapi import Query
 from pydantic import BaseModel
 
 from treadle.core.errors import Cause, RunError
+from treadle.core.outcomes import rejection
 from treadle.core.text import escape_line
-from treadle.core.types import PLAYERS, DropReason, StepState
+from treadle.core.types import PLAYERS, DropReason, Step, StepState
 from treadle.orchestration.store.group_search import GroupQuery, find_groups
 from treadle.view.recorded_run import RecordedRun, Run
 from treadle.view.texts import Json, clipped
@@ -197,21 +198,23 @@ def explain(state: str, reason: str | None) -> Explanation:
         return Explanation(f"{state}: {reason}" if reason else state)
 
 
-def fate(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> Json:
-    """Explain a step's outcome, by its and its trajectory's row. trainable: number of its trainable sampled tokens."""
-    text, settings = explain(step["state"], step["reason"])
-    if step["state"] == StepState.TRAINED:
-        text = _trained(step, trajectory, update, trainable)
-    elif step["state"] == StepState.RECORDED and update is not None:
+def fate(row: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, step: Step) -> Json:
+    """Explain a step's outcome. row, trajectory: its and its trajectory's row of the ledger."""
+    text, settings = explain(row["state"], row["reason"])
+    if row["state"] == StepState.TRAINED:
+        text = _trained(row, trajectory, update, int(step.mask.sum()))
+    elif why := rejection(step):
+        text = f"Rejected: {why}. Nothing that came after was built on it, and it is not trained."
+    elif row["state"] == StepState.RECORDED and update is not None:
         text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
-    elif step["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
+    elif row["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
         message = trajectory["failure_message"] or ""
         why = clipped(message, _REASON)  # the trajectory's page has all of it
         text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
         settings = failure_settings(trajectory["failure_cause"], message)
-    elif step["reason"] == DropReason.REFUSED and trajectory["warning"]:
+    elif row["reason"] == DropReason.REFUSED and trajectory["warning"]:
         text = f"Not trained: the learner's model cannot take its trajectory: {clipped(trajectory['warning'])}"
-    return {"state": step["state"], "reason": step["reason"], "text": text, "settings": settings}
+    return {"state": row["state"], "reason": row["reason"], "text": text, "settings": settings}
 
 
 def _trained(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | None, trainable: int) -> str:

@@ -177,6 +177,8 @@ def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:
     """Return the spans of a sequence whose first `shared` tokens are those of one with the spans `base`."""
+    if shared and ids[shared - 1] in texts.special and not _ENDS.match(texts.raw(ids[shared - 1])):
+        shared -= 1  # another role may follow the marker
     kept = [s.model_copy(update={"end": min(s.end, shared)}) for s in base if s.start < shared]
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)

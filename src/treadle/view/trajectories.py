@@ -18,6 +18,7 @@ from treadle.orchestration.reporting.report import PackingCount
 from treadle.orchestration.store.group_search import Split
 from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.packing.breaks import Relation
+from treadle.packing.compactions import compactions, recorded_calls
 from treadle.packing.flat import PackedCall
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
@@ -54,7 +55,7 @@ def view_trajectory(run: Run, trajectory_id: Key) -> Json:
         "metrics": {name: e["value"] for name, e in json.loads(row["metrics"]).items()},  # {"tool_calls": 2.0}
         "siblings": names,
         **run.ledger.neighbors("trajectories", trajectory_id),
-        **{"steps": [], "columns": [], "segments": [], "texts": {}, "special": [], "cost": None},
+        **{"steps": [], "columns": [], "segments": [], "texts": {}, "special": [], "cost": None, "compactions": []},
     }
     try:
         rows, steps = run.ledger.steps(trajectory_id), _steps_of(run, row)
@@ -105,9 +106,11 @@ def _tokens(
                 "prompt_tokens": len(step.prompt_ids),
                 "completion_tokens": len(step.completion_ids),
                 "relation": _relation(relation),
-                "fate": fate(rows[number], row, group.update, int(step.mask.sum())),
+                "fate": fate(rows[number], row, group.update, step),
+                "summary": step.summary,
                 "spans": spans[-1],
-                "columns": step_columns(step, row["advantage"], trace),  # name -> a value for each sampled token
+                # name -> a value for each sampled token
+                "columns": step_columns(step, None if step.dropped else row["advantage"], trace),
                 "traced_in": trace.update if trace else None,  # the update whose learner the columns are of
                 # seconds from the attempt's first call to this one, and from there to its sampling
                 "began": None if step.started is None else step.started - first_call,
@@ -126,7 +129,8 @@ def _tokens(
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
     cost = _cost(run, [trained]) if group.split == "train" and trained else None
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
-    return {**tree, "steps": views, "columns": columns, "cost": cost, "problem": problem}
+    made = {"columns": columns, "cost": cost, "compactions": compactions(recorded_calls(steps), related)}
+    return {**tree, "steps": views, **made, "problem": problem}
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:

@@ -209,6 +209,16 @@ def test_recipes_have_the_published_values() -> None:
         kwargs = harbor.trial["agent"]["kwargs"]
         assert (kwargs["max_turns"], kwargs["enable_summarize"]) == (32, False)
         assert recipe.engine_in_training(HarborDriver.may_wait).lock_step is False
+    summaries = load_recipe("codecontests-summaries")
+    kwargs = build(HarborConfig, summaries.driver_options).trial["agent"]["kwargs"]
+    assert (kwargs["max_turns"], kwargs["enable_summarize"], kwargs["proactive_summarization_threshold"]) == (
+        32,
+        True,
+        8000,
+    )
+    limits = summaries.rollout
+    assert limits.max_input_tokens + limits.max_completion_tokens == 32_768
+    assert limits.max_input_tokens > 32_768 - 8000 + 10_000 / 3  # an observation has 10,000 bytes at most
     synchronous, asynchronous = load_recipe("codecontests"), load_recipe("codecontests-async")
     assert synchronous.algorithm.correction.token_tis == 2.0
     assert asynchronous.algorithm.correction.geometric_mask == (0.99, 1.01)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Kind, Relation, relations
+from treadle.packing.compactions import CompactionPrice, RecordedCall
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
 
@@ -117,9 +118,10 @@ class RelationCount:
     extra_tokens: Counter[str] = field(default_factory=Counter)  # of each split
     breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
 
-    def add(self, split: str, trajectory: str, steps: Sequence[Relation]) -> None:
-        self.kinds.setdefault(split, Counter()).update(relation.kind for relation in steps)
-        for number, relation in enumerate(steps):
+    def add(self, split: str, trajectory: str, steps: Mapping[int, Relation]) -> None:
+        """Add a trajectory's played steps, by number."""
+        self.kinds.setdefault(split, Counter()).update(relation.kind for relation in steps.values())
+        for number, relation in steps.items():
             if relation.cause is not None:
                 self.extra_tokens[split] += relation.extra_tokens
                 row = self.breaks.setdefault(
@@ -145,25 +147,27 @@ def count_tokens(
 ) -> dict[str, Any]:
     """Return the facts that need every token, read group by group.
 
-    Packing counts the training steps that were trained or still will be, relations all that is recorded; `by_version`
-    has both for the groups that each policy version was trained on. decode: None if there is no tokenizer, for the
-    reason `no_tokenizer`.
+    Packing counts the training steps that were trained or still will be, relations and compactions all that is
+    recorded; `by_version` has the first two for the groups that each policy version was trained on. decode: None if
+    there is no tokenizer, for the reason `no_tokenizer`.
     """
     rows = ledger.trained_steps()
     packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
-    extra_tokens = Counter[int | None]()
+    extra_tokens, prices = Counter[int | None](), defaultdict[str, CompactionPrice](CompactionPrice)
     shards = _Shards(rollouts, ledger.shards(), rows)
     for _group, members in itertools.groupby(track(rows), lambda row: row["group_id"]):
         ends: list[PackedCall] = []
         for row in members:
-            played = shards.take(row["shard"], row["trajectory_id"])
+            calls = shards.take(row["shard"], row["trajectory_id"])
             version = row["trained_version"]
-            if decode is not None and played:
-                steps = relations([step.call for step in played], decode, [step.cause for step in played])
+            if decode is not None and calls:
+                each = relations([c.call for c in calls], decode, [c.cause for c in calls], [c.played for c in calls])
+                prices[row["split"]].add(calls, each)
+                steps = {c.number: relation for c, relation in zip(calls, each, strict=True) if c.played}
                 related.add(row["split"], row["trajectory_id"], steps)
-                extra_tokens[version] += sum(relation.extra_tokens for relation in steps)
+                extra_tokens[version] += sum(relation.extra_tokens for relation in steps.values())
             numbers = set(json.loads(row["trained"]))
-            if trained := [step.call for step in played if step.number in numbers]:
+            if trained := [step.call for step in calls if step.number in numbers]:
                 ends += packing[version].add_trajectory(trained)
         packing[version].add_group(ends)
     versions = sorted(version for version in packing if version is not None)
@@ -171,22 +175,15 @@ def count_tokens(
     return {
         "packing": PackingCount(*totals).facts(),
         "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
+        "compactions": [{"split": s, **asdict(p)} for s, p in sorted(prices.items(), reverse=True) if p.compactions],
         "by_version": [{"version": v, **asdict(packing[v]), "extra_tokens": extra_tokens[v]} for v in versions],
         "missing_shards": shards.missing,
         "damaged_shards": shards.damaged,
     }
 
 
-class _Played(NamedTuple):
-    """A step as it was played, with its number in the trajectory."""
-
-    number: int
-    call: PackedCall
-    cause: BreakCause | None
-
-
 class _Shards:
-    """Steps of trajectories as they were played; `take` must be called in the order of `rows`.
+    """Calls of trajectories; `take` must be called in the order of `rows`.
 
     A shard holds attempts that finished together, and a group may lie in several: each is read once, and freed when all
     of it was taken. missing, damaged: shards that are missing, or not as they were written.
@@ -195,15 +192,15 @@ class _Shards:
     def __init__(self, folder: Path, files: Mapping[str, WrittenFile], rows: Sequence[dict[str, Any]]) -> None:
         self._folder, self._files = folder, files
         self._untaken = Counter(row["shard"] for row in rows)
-        self._read: dict[str, dict[str, list[_Played]]] = {}
+        self._read: dict[str, dict[str, list[RecordedCall]]] = {}
         self.missing: list[str] = []
         self.damaged: list[str] = []
 
-    def take(self, shard: str, trajectory: str) -> list[_Played]:
-        """Return a trajectory's steps in call order; none of a shard that cannot be read."""
+    def take(self, shard: str, trajectory: str) -> list[RecordedCall]:
+        """Return a trajectory's calls in order; none of a shard that cannot be read."""
         if shard not in self._read:
             try:
-                self._read[shard] = _played(open_shard(self._folder, self._files[shard]))
+                self._read[shard] = _calls(open_shard(self._folder, self._files[shard]))
             except DamageError:
                 self._read[shard] = {}
                 (self.damaged if (self._folder / shard).is_file() else self.missing).append(shard)
@@ -214,15 +211,15 @@ class _Shards:
         return steps
 
 
-def _played(shard: pa.BufferReader) -> dict[str, list[_Played]]:
-    columns = ["trajectory_id", "step", "break_cause", "dropped"]
-    trajectories: dict[str, list[_Played]] = defaultdict(list)
+def _calls(shard: pa.BufferReader) -> dict[str, list[RecordedCall]]:
+    columns = ["trajectory_id", "step", "break_cause", "summary", "dropped"]
+    trajectories: dict[str, list[RecordedCall]] = defaultdict(list)
     with pq.ParquetFile(shard) as file:
         for batch in file.iter_batches(_ROWS, columns=[*columns, "prompt_ids", "completion_ids"]):
             rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
             tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
-            for (trajectory, number, cause, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
-                if dropped not in NOT_PLAYED:
-                    call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
-                    trajectories[trajectory].append(_Played(number, call, BreakCause(cause) if cause else None))
+            for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
+                call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
+                known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
+                trajectories[trajectory].append(RecordedCall(number, call, known, summary, played))
     return trajectories

@@ -187,8 +187,8 @@ def first_prompt(
 
     log: takes lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
     three can be reset, if one refuses its options, may wait longer than `rollout.environment_timeout` or needs more
-    calls than `rollout.max_steps`, or if that prompt is longer than `rollout.max_input_tokens`. Agents are not started:
-    their first prompt is unknown.
+    calls than `rollout.max_steps`, or if that prompt is longer than `rollout.max_input_tokens` or the mark of
+    `rollout.compaction`. Agents are not started: their first prompt is unknown.
     """
     problems = []
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
@@ -212,6 +212,11 @@ def first_prompt(
             raise ConfigError(
                 f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.max_input_tokens is "
                 f"{config.rollout.max_input_tokens}; raise it or shorten the prompt"
+            )
+        if config.rollout.compaction is not None and len(ids) > (mark := config.rollout.compaction_mark):
+            raise ConfigError(
+                f"the first prompt of task {task.task_id} has {len(ids)} tokens, and rollout.compaction.at is {mark}: "
+                "every turn would be summed up; raise it"
             )
         check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
         return FirstPrompt(task.task_id, ids)

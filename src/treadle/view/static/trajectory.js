@@ -27,6 +27,19 @@ function RelationLine({relation, onStep}) {
   return null;
 }
 
+/**
+ * Draws where the conversation was made shorter: what the next segment goes on from, and what that cost.
+ * @param {{view: any, number: number, onStep: (step: number) => void}} props
+ */
+function Compaction({view, number, onStep}) {
+  const at = view.compactions.findIndex((/** @type {any} */ c) => c.step === number);
+  if (at < 0) return null;
+  const {summary, before, after, calls, sampled, read} = view.compactions[at];
+  return html`<p class="compaction"><b>Segment ${at + 1}</b> ${summary === null ? "shortened by environment or agent"
+    : html`from the summary of <button class="inline" onClick=${() => onStep(summary)}>step ${summary}</button>`}: ${counted(after, "token")} in place of ${figure(before)}.${" "}
+    <span class="faint">Cost: ${calls ? `${counted(calls, "call")}, ${counted(sampled, "token")} sampled, ` : ""}${figure(read)} read.</span></p>`;
+}
+
 /** @param {{run: string, view: any, number: number, column: any, range: any, pin: any, onToken: any, onStep: any, selected: boolean}} props */
 function Step({run, view, number, column, range, pin, onToken, onStep, selected}) {
   const step = view.steps[number];
@@ -36,8 +49,8 @@ function Step({run, view, number, column, range, pin, onToken, onStep, selected}
   const shown = {view, step: number, path, column, range, start: step.prompt_tokens, pinned, onToken};
   const from = whole || pinned >= 0 && pinned < step.relation.shared ? 0 : step.relation.shared;
   const components = Object.entries(step.components).filter(([name]) => name !== "reward");
-  return html`<section class="step ${selected ? "selected" : ""}" id=${`step-${number}`} data-step=${number}>
-    <header><h2>Step ${number}</h2>
+  return html`<section class="step ${selected ? "selected" : ""} ${step.fate.reason === "rejected" ? "rejected" : ""}" id=${`step-${number}`} data-step=${number}>
+    <header><h2>Step ${number}${step.summary ? ", summary" : ""}</h2>
       <span>${figure(step.prompt_tokens)} read<span class="faint">${step.relation.shared ? ` (${figure(step.prompt_tokens - step.relation.shared)} new)` : ""}</span>, ${figure(step.completion_tokens)} sampled</span>
       <span>${step.stop_reason}</span><span>T ${figure(step.temperature)}</span>
       <span>reward ${figure(step.reward)}${step.shaping ? ` ${signed(step.shaping)} shaping` : ""}${components.length
@@ -126,8 +139,8 @@ export function TrajectoryPage({run, id, query}) {
         ${view.segments.length > 0 && html`<h3>Prefix tree</h3><${Tree} segments=${view.segments} names=${view.steps.map((/** @type {any} */ s) => `step ${s.step}`)}
           breaks=${breaksOf(view)} onPick=${onStep} here=${selected} /><${Cost} cost=${view.cost} of="trajectory" />`}
         ${view.steps.length > 0 && html`<h3>Calls over time</h3><${Calls} steps=${view.steps} seconds=${attempt.seconds} here=${selected} onStep=${onStep} />`}
-        ${view.steps.length > 1 && html`<h3>Steps</h3><ol class="steps" start="0">${view.steps.map((/** @type {any} */ s) => html`<li>
-          <button class=${`inline ${s.step === selected ? "on" : ""}`} onClick=${() => onStep(s.step)}><span class=${`dot ${s.fate.state}`} title=${s.fate.text}></span>step ${s.step} <span class="faint">${s.relation.kind === "extends" || s.step === 0 && s.relation.kind === "opens" ? "" : s.relation.kind} ${s.fate.reason || s.fate.state}</span></button></li>`)}</ol>`}
+        ${view.steps.length > 1 && html`<h3>Steps</h3><ol class="steps" start="0">${view.steps.map((/** @type {any} */ s) => html`<li class=${view.compactions.some((/** @type {any} */ c) => c.step === s.step) ? "opens" : ""}>
+          <button class=${`inline ${s.step === selected ? "on" : ""} ${s.fate.reason === "rejected" ? "rejected" : ""}`} onClick=${() => onStep(s.step)}><span class=${`dot ${s.fate.state}`} title=${s.fate.text}></span>step ${s.step} <span class="faint">${s.summary ? "summary " : ""}${s.relation.kind === "extends" || s.step === 0 && s.relation.kind === "opens" ? "" : s.relation.kind} ${s.fate.reason || s.fate.state}</span></button></li>`)}</ol>`}
         ${valid && html`<${Pinned} run=${run} view=${view} pin=${valid} onClose=${() => { go({}); reread(); }} />`}
       </aside>
       <div class=${`tokens ${shows === "text" ? "plain-text" : ""}`}>
@@ -139,7 +152,7 @@ export function TrajectoryPage({run, id, query}) {
           ${column && html`<span class="scale" aria-label="colour scale">${scaleOf(column.scale, range).map(({label, colour: shade}) => html`<i style=${{background: shade}}></i><span>${label}</span>`)}</span>`}
           ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
           ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
-        ${view.steps.map((/** @type {any} */ s) => html`<${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
+        ${view.steps.map((/** @type {any} */ s) => html`<${Compaction} view=${view} number=${s.step} onStep=${onStep} /><${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
           pin=${valid} onToken=${onToken} onStep=${onStep} selected=${s.step === selected} />`)}
       </div>
     </div><${Tip} view=${view} />`;
