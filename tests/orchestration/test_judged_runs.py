@@ -21,6 +21,7 @@ class Judged(Vowels):
     """Its reward is the share of vowels, as a judge finds it."""
 
     metrics = (Metric("vowels", "trajectory", "mean"),)
+    text = ""
 
     async def step(self, text: str) -> EnvStep:
         self.text = text if not self.replies else f"{self.text}\n{text}"
@@ -74,7 +75,7 @@ def test_nothing_is_trained_with_an_invented_reward(tmp_path: Path) -> None:
             assert row["reward"] == pytest.approx(measured, abs=1e-9)
 
     def on_record(name: str) -> float:
-        return sum(json.loads(row["metrics"]).get(name, {"total": 0})["total"] for row in rows)
+        return sum(float(json.loads(row["metrics"]).get(name, {"total": 0})["total"]) for row in rows)
 
     assert on_record("judge_calls") == server.answered
     assert on_record("judge_tokens") == TOKENS * server.answered

@@ -179,7 +179,7 @@ def test_a_group_is_rewarded_by_the_last_reply_of_each_attempt() -> None:
 @pytest.mark.parametrize(
     ("group", "cause", "message"),
     [
-        (lambda task, trajectories: {}[0], Cause.VERIFIER, "rewards.group raised KeyError: 0"),
+        (lambda task, trajectories: dict[int, float]()[0], Cause.VERIFIER, "rewards.group raised KeyError: 0"),
         (lambda task, trajectories: [1.0], Cause.VERIFIER, "there are 1 rewards for 2 attempts"),
         (lambda task, trajectories: [1.0, "good"], Cause.VERIFIER, "a reward must be a finite number"),
         (hangs, Cause.TIMEOUT, "rewards.group took longer than 0.05 s"),
