@@ -116,6 +116,24 @@ STUDIES: Mapping[str, Study] = {
             "one sequence a trajectory": ("training.packing=chain",),
         },
     ),
+    "notes-small": Study(
+        "notes-small",
+        {
+            "with compaction": (),
+            "summaries masked": ("rollout.compaction.trained=false",),
+            "without compaction": ("rollout.compaction=null",),
+        },
+    ),
+    "notes-packings": Study(
+        "notes-small",
+        {
+            "tree": ("training.packing=tree",),
+            "step": ("training.packing=step",),
+            "chain": ("training.packing=chain",),
+            "max_staleness 2": ASYNCHRONOUS,
+        },
+        seeds=(0,),
+    ),
 }
 """Name -> study. The updates of one study have equally many attempts."""
 

@@ -18,7 +18,7 @@ from treadle.envs.base import EnvStep
 SPLITS = ("train", "held_out")
 
 
-@pytest.fixture(params=["arithmetic", "lookup", "phone_book", "search.small", "sql.small"])
+@pytest.fixture(params=["arithmetic", "lookup", "notes", "phone_book", "search.small", "sql.small"])
 def world(request: pytest.FixtureRequest) -> Any:
     for library in {"search.small": ("bm25s", "httpx"), "sql.small": ("pandas",)}.get(request.param, ()):
         pytest.importorskip(library)

@@ -41,12 +41,12 @@ from treadle.core.types import (
     Task,
     Trajectory,
 )
-from treadle.envs.base import EnvStep, Finish
+from treadle.envs.base import INTRODUCTION, EnvStep, Finish
 from treadle.orchestration.reporting.metrics import trajectory_metrics
 from treadle.packing.flat import calls, flatten
 from treadle.packing.layout import Packing, arrange, micro_batches
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.history import INTRODUCTION, History
+from treadle.rollout.drivers.history import History
 from treadle.testing import FakeEngine
 
 ASK = "Sum up."

@@ -11,6 +11,9 @@ from treadle.core.types import Message, Status, Task, ToolCall
 
 P = ParamSpec("P")
 
+INTRODUCTION = "This is your summary of the conversation so far:\n\n"
+"""What stands before a summary in the message, of role `user`, that takes the place of what it sums up."""
+
 
 class EnvStep(NamedTuple):
     """The environment's answer to one reply of the agent.

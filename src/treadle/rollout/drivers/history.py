@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treadle.core.types import BreakCause, Message
-from treadle.envs.base import EnvStep
+from treadle.envs.base import INTRODUCTION, EnvStep
 from treadle.rendering import identity
-
-INTRODUCTION = "This is your summary of the conversation so far:\n\n"
-"""What stands before a summary in the message, of role `user`, that takes the place of what it sums up."""
 
 
 class History:
