@@ -14,7 +14,8 @@ import treadle
 ROOT = Path(treadle.__file__).parent
 TOP_DOWN = (
     *("recipes", "cli", "view", "testing", "placement", "orchestration", "integrations", "training"),
-    *("algorithms", "packing", "engines", "models", "rollout", "rendering", "data", "envs", "retrieval", "core"),
+    *("algorithms", "packing", "engines", "models", "judge", "rollout"),
+    *("rendering", "data", "envs", "retrieval", "core"),
 )  # nobody imports recipes: they are data, and scripts that built it
 LIGHT = ("core", "envs", "rendering", "rollout")
 HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")

@@ -182,6 +182,7 @@ EXTRAS = {
     "integrations/harbor": "train",
     "integrations/reasoning_gym": "reasoning-gym",
     "integrations/skyrl_gym": "skyrl-gym",
+    "judge": "search",
     "models": "train",
     "models/gguf.py": "gguf",
     "orchestration": "train",

@@ -22,6 +22,7 @@ from treadle.orchestration.sampling.groups import Groups
 from treadle.orchestration.sampling.rollout_scheduler import ConcurrencyController, RolloutScheduler
 from treadle.orchestration.sampling.task_queue import Backlog, TaskOrder
 from treadle.orchestration.store.ledger_reader import LoopState
+from treadle.rollout.rewards import RewardShaper
 from treadle.testing import FakeEngine, VirtualLoop
 
 # TaskOrder
@@ -126,7 +127,7 @@ def sampling(
     engine, queue, store = engine or saying("a"), make_queue(backlog, left_out), Unrecorded()
     groups = Judged(config, queue, store, judge)
     runner = plain_rollouts(engine, world)
-    scheduler = RolloutScheduler(config, queue, runner, groups, Full(attempts))
+    scheduler = RolloutScheduler(config, queue, runner, groups, Full(attempts), RewardShaper(config.rewards, 60.0))
     return Sampling(scheduler, groups, store, engine)
 
 

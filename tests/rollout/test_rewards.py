@@ -28,6 +28,7 @@ from treadle.rollout.rewards import (
     apply_weights,
     is_overlong,
     length_penalty,
+    load_group_reward,
     load_shaping,
 )
 
@@ -151,6 +152,53 @@ def test_a_hook_that_hangs_fails_the_attempt() -> None:
 def test_a_hook_that_cannot_be_called_is_refused_at_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_shaping(name)
+
+
+# Groups
+
+
+def reward_group(group: Any, *members: Trajectory, timeout: float = 5.0, **settings: Any) -> list[Trajectory]:
+    shaper = RewardShaper(build(RewardsConfig, settings, "rewards"), timeout)
+    shaper.group = group
+    return asyncio.run(shaper.reward_group(TASK, "g", members))
+
+
+def test_a_group_is_rewarded_by_the_last_reply_of_each_attempt() -> None:
+    lost = replace(make_step((1,), ()), dropped=DropReason.CANCELLED)
+    first = replace(rewarded(PAGE, PAGE), steps=(*rewarded(PAGE, PAGE).steps, lost))
+
+    def ranks(task: Task, trajectories: Sequence[Trajectory]) -> list[float | Reward]:
+        return [2.0, Reward({"answer": 3.0})]
+
+    one, two = reward_group(ranks, first, rewarded(ANSWER), weights={"answer": 0.5, "page": 2.0})
+    assert [s.reward for s in one.steps] == [0.5, 3.0, 0.0]
+    assert (as_played(one).components, one.reward) == ({"page": 1.0, "reward": 2.0}, 3.5)
+    assert (as_played(two).components, two.reward) == ({"answer": 4.0, "brevity": 0.25}, 2.25)
+
+
+@pytest.mark.parametrize(
+    ("group", "cause", "message"),
+    [
+        (lambda task, trajectories: dict[int, float]()[0], Cause.VERIFIER, "rewards.group raised KeyError: 0"),
+        (lambda task, trajectories: [1.0], Cause.VERIFIER, "there are 1 rewards for 2 attempts"),
+        (lambda task, trajectories: [1.0, "good"], Cause.VERIFIER, "a reward must be a finite number"),
+        (hangs, Cause.TIMEOUT, "rewards.group took longer than 0.05 s"),
+    ],
+)
+def test_a_group_reward_that_breaks_fails_all(group: Any, cause: Cause, message: str) -> None:
+    for member in reward_group(group, rewarded(PAGE), rewarded(ANSWER), timeout=0.05):
+        assert member.failure is not None and member.failure.cause is cause and message in member.failure.message
+
+
+def test_a_group_reward_may_read_the_text() -> None:
+    def says(task: Task, trajectories: Sequence[Trajectory], *, decode: Any) -> Any:
+        return decode(trajectories[0].steps[0].completion_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "says", says)
+        assert load_group_reward(f"{__name__}:says", str)(TASK, [rewarded(PAGE)]) == "[3 4]"
+    with pytest.raises(ConfigError, match=r"is called as group_reward\(task, trajectories\), but: too many"):
+        load_group_reward(f"{__name__}:takes_one")
 
 
 # Length

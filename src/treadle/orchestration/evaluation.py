@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
-from treadle.rollout.rewards import RewardsConfig
+from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
 
 if TYPE_CHECKING:
@@ -50,10 +50,11 @@ async def play_held_out(
     update: int,
     temperature: float,
     on_trajectory: Callable[[], None],
+    shaper: RewardShaper,
 ) -> list[Group]:
     """Play `evaluation.attempts` at each task, in fixed cohorts that are played side by side, so that batches repeat.
 
-    name: prefix of group ids. update: keys the draws together with the seed.
+    name: prefix of group ids. update: keys the draws together with the seed. shaper: for group rewards.
     """
     section, groups = config.evaluation, list[Group]()
     attempts, sampling = section.attempts_at(temperature), section.sampling(runner.sampling, temperature)
@@ -66,9 +67,17 @@ async def play_held_out(
             started = runner.start(group, task, addresses, sampling)
             for attempt in started:
                 attempt.add_done_callback(lambda _: on_trajectory())
-            running.append(gather_group(group, position, update, position, task, started))
+            playing = gather_group(group, position, update, position, task, started)
+            running.append(_rewarded(shaper, playing))
         groups += await asyncio.gather(*running)
     return groups
+
+
+async def _rewarded(shaper: RewardShaper, playing: Awaitable[Group]) -> Group:
+    group = await playing
+    graded = [t for t in group.trajectories if t.reward is not None]
+    rewarded = {t.attempt: t for t in await shaper.reward_group(group.task, group.group_id, graded)}
+    return replace(group, trajectories=tuple(rewarded.get(t.attempt, t) for t in group.trajectories))
 
 
 def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
@@ -85,9 +94,15 @@ class Evaluator:
     """The evaluations of a run."""
 
     def __init__(
-        self, config: RunConfig, runner: RolloutRunner, tasks: Sequence[Task], store: RunStore, reporter: Reporter
+        self,
+        config: RunConfig,
+        runner: RolloutRunner,
+        tasks: Sequence[Task],
+        store: RunStore,
+        reporter: Reporter,
+        shaper: RewardShaper,
     ) -> None:
-        self._config, self._runner, self._tasks = config, runner, tasks
+        self._config, self._runner, self._tasks, self._shaper = config, runner, tasks, shaper
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
@@ -113,6 +128,7 @@ class Evaluator:
                 update=update,
                 temperature=temperature,
                 on_trajectory=lambda: reporter.advance("evaluation"),
+                shaper=self._shaper,
             )
             with reporter.timed("evaluation", update):
                 groups = await stop.unless_requested(playing)
@@ -262,6 +278,7 @@ async def _play(
                 update=subject.update,
                 temperature=temperature,
                 on_trajectory=lambda: progress.phase("evaluation", next(finished), total),
+                shaper=RewardShaper(config.rewards, config.rollout.environment_timeout, renderer.decode),
             )
     finally:
         await engine.close()

@@ -13,13 +13,13 @@ any other, groups go on beside all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from treadle.core.outcomes import dropped_steps, leave_out
 from treadle.core.trainer import Trainer, UpdateResult, WeightSync
-from treadle.core.types import DropReason, Group
+from treadle.core.types import DropReason, Group, Ids
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import Evaluator
 from treadle.orchestration.reporting.callbacks import Callbacks
@@ -41,6 +41,7 @@ from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
 from treadle.rollout.replay import RecordedCall
+from treadle.rollout.rewards import RewardShaper
 from treadle.training.checkpoint import remove_others
 
 
@@ -231,10 +232,11 @@ def make_loop(
     store: RunStore,
     callbacks: Callbacks,
     start: StartingPoint,
+    decode: Callable[[Ids], str] | None = None,
 ) -> Loop:
     """Return the loop that trains on the inputs' tasks; `loop.run(start.state)` runs it.
 
-    weight_sync: makes the engines that `runner` plays with serve the trainer's weights.
+    weight_sync: makes the engines that `runner` plays with serve the trainer's weights. decode: for `rewards.group`.
     """
     reporter, state = Reporter(config, callbacks, start.clock), start.state
     times_sampled = store.ledger.times_sampled()
@@ -242,7 +244,9 @@ def make_loop(
     order = TaskOrder(inputs.train, config.seed, config.data.shuffle)
     queue = TaskQueue(order, config.failures.task_limit, backlog)
     groups = Groups(config, queue, store, reporter)
-    scheduler = RolloutScheduler(config, queue, runner, groups, ConcurrencyController(config.engine_capacity))
-    evaluator = Evaluator(config, runner, inputs.held_out, store, reporter)
+    shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, decode)
+    concurrency = ConcurrencyController(config.engine_capacity)
+    scheduler = RolloutScheduler(config, queue, runner, groups, concurrency, shaper)
+    evaluator = Evaluator(config, runner, inputs.held_out, store, reporter, shaper)
     checkpointer = Checkpointer(config, trainer, store, reporter)
     return Loop(config, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)

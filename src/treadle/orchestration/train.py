@@ -272,7 +272,9 @@ class _Run:
             ) as runner:
                 calls = None if config.repeats(players.may_wait) else OpenCalls(ledger, start.calls, log)
                 store = RunStore(self.directory, ledger, callbacks.rollout, calls)
-                loop = make_loop(config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, start)
+                loop = make_loop(
+                    config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, start, renderer.decode
+                )
                 self.status.sources += [loop.scheduler.status, runner.status]
                 await self.runtime.check_engine(
                     engine, weight_sync, self.trainer, renderer, 10 * config.engine.tolerance

@@ -31,7 +31,7 @@ from treadle.rollout.gateway.gateway import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.replay import RecordedCall, Replay
-from treadle.rollout.rewards import RewardsConfig, RewardShaper
+from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
@@ -85,7 +85,7 @@ class Rollouts:
     """Plays attempts, each by the driver of its task.
 
     drivers: for each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to each
-    attempt as it ends; shaping only to training attempts (`Address.stream`).
+    attempt as it ends; shaping only to training attempts (`Address.stream`), and not before a group reward.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class Rollouts:
                     log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
                     session.close()
                     user.release()
-                    user = user_code(task, session.name)
+                    measured, user = user.measured, user_code(task, session.name)
+                    user.measured = measured
                     session = driver.open_session(replace(spec, replay=Replay((), partial(log.add, spec.address))))
                     try:
                         played = await self._played(driver, session, task, spec.address, user)
@@ -176,10 +177,12 @@ class Rollouts:
                         session.close()
             weighted = self._shaper.apply_weights(played)
             if spec.address.stream is not Stream.TRAIN:
-                return weighted
-            shaped = await self._shaper.shape(task.copy(), weighted, user)
+                return with_measured(weighted, user)
+            shaped = weighted  # with group rewards, by who has the group
+            if self._shaper.group is None:
+                shaped = await self._shaper.shape(task.copy(), weighted, user)
             trained = self.config.compaction is None or self.config.compaction.trained
-            return shaped if trained else without_summaries(shaped)
+            return with_measured(shaped if trained else without_summaries(shaped), user)
         finally:
             user.release()
 

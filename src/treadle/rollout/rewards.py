@@ -1,6 +1,6 @@
 """From what an attempt was given to what it is trained with.
 
-    Step.given -weights-> Step.reward, Trajectory.reward        facts: recorded, shown, evaluated
+    (group ->) Step.given -weights-> Step.reward, Trajectory.reward        facts: recorded, shown, evaluated
                -hook, length penalty, overlong-> Step.shaping, Trajectory.dropped      in training only
 
 What is trained is reward + shaping. Each adds its component to `Step.given`, so that the record says what came of it.
@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -21,7 +22,7 @@ from treadle.core.config import Config
 from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
 from treadle.core.outcomes import as_played, as_trained, was_played
 from treadle.core.rewards import TOKENS, Reward, reward_sum
-from treadle.core.types import DropReason, Failure, Status, Step, StopReason, Task, Trajectory
+from treadle.core.types import DropReason, Failure, Ids, Status, Step, StopReason, Task, Trajectory
 from treadle.rollout.isolation.user_code import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
@@ -29,6 +30,9 @@ SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
 
 Hook = Callable[[Task, Trajectory], Any]
 """A shaping hook: what to add to each step, a sequence of float or `Reward`; may be async."""
+
+GroupReward = Callable[[Task, Sequence[Trajectory]], Any]
+"""What to add to each attempt of a group, a list of float or `Reward`; may be async; may take `decode`, ids to text."""
 
 
 class LengthPenaltyConfig(Config):
@@ -50,6 +54,9 @@ class RewardsConfig(Config):
 
     weights: dict[str, float] = Field(
         default_factory=dict, description="weight of each named component of a reward; 1 for those not named"
+    )
+    group: str | None = Field(
+        None, description="rewards all attempts of a group together: a registered name or module:function"
     )
     shaping: str | None = Field(
         None, description="adds to the rewards of steps, in training: a registered name or module:function"
@@ -77,14 +84,15 @@ class RewardsConfig(Config):
 
 
 class RewardShaper:
-    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a hook that does not exist.
+    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a function that does not exist.
 
-    timeout: of a call of the hook, seconds.
+    timeout: of a call of the user's functions, seconds. decode: for a group reward.
     """
 
-    def __init__(self, config: RewardsConfig, timeout: float) -> None:
+    def __init__(self, config: RewardsConfig, timeout: float, decode: Callable[[Ids], str] | None = None) -> None:
         self._config, self._timeout = config, timeout
         self._hook = None if config.shaping is None else load_shaping(config.shaping)
+        self.group = None if config.group is None else load_group_reward(config.group, decode)
 
     def apply_weights(self, trajectory: Trajectory) -> Trajectory:
         """Apply the weights. A sum that is too large for a reward fails the attempt (environment)."""
@@ -112,6 +120,31 @@ class RewardShaper:
             return _failed(trajectory, Cause.VERIFIER, f"rewards.shaping: {error}")
         return apply_overlong_policy(trajectory, self._config.overlong)
 
+    async def reward_group(self, task: Task, name: str, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the attempts of a group with the rewards that the function gives them, weighted.
+
+        Each is added to that of the attempt's last reply. All fail if the function raises or returns something else
+        than a reward for each (verifier), or hangs (timeout). What was measured meanwhile is counted with the first.
+        """
+        if self.group is None or not trajectories:
+            return list(trajectories)
+
+        def add(values: Any) -> list[Trajectory]:
+            if len(values) != len(trajectories):
+                raise DataError(f"there are {len(values)} rewards for {len(trajectories)} attempts")
+            rewards = zip(trajectories, map(Reward.of, values), strict=True)
+            return [reward_last(trajectory, reward, self._config.weights) for trajectory, reward in rewards]
+
+        user = UserCode("rewards.group", Cause.VERIFIER, f"task {task.task_id}, group {name}")
+        arguments = task.copy(), tuple(trajectories)
+        try:
+            made = await user.call(self.group, *arguments, what="rewards.group", timeout=self._timeout, check=add)
+        except TrajectoryFailure as error:
+            made = [_failed(t, error.cause, error.message, error.traceback) for t in trajectories]
+        finally:
+            user.release()
+        return [with_measured(made[0], user), *made[1:]]
+
     async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
         """Call the hook on the event loop even if it is not `async`: one call at a time, as it may keep state."""
 
@@ -134,16 +167,47 @@ class RewardShaper:
         return add_rewards(trajectory, added, self._config.weights)
 
 
+def with_measured(trajectory: Trajectory, user: UserCode) -> Trajectory:
+    """Return the trajectory with what was measured while its code was running."""
+    return replace(trajectory, metrics=trajectory.metrics + user.measured) if user.measured else trajectory
+
+
 def load_shaping(name: str) -> Hook:
     """Return the hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
-    hook: Hook = registry.resolve("shaping", name, "rewards.shaping")
-    if not callable(hook) or inspect.isclass(hook):
-        raise ConfigError(f"rewards.shaping: {name!r} is of type {type(hook).__name__}, it must be a function")
+    return _load("shaping", name, "rewards.shaping", "shaping(task, trajectory)")
+
+
+def load_group_reward(name: str, decode: Callable[[Ids], str] | None = None) -> GroupReward:
+    """Return the function `name` (registered under `treadle.group_rewards`, or `module:function`)."""
+    return _load("group_rewards", name, "rewards.group", "group_reward(task, trajectories)", decode=decode)
+
+
+def _load(kind: str, name: str, setting: str, called: str, **optional: Any) -> Callable[..., Any]:
+    """optional: parameters that the function may have."""
+    function: Callable[..., Any] = registry.resolve(kind, name, setting)
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"{setting}: {name!r} is of type {type(function).__name__}, it must be a function")
+    parameters = inspect.signature(function)
+    taken = {key: value for key, value in optional.items() if key in parameters.parameters}
     try:
-        inspect.signature(hook).bind(None, None)
+        parameters.bind(None, None, **taken)
     except TypeError as error:
-        raise ConfigError(f"rewards.shaping: {name!r} is called as shaping(task, trajectory), but: {error}") from error
-    return hook
+        raise ConfigError(f"{setting}: {name!r} is called as {called}, but: {error}") from error
+    return partial(function, **taken) if taken else function
+
+
+def reward_last(trajectory: Trajectory, added: Reward, weights: Mapping[str, float]) -> Trajectory:
+    """Add to the reward of the last step that was played and is no summary, if there is one, and weight it.
+
+    Raises DataError as `add_rewards` does.
+    """
+    steps = list(trajectory.steps)
+    last = max((n for n, step in enumerate(steps) if was_played(step) and not step.summary), default=None)
+    if not added or last is None:
+        return trajectory
+    given = steps[last].given.plus(added)
+    steps[last] = replace(steps[last], given=given, reward=given.total(weights))
+    return _checked(replace(trajectory, steps=tuple(steps), reward=reward_sum(step.reward for step in steps)))
 
 
 def apply_weights(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:

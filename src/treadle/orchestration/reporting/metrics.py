@@ -142,7 +142,7 @@ def trajectory_metrics(
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
         + _task_metrics(groups, success_at, success_of)
-        + environment_metrics(graded)
+        + environment_metrics(everyone)
         + measured("token", {TOKEN_STALENESS: token_staleness})
     )
 

@@ -5,7 +5,8 @@
                                           +----------+--> dropped(failed, overlong, filtered | stale)
 
     queued      in the `TaskQueue`
-    sampling    its attempts are played and retried by the `RolloutScheduler`; each is recorded as soon as it ends
+    sampling    its attempts are played and retried by the `RolloutScheduler`; each is recorded as soon as it ends, or,
+                with `rewards.group`, once they are rewarded together
     recorded    all attempts are on record: judged at once, to become ready or dropped
     ready       waits for the trainer; steps may become stale meanwhile
     training    in a batch, until its weights are published
@@ -99,14 +100,15 @@ class Groups:
         self._tracked[group.index] = _Tracked("sampling", version, group)
 
     async def record(self, part: Group, version: int, retried: bool) -> None:
-        """Record a group's newly finished attempt. version: the latest. retried: another one takes its place."""
+        """Record a group's newly finished attempts. version: the latest. retried: others take their places."""
         await self.store.record(part, version)
         if retried:
             return
         self._window.trajectories += len(part.trajectories)
         self._window.failures.update((t.failure.cause, t.failure.message) for t in part.trajectories if t.failure)
         self._window.bad_requests.update(t.warning for t in part.trajectories if t.metrics.get(BAD_REQUESTS.name))
-        self._reporter.advance("rollout")
+        for _ in part.trajectories:
+            self._reporter.advance("rollout")
 
     def finish(self, group: Group) -> None:
         """sampling -> recorded -> ready or dropped. group: with all attempts."""

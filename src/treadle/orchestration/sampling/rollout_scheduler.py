@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
@@ -15,11 +16,13 @@ from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.sampling.failures import was_graded_after_failure
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.stopping import StopConditionMet
 from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.rollout.attempt import RolloutRunner
+from treadle.rollout.attempt import RolloutRunner, user_code
+from treadle.rollout.rewards import RewardShaper, with_measured
 from treadle.rollout.session import Address
 
 _MEMORY = 100  # trajectories after which one counts 1/e as much
@@ -82,9 +85,10 @@ class RolloutScheduler:
         runner: RolloutRunner,
         groups: Groups,
         concurrency: ConcurrencyController,
+        shaper: RewardShaper,
     ) -> None:
         self._config, self._queue, self._runner, self.groups = config, queue, runner, groups
-        self._failures, self._concurrency = config.failures, concurrency
+        self._failures, self._concurrency, self._shaper = config.failures, concurrency, shaper
         self._synchronous = config.orchestration.max_staleness == 0
         self._group_size = config.training.group_size
         self._version = self._playing = 0
@@ -167,7 +171,7 @@ class RolloutScheduler:
             versions.append(calls.oldest_version(group))
         self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
         missing, size = [], self._group_size  # the next attempt of each place: the first, or the retry of one on record
-        for place in range(size):
+        for place in range(0 if self._is_rewarded(group) else size):
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
                 missing.append(place)
@@ -206,10 +210,39 @@ class RolloutScheduler:
         for played in await _together(self._rounds(one) for one in rounds):
             for index, trajectory in played:
                 by_group[index].append(trajectory)
-        for index, group in wave.items():
-            in_order = sorted(by_group[index], key=lambda t: t.attempt)
-            self.groups.finish(replace(group, trajectories=tuple(in_order)))
+        for group in await _together(self._rewarded(group, by_group[index]) for index, group in wave.items()):
+            self.groups.finish(group)
         self.start_groups(self._version)
+
+    def _is_rewarded(self, restored: Group) -> bool:
+        """Whether a group on record has the rewards of `rewards.group`: its attempts are recorded with them."""
+        return self._shaper.group is not None and any(map(_was_graded, restored.trajectories))
+
+    async def _rewarded(self, group: Group, played: list[Trajectory]) -> Group:
+        """The group with all attempts, and what `rewards.group` gives them, shaped and on record.
+
+        What fails by that is rewarded again as often as attempts are retried; nothing is played again.
+        """
+        graded = [] if self._shaper.group is None or self._is_rewarded(group) else [t for t in played if _was_graded(t)]
+        rewarded: dict[int, Trajectory] = {}
+        for number in itertools.count(1):
+            made = await self._shaper.reward_group(group.task, group.group_id, graded)
+            made = await _together(self._shaped(group, trajectory) for trajectory in made)
+            rewarded = {t.attempt: self._failures.final(t) for t in made}
+            pauses = [self._failures.retry_delay(trajectory, number) for trajectory in made]
+            if not (again := [pause for pause in pauses if pause is not None]):
+                break
+            graded = [replace(t, metrics=tried.metrics) for t, tried in zip(graded, made, strict=True)]
+            await asyncio.sleep(max(again))
+        if rewarded:
+            part = replace(group, trajectories=tuple(rewarded.values()))
+            await self.groups.record(part, self._version, retried=False)
+        whole = sorted((rewarded.get(t.attempt, t) for t in played), key=lambda t: t.attempt)
+        return replace(group, trajectories=tuple(whole))
+
+    async def _shaped(self, group: Group, trajectory: Trajectory) -> Trajectory:
+        user = user_code(group.task, trajectory.trajectory_id)
+        return with_measured(await self._shaper.shape(group.task.copy(), trajectory, user), user)
 
     async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
         """Play attempts, and once all have ended those that are retried, together, until none is.
@@ -242,10 +275,10 @@ class RolloutScheduler:
         return played
 
     async def _ended(self, attempt: _Attempt) -> Trajectory:
-        """Wait for an attempt; whether a failed one is the last in its place is decided later."""
+        """Wait for an attempt; whether a failed one is the last in its place is decided later, as are group rewards."""
         trajectory = await attempt.running
         self._concurrency.observe(trajectory)
-        if trajectory.failure is None:
+        if trajectory.failure is None and self._shaper.group is None:
             await self._record(attempt, trajectory, retried=False)
         return trajectory
 
@@ -256,6 +289,10 @@ class RolloutScheduler:
 
     async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
         await self.groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
+
+
+def _was_graded(trajectory: Trajectory) -> bool:
+    return trajectory.failure is None and not was_graded_after_failure(trajectory)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -15,7 +15,7 @@ from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
-from treadle.rollout.rewards import load_shaping
+from treadle.rollout.rewards import load_group_reward, load_shaping
 from treadle.training.config import check_algorithm
 
 
@@ -52,12 +52,14 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_playing(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown reply parser, an engine that could not start, or an address that is not free."""
+    """Raise ConfigError for unknown names, an engine that could not start, or an address that is not free."""
     _check_rollout(config)
     check_engine_config(config.engine)
 
 
 def _check_rollout(config: RunConfig) -> None:
+    if config.rewards.group is not None:
+        load_group_reward(config.rewards.group)
     if config.rollout.reply_parser != AUTO:
         reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()

@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import treadle.core
 from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.metrics import Measures
 
 T = TypeVar("T")
 
@@ -44,12 +45,14 @@ class UserCode:
     """Calls the user code of one attempt.
 
     name: "environment 'lookup'". cause: of what it raises. attempt: "task 7, trajectory g000003.1".
-    blocked_seconds: time for which it blocked the event loop, a second or longer at a time.
+    blocked_seconds: time for which it blocked the event loop, a second or longer at a time. measured: metrics of
+    trajectories that what it uses has counted, like a judge.
     """
 
     def __init__(self, name: str, cause: Cause, attempt: str = "") -> None:
         self.name, self.cause, self.attempt = name, cause, attempt
         self.blocked_seconds = 0.0
+        self.measured = Measures()
         self.thread: CallThread | None = None
 
     async def call(
