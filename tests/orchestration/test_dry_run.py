@@ -49,7 +49,7 @@ def test_every_recipe_passes_but_for_models_data_and_servers_that_are_not_here(
     found = tried(config)
     absent = missing(found)
     if config.model.path is None:
-        assert not absent.keys() - {"driver"}
+        assert not absent.keys() - {"driver", "teacher"}
     for name, text in absent.items():
         if name == "data":  # a file of the user's, or a directory
             assert ("cannot read data/" in text and "No such file or directory" in text) or "is not a directory" in text
@@ -57,6 +57,8 @@ def test_every_recipe_passes_but_for_models_data_and_servers_that_are_not_here(
             assert "is not an interpreter" in text or "driver_options.environment 'local' needs" in text
         elif name == "engine":
             assert config.engine.kind == "vllm" and "no vLLM" in text
+        elif name == "teacher":  # a run of the user's
+            assert "no directory" in text
         else:
             assert name in ("tokenizer", "model")
     assert list(tmp_path.iterdir()) == []
