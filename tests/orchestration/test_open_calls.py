@@ -20,7 +20,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.types import Status, StopReason, Trajectory
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.open_calls import OpenCalls, restorable_calls
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield opened
 
 
-def call(number: int, *versions: int) -> RecordedCall:
+def call(number: int, *versions: int) -> AnsweredCall:
     """One token of each version."""
     count = len(versions)
     completion = Completion(
@@ -39,10 +39,10 @@ def call(number: int, *versions: int) -> RecordedCall:
         policy_versions=tuple(VersionSpan(v, n, n + 1) for n, v in enumerate(versions)),
         routing=np.arange(4 * count, dtype=np.int16).reshape(count, 2, 2),
     )
-    return RecordedCall(number, bytes([number] * 16), completion)
+    return AnsweredCall(number, bytes([number] * 16), completion)
 
 
-def record(ledger: Ledger, attempt: int, *calls: RecordedCall) -> None:
+def record(ledger: Ledger, attempt: int, *calls: AnsweredCall) -> None:
     async def go() -> None:
         log = OpenCalls(ledger)
         for one in calls:

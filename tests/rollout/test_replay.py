@@ -14,7 +14,7 @@ from treadle.core.types import Message, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
@@ -24,14 +24,14 @@ CALLS = 20
 class Log:
     """A `CallLog` in memory. side_by_side: most calls that the player makes at a time."""
 
-    def __init__(self, calls: Sequence[RecordedCall] = (), side_by_side: int = 1) -> None:
+    def __init__(self, calls: Sequence[AnsweredCall] = (), side_by_side: int = 1) -> None:
         self.calls, self.said = list(calls), list[str]()
         self.durable, self._side_by_side = len(calls), side_by_side
 
-    def recorded(self, address: Address) -> Sequence[RecordedCall]:
+    def recorded(self, address: Address) -> Sequence[AnsweredCall]:
         return tuple(self.calls)
 
-    def add(self, address: Address, call: RecordedCall) -> "asyncio.Future[None]":
+    def add(self, address: Address, call: AnsweredCall) -> "asyncio.Future[None]":
         self.calls.append(call)
         assert len(self.calls) - self.durable <= self._side_by_side, "more than one could be lost"
         return asyncio.ensure_future(self._write())
@@ -145,7 +145,7 @@ def test_an_agent_gets_the_recorded_answers_over_http_in_whatever_order_it_asks(
     assert calls == len(log.calls) == CALLS
     prompts = {(tuple(s.prompt_ids.tolist()), tuple(s.completion_ids.tolist()), s.sampling) for s in expected.steps}
     *others, first, second, third = sorted(log.calls, key=lambda call: call.number)
-    shuffled = [RecordedCall(n, c.request, c.completion) for n, c in enumerate([*others, third, first, second])]
+    shuffled = [AnsweredCall(n, c.request, c.completion) for n, c in enumerate([*others, third, first, second])]
     for record, sampled in ((log.calls, 0), (log.calls[: CALLS - 3], 3), (shuffled, 0)):
         replayed = Log(record, side_by_side=3)
         again, calls = played(chatting, replayed)

@@ -19,7 +19,7 @@ class NormConfig(Config):
 
 
 class DiscountConfig(Config):
-    """Options of advantage reinforce++."""
+    """Options of advantage reinforce++, whose returns are discounted."""
 
     gamma: float = Field(1.0, gt=0, le=1, description="discount per step or segment, or trained token (reinforce++)")
 

@@ -126,5 +126,9 @@ class StepsExceeded(TreadleError, RuntimeError):
 class TokensExceeded(StepsExceeded):
     """Raised for a call of an attempt that has used up its `max_total_tokens`."""
 
+    def __init__(self, max_total_tokens: int) -> None:
+        super().__init__(max_total_tokens)
+        self.max_total_tokens = max_total_tokens
+
     def __str__(self) -> str:
-        return f"the attempt has used its {self.max_steps} tokens; raise rollout.max_total_tokens if it needs more"
+        return f"the attempt has used its {self.max_total_tokens} tokens; raise rollout.max_total_tokens for more"

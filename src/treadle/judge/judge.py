@@ -94,7 +94,7 @@ class Judge:
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [[group.create_task(self._vote(c, number, *texts)) for number in numbers] for c in self._rubric]
-        except BaseExceptionGroup as several:
+        except ExceptionGroup as several:
             raise several.exceptions[0] from None
         votes = [[vote.result() for vote in of_one] for of_one in asked]
         return Reward({c.name: c.weight * fmean(given) for c, given in zip(self._rubric, votes, strict=True)})

@@ -40,7 +40,7 @@ from treadle.orchestration.store.ledger import AttemptKey, TrainedBatch
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_store import RunStore
 from treadle.rollout.attempt import RolloutRunner
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.rewards import RewardShaper
 from treadle.training.checkpoint import remove_others
 
@@ -219,7 +219,7 @@ class StartingPoint:
 
     state: LoopState = field(default_factory=LoopState)
     restored: Mapping[int, Group] = field(default_factory=dict)
-    calls: Mapping[AttemptKey, Sequence[RecordedCall]] = field(default_factory=dict)
+    calls: Mapping[AttemptKey, Sequence[AnsweredCall]] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
 
 

@@ -43,7 +43,7 @@ from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import RunStore, open_ledger, recover_ledger
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.isolation.event_loop import run as run_event_loop
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 from treadle.training.make import load_model
 from treadle.training.optimizer import learning_rate
 
@@ -235,7 +235,7 @@ class _Run:
 
     def _roll_back(
         self, ledger: Ledger, checkpoint: Manifest
-    ) -> tuple[dict[int, Group], dict[AttemptKey, list[RecordedCall]]]:
+    ) -> tuple[dict[int, Group], dict[AttemptKey, list[AnsweredCall]]]:
         """Bring directory and ledger back to the checkpoint; returns groups and calls that are not sampled again."""
         config, directory = self.config, self.directory
         directory.summary_file.unlink(missing_ok=True)

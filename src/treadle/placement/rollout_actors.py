@@ -32,7 +32,7 @@ from treadle.placement.reserve import Reservation
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import CallLog, Players, Rollouts, open_rollouts
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 
@@ -124,13 +124,13 @@ class WorkerEngine:
 class WorkerLog:
     """The `CallLog` of one attempt in a worker: tells the run's process, and does not wait."""
 
-    def __init__(self, engine: WorkerEngine, name: str, recorded: Sequence[RecordedCall]) -> None:
+    def __init__(self, engine: WorkerEngine, name: str, recorded: Sequence[AnsweredCall]) -> None:
         self._engine, self._name, self._recorded = engine, name, recorded
 
-    def recorded(self, address: Address) -> Sequence[RecordedCall]:
+    def recorded(self, address: Address) -> Sequence[AnsweredCall]:
         return self._recorded
 
-    def add(self, address: Address, call: RecordedCall) -> Awaitable[None]:
+    def add(self, address: Address, call: AnsweredCall) -> Awaitable[None]:
         self._engine.ask("add_call", self._name, call)
         return asyncio.sleep(0)
 
@@ -169,7 +169,7 @@ class RolloutActor(Placed):
         address: Address,
         sampling: SamplingParams | None,
         route: Actor | None,
-        recorded: Sequence[RecordedCall] | None,
+        recorded: Sequence[AnsweredCall] | None,
     ) -> Trajectory:
         name = trajectory_id(group_id, address.attempt)
         self._engine.routes[name] = route
@@ -347,7 +347,7 @@ class _Worker:
             task.cancel()
         self._calls, self._answers = {}, []
 
-    def add_call(self, session: str, call: RecordedCall) -> None:
+    def add_call(self, session: str, call: AnsweredCall) -> None:
         if session in self._logs:  # it has not ended
             log, address = self._logs[session]
             log.add(address, call)

@@ -30,7 +30,7 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.replay import RecordedCall, Replay
+from treadle.rollout.replay import AnsweredCall, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
 
@@ -56,10 +56,10 @@ class Players:
 class CallLog(Protocol):
     """Keeps the answered calls of attempts until these are recorded, for a run that is killed before."""
 
-    def recorded(self, address: Address) -> Sequence[RecordedCall]:
+    def recorded(self, address: Address) -> Sequence[AnsweredCall]:
         """Take what is on record of an attempt: its first calls, without a gap."""
 
-    def add(self, address: Address, call: RecordedCall) -> Awaitable[None]:
+    def add(self, address: Address, call: AnsweredCall) -> Awaitable[None]:
         """Make a call durable, whether or not it is waited for. Raises RunError."""
 
     def restarted(self, address: Address, player: str, what: str) -> None:

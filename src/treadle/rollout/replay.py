@@ -1,6 +1,6 @@
 """Replaying an interrupted attempt: its player begins anew, and gets the recorded answers to the same requests.
 
-    Session -> Replay.answer -> RecordedCall    the same request as before: no engine is asked
+    Session -> Replay.answer -> AnsweredCall    the same request as before: no engine is asked
                              -> None            all recorded calls are made: the engine goes on
                              -> (cancelled)     another request: the attempt is played again without a record
 
@@ -19,7 +19,7 @@ from treadle.core.types import Ids, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordedCall:
+class AnsweredCall:
     """A call that the engine has answered. number: of the call in its attempt. request: digest (`request_digest`)."""
 
     number: int
@@ -42,13 +42,13 @@ class Replay:
     on_divergence: called when the attempt makes another request than the recorded ones; must cancel it.
     """
 
-    def __init__(self, recorded: Sequence[RecordedCall], keep: Callable[[RecordedCall], Awaitable[None]]) -> None:
+    def __init__(self, recorded: Sequence[AnsweredCall], keep: Callable[[AnsweredCall], Awaitable[None]]) -> None:
         self._left, self.count, self._keep = {call.number: call for call in recorded}, len(recorded), keep
         self._writing: Awaitable[None] | None = None
         self.diverged_at: int | None = None
         self.on_divergence: Callable[[], object] = lambda: None
 
-    async def answer(self, number: int, request: bytes) -> RecordedCall | None:
+    async def answer(self, number: int, request: bytes) -> AnsweredCall | None:
         """Return the recorded call; None if it is not recorded, once the calls before it are durable: at most one
         answer of an attempt is ever lost. Never returns if the request is not the recorded one.
 
@@ -67,6 +67,6 @@ class Replay:
         await asyncio.get_running_loop().create_future()  # until it is cancelled
         raise AssertionError("unreachable")
 
-    def keep(self, call: RecordedCall) -> None:
+    def keep(self, call: AnsweredCall) -> None:
         """Begin to make a call durable that the engine has answered."""
         self._writing = self._keep(call)

@@ -24,7 +24,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import Prompt
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
-from treadle.rollout.replay import RecordedCall, Replay, request_digest
+from treadle.rollout.replay import AnsweredCall, Replay, request_digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -286,7 +286,7 @@ class Session:
                 raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were asked for")
             step = record(completion)
             if self._replay and recorded is None:
-                self._replay.keep(RecordedCall(number, request, completion))
+                self._replay.keep(AnsweredCall(number, request, completion))
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and not current.cancelling():
                 raise EngineError(f"step {number}: the engine cancelled the call by itself") from error

@@ -17,7 +17,7 @@ import numpy as np
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.types import Group, StopReason
 from treadle.orchestration.store.ledger import AttemptKey, Ledger
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.session import Address
 
 
@@ -31,11 +31,11 @@ class OpenCalls:
     def __init__(
         self,
         ledger: Ledger,
-        restored: Mapping[AttemptKey, Sequence[RecordedCall]] | None = None,
+        restored: Mapping[AttemptKey, Sequence[AnsweredCall]] | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._ledger, self._restored, self._log = ledger, dict(restored or {}), log
-        self._pending: list[tuple[AttemptKey, RecordedCall]] = []
+        self._pending: list[tuple[AttemptKey, AnsweredCall]] = []
         self._forgotten: list[AttemptKey] = []
         self._turn = asyncio.Lock()
         self._named: set[str] = set()
@@ -45,10 +45,10 @@ class OpenCalls:
         own = (calls for key, calls in self._restored.items() if key[:2] == (group.epoch, group.position))
         return min(map(_oldest, own), default=None)
 
-    def recorded(self, address: Address) -> Sequence[RecordedCall]:
+    def recorded(self, address: Address) -> Sequence[AnsweredCall]:
         return self._restored.pop(_key(address), ())
 
-    def add(self, address: Address, call: RecordedCall) -> asyncio.Future[None]:
+    def add(self, address: Address, call: AnsweredCall) -> asyncio.Future[None]:
         self._pending.append((_key(address), call))
         writing = asyncio.ensure_future(self.settled())
         writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waits for it sees it
@@ -75,13 +75,13 @@ class OpenCalls:
                 await asyncio.to_thread(self._ledger.record_calls, rows, forgotten)
 
 
-def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) -> dict[AttemptKey, list[RecordedCall]]:
+def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) -> dict[AttemptKey, list[AnsweredCall]]:
     """Return the calls that a run resumed at version `newest` goes on with, by attempt; the others are forgotten.
 
     An attempt's first calls, up to one that is missing or newer: those weights were lost. None of an attempt with
     tokens older than `oldest`. repeats: whether the run samples everything again instead.
     """
-    restored: dict[AttemptKey, list[RecordedCall]] = {}
+    restored: dict[AttemptKey, list[AnsweredCall]] = {}
     rows = [] if repeats else ledger.rows("open_calls", "ORDER BY epoch, position, attempt, call")
     for row in rows:
         key, call = (row["epoch"], row["position"], row["attempt"]), _call(row)
@@ -95,7 +95,7 @@ def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) ->
     return restored
 
 
-def _oldest(calls: Iterable[RecordedCall]) -> int:
+def _oldest(calls: Iterable[AnsweredCall]) -> int:
     return min(span.version for call in calls for span in call.completion.policy_versions)
 
 
@@ -103,7 +103,7 @@ def _key(address: Address) -> AttemptKey:
     return address.epoch, address.position, address.attempt
 
 
-def _row(key: AttemptKey, call: RecordedCall) -> dict[str, Any]:
+def _row(key: AttemptKey, call: AnsweredCall) -> dict[str, Any]:
     made, routing = call.completion, call.completion.routing
     return {
         **dict(zip(("epoch", "position", "attempt"), key, strict=True)),
@@ -118,7 +118,7 @@ def _row(key: AttemptKey, call: RecordedCall) -> dict[str, Any]:
     }
 
 
-def _call(row: Mapping[str, Any]) -> RecordedCall:
+def _call(row: Mapping[str, Any]) -> AnsweredCall:
     routing = row["routing"]
     completion = Completion(
         token_ids=np.frombuffer(row["token_ids"], "<i4").astype(np.int32),
@@ -129,4 +129,4 @@ def _call(row: Mapping[str, Any]) -> RecordedCall:
         if routing is None
         else np.frombuffer(routing, "<i2").astype(np.int16).reshape(json.loads(row["routing_shape"])),
     )
-    return RecordedCall(row["call"], bytes.fromhex(row["request"]), completion)
+    return AnsweredCall(row["call"], bytes.fromhex(row["request"]), completion)

@@ -19,7 +19,7 @@ from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.open_calls import restorable_calls
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.rollout.replay import RecordedCall
+from treadle.rollout.replay import AnsweredCall
 from treadle.training.checkpoint import remove_others
 
 
@@ -62,7 +62,7 @@ def roll_back(
     state: LoopState,
     repeats: bool,
     log: Callable[[str], None],
-) -> tuple[dict[int, Group], dict[AttemptKey, list[RecordedCall]]]:
+) -> tuple[dict[int, Group], dict[AttemptKey, list[AnsweredCall]]]:
     """Roll the run back to the checkpoint `name`, whose state this is; return the restored groups, by index, and the
     restored calls of attempts that had not ended.
 
