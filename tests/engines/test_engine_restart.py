@@ -1,4 +1,4 @@
-"""An engine in a process of its own that ends: its calls fail, and the next process goes on where it was."""
+"""An engine in a process of its own that ends: the next process goes on where it was."""
 
 import asyncio
 import os
@@ -93,6 +93,16 @@ async def test_the_next_process_goes_on_with_what_was_published_last(lock_step: 
         os.kill(pid_of(engine), signal.SIGSTOP)
         amid = asyncio.create_task(engine.generate(PROMPT, sampling(), session="c"))
         await ticks(5)
+        await killed(engine)  # the next process makes the call
+        assert bits([await asyncio.wait_for(amid, CEILING)]) == await expected(4, 7, "c")
+
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        amid = asyncio.create_task(engine.generate(PROMPT, sampling(), session="c"))
+        await ticks(5)
+        await killed(engine)
+        await until(lambda: not engine.is_down)
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        await ticks(5)
         with (tmp_path / "engine.log").open("a") as log:
             log.write("the last words\n")
         await killed(engine)
@@ -172,8 +182,7 @@ async def test_a_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         stopped = pid_of(engine)
         os.kill(stopped, signal.SIGSTOP)
         call = asyncio.create_task(engine.generate(PROMPT, sampling(), session="a"))
-        with pytest.raises(EngineError, match=r"did not answer for 4 s|ended with code -9 \(Killed\)"):
-            await asyncio.wait_for(call, CEILING)
+        assert len((await asyncio.wait_for(call, CEILING)).token_ids)
         assert len((await asyncio.wait_for(sampled(engine, "a"), CEILING))[0][0])
         assert not is_running(stopped) and "did not answer for 4 s" in said[0]
 

@@ -1,12 +1,14 @@
 """Attempts that are played in other processes are those that would have been played here."""
 
 import asyncio
+import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +18,11 @@ import pytest
 from tests.placement.conftest import actors
 from tests.rollout.test_replay import Log
 from tests.until import until
-from tests.worlds import END, Vowels, addresses, plain_ids, plain_renderer, vowel_tasks
+from tests.worlds import END, Vowels, addresses, plain_ids, plain_renderer, user, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
-from treadle.core.types import Ids, SamplingParams, Task, Trajectory, trajectory_id
+from treadle.core.types import Ids, Message, SamplingParams, Task, Trajectory, trajectory_id
 from treadle.engines.supervised import Supervised
 from treadle.placement import rollout_actors
 from treadle.placement.actors import Actor, Placed
@@ -34,7 +36,15 @@ from treadle.testing import FakeEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
-PLAYERS = Players({"vowels": Vowels})
+
+class Fickle(Vowels):
+    """Begins with the number of its process."""
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        return [*await super().reset(task), user(f"{os.getpid()}")]
+
+
+PLAYERS = Players({"vowels": Vowels, "fickle": Fickle})
 CONFIG = RolloutConfig(max_completion_tokens=16)
 
 
@@ -148,6 +158,27 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
     [line] = said
     assert line.startswith("rollout worker ") and line.endswith("; starting it again")
     assert ("did not answer for 8 s" in line) == (how is signal.SIGSTOP)
+    await gone()
+
+
+@pytest.mark.parametrize("player", ["vowels", "fickle"])
+async def test_an_attempt_goes_on_when_its_worker_is_lost(reservation: Reservation, player: str) -> None:
+    """With its recorded call; anew, in a session that is open, if the environment says something else then."""
+    engine, log, [address] = saying(), Log(side_by_side=2), addresses()
+    async with workers(reservation, engine) as pool:
+        one = replace(task(0, 10.0), environment=player)
+        [attempt] = pool.start("g000000", one, [address], log=log)
+        await until(lambda: log.calls)
+        assert (ended := pool._workers[0].place.process) is not None
+        [playing] = [process for process in processes() if process.pid == ended.pid]
+        playing.kill()
+        played = await attempt
+        [expected] = await asyncio.gather(*pool.start("g000001", replace(one, extras={}), [address]))
+    assert played.failure is None and engine.open == []
+    assert bool(log.said) == (player == "fickle")
+    assert len(engine.calls) == (4 if player == "vowels" else 5)
+    if player == "vowels":
+        assert facts([played])[0][1:] == facts([expected])[0][1:]
     await gone()
 
 

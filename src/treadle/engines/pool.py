@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Protocol
 
 from treadle.core.engine import Completion, ComponentStatus, Engine
@@ -73,14 +74,15 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion; on another engine if the session's has ended. Raises EngineError.
 
-        A call during which as many processes ended as there are engines fails: it may be what kills them.
+        A call during which as many processes ended as there are engines, and two at least, fails: it may be what kills
+        them.
         """
-        for last in [*[False] * (len(self._engines) - 1), True]:
+        for losses in count(1):
             engine = self._engine(session)
             try:
                 return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
             except EngineEnded:
-                if last:
+                if losses >= max(2, len(self._engines)):
                     raise
         raise AssertionError("unreachable")
 

@@ -134,13 +134,14 @@ class RemoteEngine:
     """Client of an engine in another process (a `pool.Member`). Call `open` first.
 
     make: creates the engine in that process. start: starts a worker that serves an `EngineService`. tolerance: largest
-    mean difference of log-probabilities under the same weights, in nats. on_close: called once it is closed.
+    mean difference of log-probabilities under the same weights, in nats. on_close: called once it is closed. losses: of
+    processes during one call, after which it fails; a pool asks another engine after the first.
 
     In lock-step, waves are formed here by TorchEngine's rule, in as many turns of the event loop, and each is one call
     of the worker; in the other process they would depend on when messages arrive.
 
-    When the process ends, its calls fail with EngineEnded, and another is started with the latest published weights,
-    under which it must score the probe as before. Until then further calls wait.
+    When the process ends, another is started with the latest published weights, under which it must score the probe as
+    before. Until then calls wait.
     """
 
     def __init__(
@@ -154,8 +155,10 @@ class RemoteEngine:
         notify: Callable[[str], None] = lambda line: None,
         on_close: Callable[[], None] = lambda: None,
         silence: float = SILENCE,
+        losses: int = 1,
     ) -> None:
         self._make, self._lock_step, self._tolerance, self._on_close = make, lock_step, tolerance, on_close
+        self._losses = losses
         self.limits: Limits
         self._probe: Ids
         self._published: _Published | None = None
@@ -208,20 +211,26 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        if self.failure:
-            raise EngineEnded(self.failure)
-        if session not in self._sessions:
-            raise EngineError(f"session {session!r} is not open")
-        self.limits.check_call(prompt_ids, sampling, session)
-        arguments = prompt_ids, sampling, session, cache_salt
-        self._running += 1
-        try:
-            if self._lock_step:
-                return await self._in_a_wave(Call(next(self._numbers), *arguments))
-            completion: Completion = await self._call("generate", *arguments)
-            return completion
-        finally:
-            self._running -= 1
+        """Sample one completion, again if the process ends. Raises EngineError; EngineEnded after `losses`."""
+        for losses in count(1):
+            if self.failure:
+                raise EngineEnded(self.failure)
+            if session not in self._sessions:
+                raise EngineError(f"session {session!r} is not open")
+            self.limits.check_call(prompt_ids, sampling, session)
+            arguments = prompt_ids, sampling, session, cache_salt
+            self._running += 1
+            try:
+                if self._lock_step:
+                    return await self._in_a_wave(Call(next(self._numbers), *arguments))
+                completion: Completion = await self._call("generate", *arguments)
+                return completion
+            except EngineEnded:
+                if losses >= self._losses:
+                    raise
+            finally:
+                self._running -= 1
+        raise AssertionError("unreachable")
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         scores: Floats = await self._call("score", ids, temperature)
@@ -416,6 +425,7 @@ async def start_engine(
         notify=notify,
         on_close=on_close,
         silence=silence,
+        losses=2,
     )
     try:
         await engine.open()

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -47,17 +48,24 @@ class WorkerEngine:
 
     def __init__(self) -> None:
         self.routes: dict[str, Actor | None] = {}
+        self._closed = set[str]()
         self._requests: list[Request] = []
         self._any = asyncio.Event()
         self._numbers = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
     def open_session(self, session: str) -> None:
-        if session not in self.routes:
+        if session not in self.routes or session in self._closed:  # else the run's process has opened it
+            self._closed.discard(session)
             self.ask("open_session", session)
 
     def close_session(self, session: str) -> None:
+        self._closed.add(session)
         self.ask("close_session", session)
+
+    def forget(self, session: str) -> None:
+        del self.routes[session]
+        self._closed.discard(session)
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
@@ -178,7 +186,7 @@ class RolloutActor(Placed):
             [attempt] = self._rollouts.start(group_id, task, [address], sampling, log)
             return await attempt
         finally:
-            del self._engine.routes[name]
+            self._engine.forget(name)
 
     async def check(self, tasks: Sequence[Task]) -> None:
         await self._rollouts.check(tasks)
@@ -198,8 +206,8 @@ class Routed(Protocol):
 class RolloutPool:
     """Plays attempts in workers (a `RolloutRunner`): each goes to the one with the fewest. Made by `open_workers`.
 
-    A worker that ends, or says nothing for a minute, is replaced; its attempts fail as `infrastructure`, which has them
-    played again.
+    A worker that ends, or says nothing for a minute, is replaced. Its attempts go on there with their recorded calls,
+    once; those that are not recorded fail as `infrastructure`, which has them played again.
     """
 
     def __init__(self, workers: Sequence[_Worker], sampling: SamplingParams) -> None:
@@ -253,6 +261,21 @@ async def open_workers(
         yield RolloutPool(workers, config.sampling)
 
 
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """Where the calls of an attempt are recorded, and those that are, in the order of their answers."""
+
+    log: CallLog
+    address: Address
+    calls: list[AnsweredCall]
+
+    def first_calls(self) -> list[AnsweredCall]:
+        """Return the calls up to the first that is not recorded; others may have been made side by side."""
+        ordered = sorted(self.calls, key=lambda call: call.number)
+        self.calls[:] = [call for number, call in enumerate(ordered) if call.number == number]
+        return list(self.calls)
+
+
 class _Worker:
     """One place of a worker: the actor that is there now, and what it asks for."""
 
@@ -261,7 +284,7 @@ class _Worker:
     ) -> None:
         self._make, self._engine, self.log = make, engine, log
         self.playing = 0
-        self._logs: dict[str, tuple[CallLog, Address]] = {}  # of attempts whose calls are recorded
+        self._logs: dict[str, _Log] = {}  # of attempts whose calls are recorded
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._answers: list[tuple[int, Any]] = []
         self._serving: asyncio.Task[None] | None = None
@@ -275,7 +298,7 @@ class _Worker:
         self._engine.open_session(name)
         self.playing += 1
         if log is not None:
-            self._logs[name] = log, address
+            self._logs[name] = _Log(log, address, list(log.recorded(address)))
         attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling))
         attempt.add_done_callback(partial(self._ended, name))  # also if it was cancelled before it began
         return attempt
@@ -301,24 +324,28 @@ class _Worker:
     async def _play(
         self, name: str, group_id: str, task: Task, address: Address, sampling: SamplingParams | None
     ) -> Trajectory:
-        began = time.perf_counter()
-        await self.place.ready()
-        route = self._engine.route(name) if isinstance(self._engine, Routed) else None
-        recorded = list(self._logs[name][0].recorded(address)) if name in self._logs else None
-        try:
-            trajectory: Trajectory = await self.place.call("play", group_id, task, address, sampling, route, recorded)
-        except WorkerLost as error:
-            return Trajectory(
-                name,
-                task.task_id,
-                address.attempt,
-                steps=(),
-                reward=None,
-                status=Status.FAILED,
-                failure=Failure(Cause.INFRASTRUCTURE, str(error)),
-                seconds=time.perf_counter() - began,
-            )
-        return trajectory
+        began, log = time.perf_counter(), self._logs.get(name)
+        for losses in count(1):
+            await self.place.ready()
+            route = self._engine.route(name) if isinstance(self._engine, Routed) else None
+            recorded = None if log is None else log.first_calls()
+            try:
+                played: Trajectory = await self.place.call("play", group_id, task, address, sampling, route, recorded)
+                return played
+            except WorkerLost as error:
+                if losses == 1 and log is not None:
+                    continue
+                return Trajectory(
+                    name,
+                    task.task_id,
+                    address.attempt,
+                    steps=(),
+                    reward=None,
+                    status=Status.FAILED,
+                    failure=Failure(Cause.INFRASTRUCTURE, str(error)),
+                    seconds=time.perf_counter() - began,
+                )
+        raise AssertionError("unreachable")
 
     def _ended(self, name: str, _: object) -> None:
         self.playing -= 1
@@ -348,14 +375,14 @@ class _Worker:
         self._calls, self._answers = {}, []
 
     def add_call(self, session: str, call: AnsweredCall) -> None:
-        if session in self._logs:  # it has not ended
-            log, address = self._logs[session]
-            log.add(address, call)
+        if log := self._logs.get(session):  # it has not ended
+            log.calls.append(call)
+            log.log.add(log.address, call)
 
     def restarted(self, session: str, player: str, what: str) -> None:
-        if session in self._logs:
-            log, address = self._logs[session]
-            log.restarted(address, player, what)
+        if log := self._logs.get(session):
+            log.calls.clear()
+            log.log.restarted(log.address, player, what)
 
     def open_session(self, session: str) -> None:
         with suppress(EngineError):  # calls of a session that is not open are refused
