@@ -123,6 +123,7 @@ STUDIES: Mapping[str, Study] = {
             "summaries masked": ("rollout.compaction.trained=false",),
             "without compaction": ("rollout.compaction=null",),
         },
+        common=("training.threads=1",),
     ),
     "notes-packings": Study(
         "notes-small",
@@ -133,6 +134,7 @@ STUDIES: Mapping[str, Study] = {
             "max_staleness 2": ASYNCHRONOUS,
         },
         seeds=(0,),
+        common=("training.threads=1",),
     ),
 }
 """Name -> study. The updates of one study have equally many attempts."""
