@@ -21,7 +21,7 @@ from tests.models import make_group, make_step
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.reductions import token_weights
-from treadle.core.types import DropReason, Group, Step
+from treadle.core.types import BreakCause, DropReason, Group, Step
 from treadle.packing.flat import FlatBatch, flatten
 
 Vector = NDArray[np.float64]
@@ -54,7 +54,8 @@ def steps(attempt: Attempt) -> list[Step]:
     for turn, reply in enumerate(attempt):
         completion = [3 + reply] + [6] * (LENGTHS[reply] - 1)
         step = make_step(prompt, completion)
-        made.append(replace(step, reward=float(REWARDS[turn, reply]), state_key=str(turn)))
+        cause = BreakCause.SUMMARY if turn else None  # each turn is a segment
+        made.append(replace(step, reward=float(REWARDS[turn, reply]), state_key=str(turn), break_cause=cause))
         prompt = [*prompt, *completion, 7]
     return made
 
@@ -133,6 +134,7 @@ SUM: dict[str, Any] = {"reduction": "seq_mean_token_sum_norm", "length_norm": 1}
     [
         ({"advantage": "rloo"}, lambda n: 1),
         ({"advantage": "step_return"}, lambda n: 1),
+        ({"advantage": "step_return", "advantage_options": {"scope": "segment"}}, lambda n: 1),
         ({"advantage": "gae"}, lambda n: 1),
         ({"advantage": "grpo", "advantage_options": {"norm_by_std": False}}, lambda n: 1 - 1 / n),
     ],
