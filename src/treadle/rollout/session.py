@@ -72,8 +72,8 @@ class CallOptions:
     sampling_overrides: fields of SamplingParams that the caller asks for: `{"temperature": 0.2}`. tool_calls: whether
     to look for tool calls in the reply. parallel_tool_calls: whether to keep more than the first. template_kwargs,
     continue_final_message: for the chat template.
-    Of agent loops only: max_tokens: in the place of the spec's. summary: marks the step. break_cause: why the
-    conversation does not continue the one before, where the loop knows better than its messages tell.
+    Of agent loops only: max_tokens, max_input_tokens: in the place of the spec's. summary: marks the step. break_cause:
+    why the conversation does not continue the one before, where the loop knows better than its messages tell.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -82,6 +82,7 @@ class CallOptions:
     template_kwargs: Mapping[str, Any] | None = None
     continue_final_message: bool = False
     max_tokens: int | None = None
+    max_input_tokens: int | None = None
     summary: bool = False
     break_cause: BreakCause | None = None
 
@@ -173,7 +174,7 @@ class Session:
             prompt = await self._render(messages, tools, options)
             if options.break_cause is not None:
                 prompt = replace(prompt, break_cause=options.break_cause)
-            number = self._numbered(prompt)
+            number = self._numbered(prompt, options.max_input_tokens)
         step, text, stop = await self._sample(number, prompt, options)
         message = self._message(self._begun(prompt) + text, tools if options.tool_calls else (), options, number)
         self._conversation.record(prompt, step.completion_ids, message)
@@ -239,12 +240,13 @@ class Session:
             continue_final_message=options.continue_final_message,
         )
 
-    def _numbered(self, prompt: Prompt) -> int:
+    def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
         """Return the call's number, by order of arrival. Raises ContextExceeded and TokensExceeded."""
+        limit = self._max_input_tokens if limit is None else min(limit, self._max_input_tokens)
         if self._max_total_tokens and computed_tokens(self.steps) >= self._max_total_tokens:
             raise TokensExceeded(self._max_total_tokens)
-        if len(prompt.ids) > self._max_input_tokens:
-            raise ContextExceeded(len(prompt.ids), self._max_input_tokens, self._context)
+        if len(prompt.ids) > limit:
+            raise ContextExceeded(len(prompt.ids), limit, self._context)
         self._calls += 1
         return self._calls - 1
 

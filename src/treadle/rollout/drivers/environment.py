@@ -80,8 +80,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         state = ""
         for _ in range(self._config.max_steps):
             try:
-                await self._compact(history, environment, session)
-                reply = await session.chat(history.messages, environment.tools, _options(history, environment))
+                reply = await self._reply(history, environment, session)
             except (ContextExceeded, TokensExceeded) as error:
                 if not any(map(was_played, session.steps)):
                     raise
@@ -104,27 +103,27 @@ class EnvironmentDriver(AttemptDriver[Session]):
         session.reward_last(await environment.finish(ended), add=True)
         return limit
 
-    async def _compact(self, history: History, environment: IsolatedEnvironment, session: Session) -> None:
-        """Have the policy sum up a history that has become too long.
+    async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
+        """Sample the next reply; if the history has become too long, after a summary that takes its place.
 
-        Raises ContextExceeded if none of its summaries is accepted: those that are complete and not empty are.
+        Raises ContextExceeded if no summary is accepted: those that are complete and not empty are.
         """
-        compaction = self._config.compaction
+        compaction, options = self._config.compaction, _options(history, environment)
         if compaction is None or (kept := history.kept(compaction.keep_last)) is None:
-            return
-        tokens = await session.count(history.messages, environment.tools)
-        if tokens <= self._config.compaction_mark:
-            return
+            return await session.chat(history.messages, environment.tools, options)
+        mark = replace(options, max_input_tokens=self._config.compaction_mark)
+        try:
+            return await session.chat(history.messages, environment.tools, mark)
+        except ContextExceeded as error:
+            tokens = error.prompt_tokens
         request = [*history.messages, Message(role="user", content=compaction.prompt)]
-        options = replace(
-            _options(history, environment), tool_calls=False, max_tokens=compaction.max_tokens, summary=True
-        )
+        brief = replace(options, tool_calls=False, max_tokens=compaction.max_tokens, summary=True)
         for _ in range(compaction.attempts):
-            reply = await session.chat(request, environment.tools, options)
+            reply = await session.chat(request, environment.tools, brief)
             summary = reply.message["content"].strip()
             if summary and reply.step.stop_reason is StopReason.STOP:
                 history.compact(summary, kept)
-                return
+                return await session.chat(history.messages, environment.tools, _options(history, environment))
             session.reject(reply.number)
         raise ContextExceeded(tokens, self._config.max_input_tokens)
 

@@ -68,13 +68,13 @@ class AgentSession(Session):
             if number not in self.said_used:
                 self.reject(number)
 
-    def _numbered(self, prompt: Prompt) -> int:
+    def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
         self._check_calls()  # again: others may have been numbered while this one was rendered
         if (rendering := prompt.rendering) is None:
             place = self._answers.ask_raw(self.renderer.decode(prompt.ids))
         else:
             place = self._answers.ask(prompt.messages, rendering.values)
-        number = super()._numbered(prompt)
+        number = super()._numbered(prompt, limit)
         self._asked[number] = place
         return number
 
