@@ -16,9 +16,11 @@ from typing import Any
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
+from treadle.core.user_functions import check_function
 from treadle.data.rows import Row, make_task
 from treadle.data.tasks import LazyTasks, check_no_copies
 from treadle.envs.tasks import (
+    REWARD_FUNCTION,
     RewardFunction,
     SingleTurn,
     check_environment,
@@ -125,6 +127,7 @@ def _player(player: Any) -> tuple[str, str, Any]:
     kind = type(player).__name__
     name = str(getattr(player, "__name__", kind))
     if is_reward_function(player):
+        check_function(player, f"environment {name!r}", REWARD_FUNCTION)
         return "environment", name, partial(SingleTurn, player)
     if is_agent(player):
         return "agent", name, check_agent(player, name)

@@ -32,6 +32,7 @@ from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
 from treadle.core.text import escape_line
 from treadle.core.types import Group, Trajectory
+from treadle.core.user_functions import Expected, check_function
 from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 from treadle.orchestration.stopping import StopRequest
@@ -169,6 +170,10 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
         if config.name in members:
             raise ConfigError(f"callbacks: {config.name!r} is listed twice; keep one")
         make = resolve("callbacks", config.name)
+        if not callable(make):
+            raise ConfigError(
+                f"callbacks: {config.name!r} is of type {type(make).__name__}; name a treadle.Callback's class"
+            )
         try:
             inspect.signature(make).bind(**config.options)
         except TypeError as error:
@@ -182,10 +187,21 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
                 f"callbacks: {name!r} gives {callback!r}, not a treadle.Callback; "
                 + (f"pass an instance, {callback.__name__}()" if isinstance(callback, type) else "subclass that")
             )
-        waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
-        if waiting:
-            raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")
+        _check_methods(name, callback)
     return members
+
+
+def _check_methods(name: str, callback: Callback) -> None:
+    """Raise ConfigError for a callback that follows nothing, or whose methods cannot be called as they will be."""
+    own = [event for event in EVENTS if getattr(type(callback), event, None) is not getattr(Callback, event)]
+    if not own:
+        raise ConfigError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}; write one of them")
+    if waiting := [event for event in own if inspect.iscoroutinefunction(getattr(callback, event))]:
+        raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")
+    for event in own:
+        arguments = ", ".join(inspect.signature(getattr(Callback, event)).parameters)
+        shown = f"    def {event}({arguments}):\n        print({arguments.rpartition(', ')[2]})"
+        check_function(getattr(callback, event), f"callbacks: {name!r}: {event}", Expected(shown))
 
 
 def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | None:
