@@ -304,6 +304,45 @@ class PlainProgress(Progress):
         self.log(*evaluation_lines(result, self._table_by))
 
 
+class NotebookProgress(PlainProgress):
+    """Prints as `PlainProgress`, every tenth update, and below it a line for the phase in progress, written over."""
+
+    def __init__(self, updates: int = 0, table_by: str | None = None) -> None:
+        super().__init__(updates, table_by)
+        self._done, self._figures, self._shown, self._length = 0, "", -math.inf, 0
+
+    def log(self, line: str) -> None:
+        self._show("")
+        super().log(line)
+
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        if done == 0 or time.monotonic() - self._shown >= _REFRESH:
+            of_run = f"updates {self._done}/{self._updates} {_bar(self._done, self._updates)}" if self._updates else ""
+            pieces = f"{done}/{total} {_bar(done, total)}" if total > 1 else ""
+            self._show(escape_line("  ".join(filter(None, [of_run, self._figures, name, pieces, note]))))
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._done = row["update"]
+        self._figures = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
+        if self._done % EVERY == 0 or self._done in (1, self._updates) or row["failed"]:
+            super().update(row)
+
+    def _show(self, text: str) -> None:
+        """Write over what was shown last, whatever the front end makes of escape sequences."""
+        if text or self._length:
+            print(f"\r{text:<{self._length}}", end="" if text else "\r", flush=True)  # noqa: T201
+        self._shown, self._length = time.monotonic(), len(text)
+
+
+EVERY = 10  # updates between lines that stay, where a bar shows each
+_REFRESH = 0.25  # seconds
+
+
+def _bar(done: int, total: int, width: int = 20) -> str:
+    filled = width * done // max(total, 1)
+    return "█" * filled + "░" * (width - filled)
+
+
 _PERIOD = 1.0  # seconds
 _STALE = 10.0  # seconds without a status after which `doing` says so
 
