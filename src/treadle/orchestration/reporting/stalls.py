@@ -35,7 +35,7 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     still, cut = _mean("zero_advantage_groups", last), _mean("last_stop_length", last)
     nothing = all(row.get("reward_mean") == row.get("reward_positive") == 0 for row in last)
     if nothing and not taught and not any(row.get("shaped_reward_mean") for row in last):
-        attempts = sum(row["trajectories"] - row["failed"] for row in last)
+        attempts = sum(row.get("trajectories", 0) - row.get("failed", 0) for row in last)
         found["zero"] = (
             f"all {attempts:,} rewards {of_them} are 0, so that nothing is learned; read some attempts "
             "(treadle show RUN), and give the reward function a right answer"
