@@ -308,9 +308,8 @@ def check_metrics(environments: Mapping[str, object]) -> None:
         metrics = getattr(made_class(environment), "metrics", ())
         if not isinstance(metrics, tuple | list) or not all(isinstance(metric, Metric) for metric in metrics):
             raise ConfigError(
-                f"{where} must be a tuple of treadle.Metric, got {metrics!r:.100}; write\n"
-                '    metrics = (treadle.Metric("pages", level="step", aggregation="mean"),)\n'
-                '    ...  # in step: return treadle.EnvStep(info={"pages": 1})'
+                f"{where} must be a tuple of treadle.Metric, got {metrics!r:.100}; write metrics = "
+                '(treadle.Metric("pages", level="step", aggregation="mean"),), and in step EnvStep(info={"pages": 1})'
             )
         for metric in metrics:
             if metric.level not in ("step", "trajectory"):
