@@ -300,7 +300,7 @@ def gradient_gap(case: Case, model: Path, folder: Path, dtype: str) -> dict[str,
     from transformers import AutoModelForCausalLM
 
     from treadle.algorithms.config import AlgorithmConfig
-    from treadle.algorithms.estimators import Signals
+    from treadle.algorithms.estimators import advantages
     from treadle.core.config import build
     from treadle.packing.flat import flatten
     from treadle.training.config import TrainingConfig
@@ -312,7 +312,7 @@ def gradient_gap(case: Case, model: Path, folder: Path, dtype: str) -> dict[str,
     algorithm = build(AlgorithmConfig, {"advantage_options": {"norm_by_std": False}})
     learner = Learner(policy, training, algorithm, 1)
     batch = flatten(_groups(first, case.group))
-    learner.accumulate(batch, learner.advantage.per_token(batch, Signals(None, None), learner.advantage_options))
+    learner.accumulate(batch, advantages(batch, algorithm))
     theirs = load_file(folder / "gradient.safetensors")
     mine = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     gaps = {name: float((mine[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs}

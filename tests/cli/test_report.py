@@ -347,3 +347,14 @@ def test_the_price_of_compactions(tmp_path: Path, broken: Path) -> None:
     assert "split trajectories compactions read without computed without" in lines
     assert "train 1 2 386 446 166 105" in lines
     assert facts(broken)["compactions"] == [] and "compactions" not in treadle("report", broken).out
+
+
+def test_a_run_that_learns_nothing_says_so(finished: Trained, tmp_path: Path) -> None:
+    run = RunDirectory(Path(shutil.copytree(finished.path, tmp_path / "run")))
+    last = [row for row in run.metrics() if row["kind"] == "update"][-1]
+    for number in range(10):
+        run.log({**last, "update": 5 + number, "reward_mean": 0.0, "reward_positive": 0.0})
+    assert "of the last 10 updates are 0" in facts(run.path)["stalls"]["zero"]
+    assert re.search(
+        r"^warning: all \d+ rewards of the last 10 updates are 0, so that", treadle("report", run.path).out, re.M
+    )

@@ -1,9 +1,13 @@
 """`treadle.train`: from Python, on one's own environment and tasks."""
 
+import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 import treadle
@@ -12,6 +16,8 @@ from tests.worlds import Quiet, user
 from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError
+from treadle.data.table import rows_of
+from treadle.orchestration.reporting.callbacks import NotebookProgress
 
 
 class Short(Environment):
@@ -42,8 +48,56 @@ def test_training_on_an_environment_of_ones_own(tmp_path: Path) -> None:
     assert other["weights_sha256"] != summary["weights_sha256"]
 
 
-async def test_training_where_an_event_loop_is_running_as_in_a_notebook(tmp_path: Path) -> None:
-    assert train(tmp_path / "run")["updates"] == 2
+async def test_the_stop_button_of_a_notebook_where_an_event_loop_is_running_stops_like_ctrl_c(tmp_path: Path) -> None:
+    reference, loop, task = train(tmp_path / "reference"), asyncio.get_running_loop(), asyncio.current_task()
+    stopped = train(tmp_path / "run", progress=(progress := Interrupting()))
+    assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
+    assert progress.lines[-1] == "stopped after 1 updates, with a checkpoint; go on with resume=True"
+    with pytest.raises(KeyboardInterrupt):  # pressed twice
+        train(tmp_path / "run", progress=Impatient(), resume=True)
+    assert asyncio.get_running_loop() is loop and asyncio.current_task() is task
+    await asyncio.sleep(0)
+    assert train(tmp_path / "run", resume=True)["weights_sha256"] == reference["weights_sha256"]
+
+
+class Impatient(Interrupting):
+    def began(self, name: str) -> None:
+        super().began(name)
+        if self.left == -1:
+            os.kill(os.getpid(), self.number)
+
+
+def test_a_notebook_has_a_line_that_is_written_over_and_one_for_every_tenth_update(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.orchestration.reporting.callbacks._REFRESH", 0.0)
+    names = ("reward_mean", "success", "steps_mean", "completion_tokens_mean", "entropy", "seconds_rollout")
+    row = {**dict.fromkeys(names, 0.5), "seconds_update": 1.0, "trajectories": 4, "failed": 0}
+    progress = NotebookProgress(40)
+    for number in range(1, 21):
+        progress.phase("rollout", 0, 4)
+        progress.phase("rollout", 2, 4, "\x1b[2J")
+        progress.update({**row, "update": number})
+    progress.phase("publish", 0, 1)
+    *lines, last = capsys.readouterr().out.split("\n")
+    assert [line.rpartition("\r")[2][:12] for line in lines] == [f"update {n:>2}/40" for n in (1, 10, 20)]
+    bars = "█" * 4 + "░" * 16, "█" * 10 + "░" * 10
+    assert f"\rupdates 9/40 {bars[0]}  reward 0.500  success 0.500  rollout  2/4 {bars[1]}  \\x1b[2J" in lines[1]
+    assert last.rstrip().endswith("success 0.500  publish")
+
+
+def test_dataframes_are_rows_as_parquet_holds_them() -> None:
+    frame = pd.DataFrame([{"prompt": "?", "n": 1, "extras": {"a": 1}}, {"prompt": "!", "n": 2, "extras": {"b": "c"}}])
+    rows = [
+        {"prompt": "?", "n": 1, "extras": {"a": 1, "b": None}},
+        {"prompt": "!", "n": 2, "extras": {"a": None, "b": "c"}},
+    ]
+    assert rows_of(frame, "tasks") == rows_of(pa.table(frame), "tasks") == rows
+    assert rows_of(frame.set_index("n")[::-1], "tasks") == [
+        {k: row[k] for k in ("prompt", "extras")} for row in rows[::-1]
+    ]
+    with pytest.raises(DataError, match=r"held_out: .*; give each column values of one type"):
+        rows_of(pd.DataFrame({"prompt": ["a", 3]}), "held_out")
 
 
 ROWS: list[dict[str, Any]] = [{"prompt": [user(f"be brief {i}")], "task_id": f"t{i}"} for i in range(3)]
@@ -82,6 +136,7 @@ def test_the_forms_in_which_tasks_and_rewards_may_be_given_train_the_same(tmp_pa
         (shortness, ROWS),
         (shortness_later, ROWS),
         (Graded(), ROWS),
+        (Short, pd.DataFrame(ROWS, index=[7, 3, 9])),
     ]
     found = [train(tmp_path / str(n), *form, settings=once)["weights_sha256"] for n, form in enumerate(forms)]
     assert found == [reference] * len(forms)

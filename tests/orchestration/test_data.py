@@ -105,7 +105,7 @@ def test_a_reward_function_by_name_trains_as_the_function_does(tmp_path: Path) -
     ("name", "message"),
     [
         ("nope", "reward: 'nope' is not registered"),
-        (f"{HERE}:HERE", "is of type str, it must be a function: def reward"),
+        (f"{HERE}:HERE", "is of type str, it must be a function: reward"),
         ("treadle.core.types:Task", "is a class, it must be a function"),
         (f"{HERE}:questions", None),
         ("json:dumps", r"is called as reward\(task, text\), but: too many positional"),

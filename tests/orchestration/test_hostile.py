@@ -85,11 +85,11 @@ def of_no_cause() -> Any:
         (exits_in_a_task, "environment", "step tried to exit the process (bye)"),
         (with_a_surrogate, "verifier", "no \\ud800 tests"),
         (of_no_cause, "environment", "step raised TrajectoryFailure: nobody: no tests"),
-        (lambda: {"reward": 1e308}, "environment", "step gave the reward 1e+308; it must be a finite number, at most"),
+        (lambda: {"reward": 1e308}, "environment", "step gave the reward 1e+308, a float, in "),
         (
             lambda: {"reward": -1e308},
             "environment",
-            "step gave the reward -1e+308; it must be a finite number, at most",
+            "step gave the reward -1e+308, a float, in ",
         ),
     ],
 )

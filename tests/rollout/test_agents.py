@@ -433,7 +433,7 @@ async def no_client(task: Task) -> float:
     [
         (too_many, r"is called as agent\(task, client\), but: missing a required argument: 'tools'"),
         (no_client, r"is called as agent\(task, client\), but: too many positional arguments"),
-        (Counting, r"is of type .*; write 'def it\(task, client\)', async or not"),
+        (Counting, r"it must be a function: agent\(task, client\)"),
         (3, "is of type int"),
     ],
 )

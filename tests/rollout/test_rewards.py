@@ -125,7 +125,7 @@ def test_a_hook_may_be_async_and_give_an_array() -> None:
             lambda task, trajectory: [Reward(tokens=np.ones(1, np.float32))] * 2,
             "rewards 1 tokens, the completion has 2",
         ),
-        (lambda task, trajectory: 3.0, "'float' object is not iterable"),
+        (lambda task, trajectory: 3.0, "3.0, a float, no rewards; it must return a list"),
         (lambda task, trajectory: [1e12] * 2, "rewards add up to 1"),
     ],
 )

@@ -1,6 +1,5 @@
 """What the learner makes of the `algorithm` section: every combination trains, only what is needed is computed."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,7 @@ from tests.training.reference import (
 from treadle.algorithms.config import AlgorithmConfig, CorrectionConfig, KlConfig, ValueConfig
 from treadle.algorithms.estimators import Signals, advantages
 from treadle.algorithms.kl import k1
-from treadle.algorithms.losses import PolicyLoss
-from treadle.core.errors import ConfigError, TrainingStopped
+from treadle.core.errors import ConfigError
 from treadle.core.files import Manifest
 from treadle.core.registry import names
 from treadle.core.types import Group
@@ -186,57 +184,6 @@ def test_what_cannot_work_is_refused_before_there_is_a_model(
         check_algorithm(algorithm, TrainingConfig(**training))
     with pytest.raises(ConfigError, match=reason):
         learner_with(algorithm, **training)
-
-
-# Functions of users that give something else
-
-
-def scalar(logp: torch.Tensor, tokens: Any, options: Any) -> torch.Tensor:
-    return torch.as_tensor(-(logp * tokens.advantage).mean())
-
-
-def not_a_number(logp: torch.Tensor, tokens: Any, options: Any) -> torch.Tensor:
-    return logp * math.nan
-
-
-SCALAR, NOT_A_NUMBER = PolicyLoss(scalar), PolicyLoss(not_a_number)
-
-
-@pytest.mark.parametrize(
-    ("loss", "error", "said"),
-    [
-        (
-            "SCALAR",
-            ConfigError,
-            r"SCALAR' returned one of shape \[\]; it must return the loss of each token, a tensor of shape",
-        ),
-        (
-            "NOT_A_NUMBER",
-            TrainingStopped,
-            "NOT_A_NUMBER' gave the loss nan in update 1, though all log-probabilities are",
-        ),
-    ],
-)
-def test_a_loss_that_is_none_is_named_at_the_first_update(loss: str, error: type[Exception], said: str) -> None:
-    learner = learner_with(AlgorithmConfig(policy_loss=f"tests.training.test_algorithms:{loss}"))
-    before = weights_of(learner.model)
-    with pytest.raises(error, match=said):
-        learner.train_batch(random_groups(0))
-    assert distance(before, weights_of(learner.model)) == 0
-
-
-@pytest.mark.parametrize(
-    ("gives", "said"),
-    [
-        (lambda tokens: np.zeros(3), r"gave an array of shape \(3,\); it must give one number for each of the"),
-        (lambda tokens: np.full(tokens, np.nan), "gave nan for token .*; it must be finite"),
-    ],
-)
-def test_an_advantage_that_is_none_is_named_at_the_first_update(gives: Any, said: str) -> None:
-    learner = learner_with(AlgorithmConfig())
-    learner.advantage = replace(learner.advantage, per_token=lambda batch, signals, options: gives(len(batch.mask)))
-    with pytest.raises(ConfigError, match=f"algorithm.advantage: 'grpo' {said}"):
-        learner.train_batch(random_groups(0))
 
 
 GAE = AlgorithmConfig(advantage="gae", advantage_options={"gamma": 0.9, "gae_lambda": 0.8})

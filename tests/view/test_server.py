@@ -380,6 +380,15 @@ def test_metrics_are_read_as_they_come(copy: Path) -> None:
     assert (back["start"], [row["update"] for row in back["rows"]]) == (0, [1, 2])
 
 
+def test_a_run_that_learns_nothing_says_so(copy: Path) -> None:
+    get, run = asking(copy), RunDirectory(copy)
+    assert get("runs/copy")["problems"] == []
+    last = [row for row in run.metrics() if row["kind"] == "update"][-1]
+    for number in range(10):
+        run.log({**last, "update": UPDATES + 1 + number, "reward_mean": 0.0, "reward_positive": 0.0})
+    assert "of the last 10 updates are 0" in get("runs/copy")["problems"][0]
+
+
 def test_what_is_damaged_is_said_and_the_rest_is_shown(copy: Path) -> None:
     shard = copy / "rollouts" / "train-g000000.parquet"
     shard.write_bytes(shard.read_bytes()[:-7])

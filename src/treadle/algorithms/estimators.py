@@ -38,6 +38,7 @@ from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
 from treadle.core.types import BreakCause, Group
+from treadle.core.user_functions import Expected, check_function, not_finite
 from treadle.packing.breaks import parent_steps
 from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 
@@ -105,14 +106,22 @@ class Advantage:
     by_token: bool = False
 
 
+ADVANTAGE_FUNCTION = Expected(
+    "    def advantage(batch, signals, options):\n        return batch.rewards[batch.trajectory_id]",
+    "the advantage of each token: a floating-point array of shape [len(batch)], finite where batch.mask is true",
+)
+
+
 @cache
 def by_name(name: str) -> Advantage:
     """Return the advantage of a registered name or module:attribute. Raises ConfigError."""
-    advantage = resolve("advantages", name, "algorithm.advantage")
+    advantage, where = resolve("advantages", name, "algorithm.advantage"), f"algorithm.advantage: {name!r}"
     if not isinstance(advantage, Advantage):
         raise ConfigError(
-            f"algorithm.advantage: {name!r} is of type {type(advantage).__name__}; make it an `Advantage`"
+            f"{where} is of type {type(advantage).__name__}; make it an `Advantage`: MINE = Advantage(advantage), "
+            f"with\n{ADVANTAGE_FUNCTION.example}"
         )
+    check_function(advantage.per_token, where, ADVANTAGE_FUNCTION)
     return advantage
 
 
@@ -127,8 +136,24 @@ def needs_group(config: AlgorithmConfig) -> bool:
 
 
 def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
-    """Return float64[N], the advantage of each token, by the configured estimator."""
-    return by_name(config.advantage).per_token(batch, signals or Signals(), options_of(config))
+    """Return float64[N], the advantage of each token, by the configured estimator.
+
+    Raises ConfigError unless that is one floating-point number a token, finite for each trainable one.
+    """
+    estimate = by_name(config.advantage).per_token
+    advantage = estimate(batch, signals or Signals(), options_of(config))
+    if (
+        not isinstance(advantage, np.ndarray)
+        or advantage.shape != (len(batch),)
+        or not np.issubdtype(advantage.dtype, np.floating)
+    ):
+        wrong = f"for {len(batch)} tokens"
+    else:
+        wrong = not_finite(advantage, batch.mask)
+    if wrong:
+        where = f"algorithm.advantage: {config.advantage!r}"
+        raise ConfigError(f"{where}: {ADVANTAGE_FUNCTION.refusal(estimate, advantage, wrong)}")
+    return advantage
 
 
 def state_ids(batch: FlatBatch) -> Indices:

@@ -28,6 +28,7 @@ from treadle.algorithms.config import (
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options, resolve
+from treadle.core.user_functions import Expected, check_function
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,12 +85,24 @@ class PolicyLoss:
     ratio: TokenFunction | None = None
 
 
+LOSS_FUNCTION = Expected(
+    "    def loss(logp, tokens, options):\n        return -tokens.advantage * logp",
+    "the loss of each token, unreduced: a floating-point tensor of the shape of logp, finite, computed from logp",
+)
+
+
 @cache
 def by_name(name: str) -> PolicyLoss:
     """Return the policy loss of a registered name or module:attribute. Raises ConfigError."""
-    loss = resolve("policy_losses", name, "algorithm.policy_loss")
+    loss, where = resolve("policy_losses", name, "algorithm.policy_loss"), f"algorithm.policy_loss: {name!r}"
     if not isinstance(loss, PolicyLoss):
-        raise ConfigError(f"algorithm.policy_loss: {name!r} is of type {type(loss).__name__}; make it a `PolicyLoss`")
+        raise ConfigError(
+            f"{where} is of type {type(loss).__name__}; make it a `PolicyLoss`: MINE = PolicyLoss(loss), with\n"
+            f"{LOSS_FUNCTION.example}"
+        )
+    for function in (loss.per_token, loss.ratio, loss.clipped):
+        if function is not None:
+            check_function(function, where, LOSS_FUNCTION)
     return loss
 
 

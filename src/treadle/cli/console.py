@@ -17,7 +17,7 @@ from rich.text import Text
 
 from treadle.core.text import escape_line, escape_text
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.callbacks import PlainProgress, Progress, evaluation_lines, update_line
+from treadle.orchestration.reporting.callbacks import EVERY, PlainProgress, Progress, evaluation_lines, update_line
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 
 _PLAIN_WIDTH = 1000  # a pipe has no width: tables are as wide as what they hold
@@ -110,7 +110,6 @@ def _styled(escape: Callable[[str], str], parts: Sequence[Part]) -> Text:
     return Text.assemble(*((escape(text), style) for text, style in pairs))
 
 
-_EVERY = 10  # updates between lines that stay; the bar shows each
 _WIDE = 110  # columns from which both times and a longer bar fit beside the figures
 
 
@@ -160,7 +159,7 @@ class LiveProgress(Progress):
     def update(self, row: Mapping[str, Any]) -> None:
         note = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
         self._bars.update(self._run, completed=row["update"], note=note, visible=True)
-        if row["update"] % _EVERY == 0 or row["update"] in (1, self._updates) or row["failed"]:
+        if row["update"] % EVERY == 0 or row["update"] in (1, self._updates) or row["failed"]:
             self._console.line(update_line(row, self._updates, self._console.width))
 
     def evaluate(self, result: EvaluationResult) -> None:

@@ -152,7 +152,9 @@ def _print_trouble(console: Console, facts: Facts) -> None:
     if (blocked := facts["blocked"])["count"]:
         what = f"{blocked['count']:,} trajectories blocked the event loop for {blocked['seconds']:.0f} s in all"
         console.line(f"{what}, as {blocked['trajectory_id']}", style="yellow")
-    if facts["failures"] or facts["warnings"] or blocked["count"]:
+    for line in facts["stalls"].values():
+        console.line(f"warning: {line}", style="yellow", wrap=True)
+    if facts["failures"] or facts["warnings"] or facts["stalls"] or blocked["count"]:
         console.line()
 
 

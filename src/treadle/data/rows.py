@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from treadle.core.errors import DataError
 from treadle.core.types import PLAYERS, Message, Task, as_messages
@@ -25,6 +25,13 @@ OWN_NAMES = ("task_id", "prompt", "ground_truth", "extras")
 
 PROMPT = '[{"role": "user", "content": "..."}]'
 _JSON: Mapping[type, str] = {str: "string", dict: "object"}
+
+
+@runtime_checkable
+class ArrowData(Protocol):
+    """A table that others can read as Arrow's: a DataFrame of pandas or polars, a `pyarrow.Table`."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
 
 class Row(NamedTuple):

@@ -27,7 +27,7 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import how_to_install
 from treadle.core.types import PLAYERS, Task
 from treadle.data.config import Columns
-from treadle.data.rows import KEYS, OWN_NAMES, Row, unknown_key
+from treadle.data.rows import KEYS, OWN_NAMES, ArrowData, Row, unknown_key
 from treadle.data.tasks import LazyTasks, Player, check_distinct
 
 _BATCH = 4096  # rows that are decoded and checked at a time
@@ -147,6 +147,17 @@ def _load_data_set(datasets: Any, source: str, options: Mapping[str, Any], setti
             f"{setting}.source: {source!r} is not a file or directory here, and the hub's data set cannot be loaded: "
             f"{_first_line(error)}; check the name, and HF_TOKEN for one that is private or gated"
         ) from error
+
+
+def rows_of(data: ArrowData, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a DataFrame or a table, as Parquet would hold them, without an index. Raises DataError."""
+    try:
+        table = pa.table(data)
+    except pa.ArrowException as error:
+        raise DataError(f"{name}: {_first_line(error)}; give each column values of one type") from error
+    index = (table.schema.pandas_metadata or {}).get("index_columns", [])
+    rows: list[dict[str, Any]] = table.drop_columns([column for column in index if isinstance(column, str)]).to_pylist()
+    return rows
 
 
 class ArrowTable:

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.rewards import Reward, is_finite
+from treadle.core.rewards import NUMBER, Reward, is_finite
 from treadle.core.types import Message, Task
+from treadle.core.user_functions import Expected, check_function
 from treadle.envs.base import Environment, EnvStep
 
 SPLITS = ("train", "held_out")
@@ -121,15 +122,20 @@ Grade = float | Reward
 RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
 """`def reward(task, text)`, async or not: what a reply to the task's prompt is worth."""
 
+REWARD_FUNCTION = Expected(
+    "    def reward(task, text):\n        return float(text.strip() == task.ground_truth)",
+    f"a {NUMBER}, or a Reward",
+)
+
 
 class SingleTurn(Environment):
     """Plays one reply of the agent to the task's prompt; `reward`, called in the attempt's thread, grades it."""
 
     def __init__(self, reward: RewardFunction) -> None:
-        self._reward = reward
+        self.reward = reward
 
     def step(self, text: str) -> EnvStep | Awaitable[EnvStep]:
-        grade = self._reward(self.task, text)
+        grade = self.reward(self.task, text)
         return _awaited(grade) if inspect.isawaitable(grade) else EnvStep(reward=grade, done=True)
 
 
@@ -154,11 +160,5 @@ def load_reward(name: str) -> Callable[[], Environment]:
     Raises ConfigError for an unknown name, and for what cannot be called with a task and a text.
     """
     candidate = registry.resolve("rewards", name, "reward")
-    if inspect.isclass(candidate) or not callable(candidate):
-        kind = "a class" if inspect.isclass(candidate) else f"of type {type(candidate).__name__}"
-        raise ConfigError(f"reward: {name!r} is {kind}, it must be a function: def reward(task, text), async or not")
-    try:
-        inspect.signature(candidate).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"reward: {name!r} is called as reward(task, text), but: {error}") from error
+    check_function(candidate, f"reward: {name!r}", REWARD_FUNCTION)
     return partial(SingleTurn, candidate)

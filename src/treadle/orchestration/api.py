@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ from typing import Any
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
 from treadle.core.types import Task
-from treadle.data.rows import Row, make_task
+from treadle.core.user_functions import check_function
+from treadle.data.rows import ArrowData, Row, make_task
 from treadle.data.tasks import LazyTasks, check_no_copies
 from treadle.envs.tasks import (
+    REWARD_FUNCTION,
     RewardFunction,
     SingleTurn,
     check_environment,
@@ -27,15 +27,22 @@ from treadle.envs.tasks import (
     made_class,
 )
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.callbacks import Callback, PlainProgress, Progress, load_callbacks
+from treadle.orchestration.reporting.callbacks import (
+    Callback,
+    NotebookProgress,
+    PlainProgress,
+    Progress,
+    load_callbacks,
+)
 from treadle.orchestration.setup.inputs import IN_MEMORY, SPLITS, Split, load_split, make_inputs
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
+from treadle.rollout.isolation.event_loop import paused_event_loop
 
-Tasks = Iterable[Task | Mapping[str, Any]] | str | os.PathLike[str]
+Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
 
 def train(
@@ -56,8 +63,9 @@ def train(
     in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
     agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents.agent`); or
     the class of an `AttemptDriver` (`treadle.rollout.drivers.driver`).
-    tasks: `Task`s, or dicts with their fields (or others, named in the setting `data.columns`); or, as in a recipe, a
-    .jsonl or .parquet file, a directory of them, a Hugging Face data set or the name of a generator.
+    tasks: `Task`s, or dicts with their fields (or others, named in the setting `data.columns`), or a DataFrame (pandas,
+    polars) or Arrow table with such columns; or, as in a recipe, a .jsonl or .parquet file, a directory of them, a
+    Hugging Face data set or the name of a generator.
     model: what `model.path` takes (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
     `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
@@ -65,8 +73,11 @@ def train(
 
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
     (`treadle.orchestration.setup.validation`).
-    progress: shows the run to a person; default: plain lines. callbacks: follow the run (`treadle.Callback`), beside
-    those in `settings`.
+    progress: shows the run to a person; default: plain lines, in a notebook with one for what is in progress.
+    callbacks: follow the run (`treadle.Callback`), beside those in `settings`.
+
+    Ctrl-C, or a notebook's stop button, ends the run after the current update, with a checkpoint, and this returns; a
+    second one raises KeyboardInterrupt at once.
 
     Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
@@ -100,7 +111,9 @@ def train(
         {name: player} if kind == "driver" else {},
     )
 
-    progress = progress or PlainProgress(config.orchestration.updates, config.data.table_by)
+    if progress is None:
+        shows = NotebookProgress if type(sys.stdout).__module__.startswith("ipykernel.") else PlainProgress
+        progress = shows(config.orchestration.updates, config.data.table_by)
     if not wait_passively():
         progress.log(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
@@ -108,14 +121,11 @@ def train(
         )
     from treadle.orchestration.train import train_run  # torch
 
-    start = partial(train_run, config, inputs, Path(run), progress, resume=resume)
-    running = None
-    with suppress(RuntimeError):
-        running = asyncio.get_running_loop()  # in a notebook: ours needs another thread
-    if running is None:
-        return start()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(start).result()
+    with paused_event_loop():  # a notebook's
+        summary = train_run(config, inputs, Path(run), progress, resume=resume)
+    if summary["stopped_early"]:
+        progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; go on with resume=True")
+    return summary
 
 
 def _player(player: Any) -> tuple[str, str, Any]:
@@ -125,6 +135,7 @@ def _player(player: Any) -> tuple[str, str, Any]:
     kind = type(player).__name__
     name = str(getattr(player, "__name__", kind))
     if is_reward_function(player):
+        check_function(player, f"environment {name!r}", REWARD_FUNCTION)
         return "environment", name, partial(SingleTurn, player)
     if is_agent(player):
         return "agent", name, check_agent(player, name)
@@ -151,9 +162,14 @@ def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
     """What a recipe could name, or the tasks and rows themselves."""
     if isinstance(tasks, str | os.PathLike):
         return os.fspath(tasks)
+    if isinstance(tasks, ArrowData):
+        from treadle.data.table import rows_of  # pyarrow
+
+        return rows_of(tasks, name)
     if isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable | None):
         raise ConfigError(
-            f"{name} is one {type(tasks).__name__}; give a list of Task or of dicts, or a .jsonl or .parquet file"
+            f"{name} is one {type(tasks).__name__}; "
+            "give a list of Task or of dicts, a DataFrame, or a .jsonl or .parquet file"
         )
     return list(tasks or ())
 

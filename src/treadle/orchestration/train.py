@@ -26,6 +26,7 @@ from treadle.orchestration.loop import Loop, StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, LiveStatus, Progress, RunStart
 from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
 from treadle.orchestration.reporting.reporter import Clock, run_summary
+from treadle.orchestration.reporting.stalls import StallWarnings
 from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
@@ -134,8 +135,8 @@ def _train(
         run.require_space(trainer.checkpoint_bytes, section.keep_last + (section.keep_best is not None))
         status = LiveStatus()
         status.sources.append(trainer.status)
-        members = {run.metrics_file.name: JsonLines(run), run.status_file.name: status, **inputs.callbacks}
-        callbacks = Callbacks(members, StopRequest(), progress)
+        members = {run.metrics_file.name: JsonLines(run), run.status_file.name: status, "stalls": StallWarnings()}
+        callbacks = Callbacks({**members, **inputs.callbacks}, StopRequest(), progress)
         work = _Run(config, inputs, run, renderer, trainer, runtime, callbacks, status, progress, state, clock, resumed)
         with status.writing(run.status_file):
             return callbacks.around(RunStart(path, config, state.update, progress.log), work.run)

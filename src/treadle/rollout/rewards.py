@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,10 +20,11 @@ from pydantic import Field, field_validator, model_validator
 
 from treadle.core import registry
 from treadle.core.config import Config
-from treadle.core.errors import Cause, ConfigError, DataError, TrajectoryFailure
+from treadle.core.errors import Cause, DataError, TrajectoryFailure
 from treadle.core.outcomes import as_played, as_trained, was_played
-from treadle.core.rewards import TOKENS, Reward, reward_sum
+from treadle.core.rewards import NUMBER, TOKENS, Reward, reward_sum
 from treadle.core.types import DropReason, Failure, Ids, Status, Step, StopReason, Task, Trajectory
+from treadle.core.user_functions import Expected, check_function
 from treadle.rollout.isolation.user_code import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
@@ -33,6 +35,15 @@ Hook = Callable[[Task, Trajectory], Any]
 
 GroupReward = Callable[[Task, Sequence[Trajectory]], Any]
 """What to add to each attempt of a group, a list of float or `Reward`; may be async; may take `decode`, ids to text."""
+
+SHAPING_FUNCTION = Expected(
+    "    def shaping(task, trajectory):\n        return [-0.01 for step in trajectory.steps]",
+    f"a list with one {NUMBER}, or Reward, for each step",
+)
+GROUP_FUNCTION = Expected(
+    "    def group_reward(task, trajectories):\n        return [-0.1 * len(each.steps) for each in trajectories]",
+    f"a list with one {NUMBER}, or Reward, for each attempt",
+)
 
 
 class LengthPenaltyConfig(Config):
@@ -130,10 +141,12 @@ class RewardShaper:
             return list(trajectories)
 
         def add(values: Any) -> list[Trajectory]:
-            if len(values) != len(trajectories):
-                raise DataError(f"there are {len(values)} rewards for {len(trajectories)} attempts")
-            rewards = zip(trajectories, map(Reward.of, values), strict=True)
-            return [reward_last(trajectory, reward, self._config.weights) for trajectory, reward in rewards]
+            with _refusing("rewards.group", GROUP_FUNCTION, self.group, values):
+                rewards = [Reward.of(value) for value in values]
+                if len(rewards) != len(trajectories):
+                    raise DataError(f"there are {len(rewards)} rewards for {len(trajectories)} attempts")
+                pairs = zip(trajectories, rewards, strict=True)
+                return [reward_last(trajectory, reward, self._config.weights) for trajectory, reward in pairs]
 
         user = UserCode("rewards.group", Cause.VERIFIER, f"task {task.task_id}, group {name}")
         arguments = task.copy(), tuple(trajectories)
@@ -148,23 +161,21 @@ class RewardShaper:
     async def _by_hook(self, hook: Hook, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
         """Call the hook on the event loop even if it is not `async`: one call at a time, as it may keep state."""
 
-        def checked(values: Any) -> list[Reward]:
-            try:
-                return [Reward.of(value, SHAPING) for value in values]
-            except DataError as error:
-                raise TrajectoryFailure(Cause.VERIFIER, f"rewards.shaping: {error}") from error
+        def add(values: Any) -> Trajectory:
+            with _refusing("rewards.shaping", SHAPING_FUNCTION, hook, values):
+                rewards = [Reward.of(value, SHAPING) for value in values]
+                return add_rewards(trajectory, rewards, self._config.weights)
 
-        added = await user.call(
+        return await user.call(
             hook,
             task,
             trajectory,
             what="rewards.shaping",
             timeout=self._timeout,
-            check=checked,
+            check=add,
             cause=Cause.VERIFIER,
             in_thread=False,
         )
-        return add_rewards(trajectory, added, self._config.weights)
 
 
 def with_measured(trajectory: Trajectory, user: UserCode) -> Trajectory:
@@ -174,26 +185,32 @@ def with_measured(trajectory: Trajectory, user: UserCode) -> Trajectory:
 
 def load_shaping(name: str) -> Hook:
     """Return the hook `name` (registered under `treadle.shaping`, or `module:function`). Raises ConfigError."""
-    return _load("shaping", name, "rewards.shaping", "shaping(task, trajectory)")
+    return _load("shaping", name, "rewards.shaping", SHAPING_FUNCTION)
 
 
 def load_group_reward(name: str, decode: Callable[[Ids], str] | None = None) -> GroupReward:
     """Return the function `name` (registered under `treadle.group_rewards`, or `module:function`)."""
-    return _load("group_rewards", name, "rewards.group", "group_reward(task, trajectories)", decode=decode)
+    return _load("group_rewards", name, "rewards.group", GROUP_FUNCTION, decode=decode)
 
 
-def _load(kind: str, name: str, setting: str, called: str, **optional: Any) -> Callable[..., Any]:
+def _load(kind: str, name: str, setting: str, expected: Expected, **optional: Any) -> Callable[..., Any]:
     """optional: parameters that the function may have."""
     function: Callable[..., Any] = registry.resolve(kind, name, setting)
-    if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{setting}: {name!r} is of type {type(function).__name__}, it must be a function")
-    parameters = inspect.signature(function)
-    taken = {key: value for key, value in optional.items() if key in parameters.parameters}
-    try:
-        parameters.bind(None, None, **taken)
-    except TypeError as error:
-        raise ConfigError(f"{setting}: {name!r} is called as {called}, but: {error}") from error
+    check_function(function, f"{setting}: {name!r}", expected, tuple(optional))
+    taken = {key: value for key, value in optional.items() if key in inspect.signature(function).parameters}
     return partial(function, **taken) if taken else function
+
+
+@contextmanager
+def _refusing(setting: str, expected: Expected, function: object, values: object) -> Iterator[None]:
+    """Turn what is wrong with the values that the function returned into a failure of the attempt."""
+    try:
+        if not isinstance(values, Iterable):
+            raise DataError("no rewards")
+        yield
+    except DataError as error:
+        message = f"{setting}: {expected.refusal(function, values, str(error), line=True)}"
+        raise TrajectoryFailure(Cause.VERIFIER, message) from error
 
 
 def reward_last(trajectory: Trajectory, added: Reward, weights: Mapping[str, float]) -> Trajectory:

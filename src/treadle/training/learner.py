@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from treadle.algorithms import estimators, losses
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import corrected
-from treadle.algorithms.estimators import Advantage, Signals
+from treadle.algorithms.estimators import Signals
 from treadle.algorithms.kl import ESTIMATORS, KlController
 from treadle.algorithms.losses import PolicyLoss, Tokens
 from treadle.algorithms.reductions import token_weights
@@ -101,10 +101,9 @@ class Learner:
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
         self.model, self.training, self.algorithm, self.updates = model, training, algorithm, updates
         self.updates_done = 0
-        self.advantage: Advantage = estimators.by_name(algorithm.advantage)
         self.policy_loss: PolicyLoss = losses.by_name(algorithm.policy_loss)
-        self.advantage_options, self.loss_options = estimators.options_of(algorithm), losses.options_of(algorithm)
-        self.value_head = make_value_head(model) if self.advantage.needs_values else None
+        self.loss_options = losses.options_of(algorithm)
+        self.value_head = make_value_head(model) if estimators.by_name(algorithm.advantage).needs_values else None
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
         self._own_reference = reference is None
@@ -212,7 +211,7 @@ class Learner:
         if self.teacher is not None:
             advantage = objective.advantage(scores).double().cpu().numpy()
         totals = objective.metrics(scores) + layout
-        self._check_loss(totals["loss"], scores)
+        self._check_loss(totals["loss"], scores, objective)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
 
@@ -246,24 +245,15 @@ class Learner:
     ) -> NDArray[np.float64]:
         """Return the advantage of each token [N]. Raises ConfigError unless it is one finite number a token."""
         signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
-        advantage = self.advantage.per_token(batch, signals, self.advantage_options)
-        name, tokens = self.algorithm.advantage, len(batch.mask)
-        if np.shape(advantage) != (tokens,):
-            raise ConfigError(
-                f"algorithm.advantage: {name!r} gave an array of shape {np.shape(advantage)}; it must give one number "
-                f"for each of the {tokens} tokens, of shape ({tokens},)"
-            )
-        if not np.isfinite(advantage[batch.mask]).all():
-            at = int(np.flatnonzero(~np.isfinite(advantage) & batch.mask)[0])
-            raise ConfigError(f"algorithm.advantage: {name!r} gave {advantage[at]} for token {at}; it must be finite")
-        return advantage
+        return estimators.advantages(batch, self.algorithm, signals)
 
-    def _check_loss(self, loss: float | None, scores: TokenScores) -> None:
+    def _check_loss(self, loss: float | None, scores: TokenScores, objective: Objective) -> None:
         """Raise TrainingStopped if the loss is not finite though all log-probabilities are."""
         if loss is not None and not math.isfinite(loss) and bool(torch.isfinite(scores.logp).all()):
             raise TrainingStopped(
                 f"algorithm.policy_loss: {self.algorithm.policy_loss!r} gave the loss {loss} in update "
                 f"{self.updates_done + 1}, though all log-probabilities are finite; no weights were changed"
+                f"{objective.refusal(scores)}"
             )
 
     def _penalty(

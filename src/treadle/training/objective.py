@@ -18,7 +18,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import Corrected, corrected
 from treadle.algorithms.distillation import distilled
 from treadle.algorithms.kl import ESTIMATORS, k1, k2, k3
-from treadle.algorithms.losses import PolicyLoss, Tokens
+from treadle.algorithms.losses import LOSS_FUNCTION, PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
 from treadle.core.config import Config
 from treadle.core.draws import Stream, task_uniforms
@@ -26,6 +26,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, Metric, Tally, measured
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Group
+from treadle.core.user_functions import not_finite
 from treadle.packing.flat import FlatBatch, Indices
 from treadle.training.metrics import (
     CLIP_FRACTION,
@@ -133,13 +134,7 @@ class Objective:
     def loss(self, scores: TokenScores) -> Tensor:
         """Return the loss of these tokens, a scalar. scores: of all N if the objective couples tokens."""
         index, tokens = self._tokens(scores)
-        each = self.policy_loss.per_token(scores.logp, tokens, self.loss_options)
-        if not isinstance(each, Tensor) or each.shape != scores.logp.shape:
-            what = f"one of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
-            raise ConfigError(
-                f"algorithm.policy_loss: {self.config.policy_loss!r} returned {what}; it must return the loss of each "
-                f"token, a tensor of shape {list(scores.logp.shape)}, unreduced"
-            )
+        each = self._policy_losses(scores.logp, tokens)
         weight = self.weight[index]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
@@ -149,10 +144,29 @@ class Objective:
         distillation = self.config.distillation
         if distillation is not None and distillation.form == "loss" and tokens.logp_teacher is not None:
             each = each + distillation.coef * k2(scores.logp, tokens.logp_teacher)
+        if scores.logp.requires_grad and not each.requires_grad:
+            raise ConfigError(self._refused(each, "without a gradient"))
         if self.values is not None and scores.value is not None:
             section = self.config.value
             each = each + section.coef * value_loss(scores.value, self.values.at(index), section.clip)
         return (weight * (each - self.entropy_coef * scores.entropy)).sum()
+
+    def _policy_losses(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """Return the policy loss of each token [n]. Raises ConfigError for anything else."""
+        each = self.policy_loss.per_token(logp, tokens, self.loss_options)
+        if not isinstance(each, Tensor) or each.shape != logp.shape or not each.is_floating_point():
+            raise ConfigError(self._refused(each, f"for {len(logp)} tokens"))
+        return each
+
+    def _refused(self, value: object, wrong: str) -> str:
+        said = LOSS_FUNCTION.refusal(self.policy_loss.per_token, value, wrong)
+        return f"algorithm.policy_loss: {self.config.policy_loss!r}: {said}"
+
+    def refusal(self, scores: TokenScores) -> str:
+        """Return `: FUNCTION returned ..., nan at index 4 ...`, or "" if the policy loss of every token is finite."""
+        each = self._policy_losses(scores.logp, self._tokens(scores)[1])
+        wrong = not_finite(each.detach().double().cpu().numpy())
+        return wrong and f": {LOSS_FUNCTION.refusal(self.policy_loss.per_token, each, wrong)}"
 
     def gradient(self, scores: TokenScores) -> LossGradients:
         """Return the loss's gradient by these scores; the scores of all N if the objective couples tokens."""

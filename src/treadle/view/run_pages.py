@@ -19,6 +19,7 @@ from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.reporting.report import count_tokens
+from treadle.orchestration.reporting.stalls import stalls
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.rollout_store import read_call_times
 from treadle.orchestration.store.run_directory import JsonLog
@@ -36,7 +37,7 @@ def view_run(run: Run) -> Json:
     """
     page: Json = {
         **run.summary(),
-        "problems": [*run.summary()["problems"]],
+        "problems": [*run.summary()["problems"], *stalls(run.metrics().rows).values()],
         "settings": [],
         "checkpoints": [],
         "metrics": {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED},

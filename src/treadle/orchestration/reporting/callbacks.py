@@ -32,6 +32,7 @@ from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
 from treadle.core.text import escape_line
 from treadle.core.types import Group, Trajectory
+from treadle.core.user_functions import Expected, check_function
 from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 from treadle.orchestration.stopping import StopRequest
@@ -169,6 +170,10 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
         if config.name in members:
             raise ConfigError(f"callbacks: {config.name!r} is listed twice; keep one")
         make = resolve("callbacks", config.name)
+        if not callable(make):
+            raise ConfigError(
+                f"callbacks: {config.name!r} is of type {type(make).__name__}; name a treadle.Callback's class"
+            )
         try:
             inspect.signature(make).bind(**config.options)
         except TypeError as error:
@@ -182,10 +187,21 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
                 f"callbacks: {name!r} gives {callback!r}, not a treadle.Callback; "
                 + (f"pass an instance, {callback.__name__}()" if isinstance(callback, type) else "subclass that")
             )
-        waiting = [event for event in EVENTS if inspect.iscoroutinefunction(getattr(callback, event))]
-        if waiting:
-            raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")
+        _check_methods(name, callback)
     return members
+
+
+def _check_methods(name: str, callback: Callback) -> None:
+    """Raise ConfigError for a callback that follows nothing, or whose methods cannot be called as they will be."""
+    own = [event for event in EVENTS if getattr(type(callback), event, None) is not getattr(Callback, event)]
+    if not own:
+        raise ConfigError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}; write one of them")
+    if waiting := [event for event in own if inspect.iscoroutinefunction(getattr(callback, event))]:
+        raise ConfigError(f"callbacks: {name!r} has async methods ({', '.join(waiting)}); write plain ones")
+    for event in own:
+        arguments = ", ".join(inspect.signature(getattr(Callback, event)).parameters)
+        shown = f"    def {event}({arguments}):\n        print({arguments.rpartition(', ')[2]})"
+        check_function(getattr(callback, event), f"callbacks: {name!r}: {event}", Expected(shown))
 
 
 def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | None:
@@ -286,6 +302,45 @@ class PlainProgress(Progress):
 
     def evaluate(self, result: EvaluationResult) -> None:
         self.log(*evaluation_lines(result, self._table_by))
+
+
+class NotebookProgress(PlainProgress):
+    """Prints as `PlainProgress`, every tenth update, and below it a line for the phase in progress, written over."""
+
+    def __init__(self, updates: int = 0, table_by: str | None = None) -> None:
+        super().__init__(updates, table_by)
+        self._done, self._figures, self._shown, self._length = 0, "", -math.inf, 0
+
+    def log(self, line: str) -> None:
+        self._show("")
+        super().log(line)
+
+    def phase(self, name: str, done: int, total: int, note: str = "") -> None:
+        if done == 0 or time.monotonic() - self._shown >= _REFRESH:
+            of_run = f"updates {self._done}/{self._updates} {_bar(self._done, self._updates)}" if self._updates else ""
+            pieces = f"{done}/{total} {_bar(done, total)}" if total > 1 else ""
+            self._show(escape_line("  ".join(filter(None, [of_run, self._figures, name, pieces, note]))))
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._done = row["update"]
+        self._figures = f"reward {shown(row['reward_mean'])}  success {shown(row['success'])}"
+        if self._done % EVERY == 0 or self._done in (1, self._updates) or row["failed"]:
+            super().update(row)
+
+    def _show(self, text: str) -> None:
+        """Write over what was shown last, whatever the front end makes of escape sequences."""
+        if text or self._length:
+            print(f"\r{text:<{self._length}}", end="" if text else "\r", flush=True)  # noqa: T201
+        self._shown, self._length = time.monotonic(), len(text)
+
+
+EVERY = 10  # updates between lines that stay, where a bar shows each
+_REFRESH = 0.25  # seconds
+
+
+def _bar(done: int, total: int, width: int = 20) -> str:
+    filled = width * done // max(total, 1)
+    return "█" * filled + "░" * (width - filled)
 
 
 _PERIOD = 1.0  # seconds

@@ -18,6 +18,7 @@ from treadle.core.errors import DamageError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause
+from treadle.orchestration.reporting.stalls import stalls
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -57,6 +58,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
         "failures": _by_cause(ledger.failures()),
         "blocked": ledger.blocked(),
         "warnings": ledger.warnings(),
+        "stalls": stalls(log.rows),
         **count_tokens(run.rollouts, ledger, decode, no_tokenizer, track),
         "metrics_problem": log.problem(saved),
         "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],

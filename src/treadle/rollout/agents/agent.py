@@ -11,6 +11,7 @@ from treadle.core import registry
 from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
+from treadle.core.user_functions import Expected, check_function
 from treadle.rollout.isolation.user_code import is_async
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class SyncAgent(Protocol):
 
 Agent = AsyncAgent | SyncAgent
 
+AGENT_FUNCTION = Expected(
+    "    async def agent(task, client):  # or plain def\n        ...  # call client, return the reward, a float"
+)
+
 
 def load_agent(name: str) -> Agent:
     """Return the agent `name` (registered under `treadle.agents`, or `module:attribute`).
@@ -69,14 +74,7 @@ def load_agent(name: str) -> Agent:
 def check_agent(candidate: object, name: str) -> Agent:
     """Return the object, if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
-    if inspect.isclass(candidate) or not callable(candidate):
-        function = name.replace(":", ".").rpartition(".")[2]
-        kind = type(candidate).__name__
-        raise ConfigError(f"{where} is of type {kind}; write 'def {function}(task, client)', async or not")
-    try:
-        inspect.signature(candidate).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"{where} is called as agent(task, client), but: {error}") from error
+    check_function(candidate, where, AGENT_FUNCTION)
     if missing := [package for package in _PACKAGES if importlib.util.find_spec(package) is None]:
         raise ConfigError(f"{where} needs {', '.join(missing)}; pip install 'treadle[agents]'")
     return cast(Agent, candidate)

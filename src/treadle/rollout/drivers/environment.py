@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +22,9 @@ from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Message, Status, StopReason, Task, as_messages
+from treadle.core.user_functions import described, name_of
 from treadle.envs.base import Environment, EnvStep, Finish, Reply
-from treadle.envs.tasks import SingleTurn, made_class
+from treadle.envs.tasks import REWARD_FUNCTION, SingleTurn, made_class
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
@@ -175,7 +175,7 @@ class IsolatedEnvironment:
         if self.takes_reply:
             thought, calls = reply.message.get("reasoning_content", ""), tuple(reply.message.get("tool_calls", ()))
             argument = Reply(reply.text, thought, calls)
-        return await self._call("step", argument, check=partial(self._checked_step, what=what), what=what)
+        return await self._call("step", argument, check=self._checked_step, what=what)
 
     async def finish(self, ended: Status) -> Reward:
         """Finish the attempt, count its metrics, and return what is added to the last reward."""
@@ -229,11 +229,11 @@ class IsolatedEnvironment:
         self.takes_reply = any(kind is Reply or str(kind).rpartition(".")[2] == "Reply" for kind in annotations)
         return list(messages)
 
-    def _checked_step(self, value: object, what: str) -> EnvStep:
+    def _checked_step(self, value: object) -> EnvStep:
         if not isinstance(value, tuple) or not 4 <= len(value) <= len(EnvStep._fields):
             raise _failure(f"step must return EnvStep({', '.join(EnvStep._fields)}), got {value!r:.100}")
         step = EnvStep(*value)
-        reward = _checked_reward(step.reward, what)
+        reward = _checked_reward(step.reward, "step", self._environment)
         if not isinstance(step.done, bool | np.bool_):
             raise _failure(f"step gave done={step.done!r:.100}; it must be true or false")
         if not isinstance(step.state, str):
@@ -263,7 +263,7 @@ class IsolatedEnvironment:
             raise _failure(f"finish must return Finish(reward, info) or None, got {value!r:.100}")
         finish = Finish(*value)
         self.metrics.record(finish.info, "finish")
-        return _checked_reward(finish.reward, "finish")
+        return _checked_reward(finish.reward, "finish", self._environment)
 
 
 def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> tuple[Message, ...]:
@@ -278,9 +278,14 @@ def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> 
     return messages
 
 
-def _checked_reward(value: object, where: str) -> Reward:
+def _checked_reward(value: object, method: str, environment: object) -> Reward:
     if not isinstance(value, Reward) and not is_reward(value):
-        raise _failure(f"{where} gave the reward {value!r:.100}; it must be a {NUMBER}, or a Reward")
+        if isinstance(environment, SingleTurn):
+            raise _failure(REWARD_FUNCTION.refusal(environment.reward, value, line=True))
+        raise _failure(
+            f"{method} gave the reward {described(value)}, in {name_of(environment)}; it must be a {NUMBER}, or a "
+            "Reward, as in treadle.EnvStep(reward=1.0, done=True)"
+        )
     return Reward.of(value)
 
 
@@ -301,7 +306,10 @@ def check_metrics(environments: Mapping[str, object]) -> None:
         where = f"environment {name!r}: metrics"
         metrics = getattr(made_class(environment), "metrics", ())
         if not isinstance(metrics, tuple | list) or not all(isinstance(metric, Metric) for metric in metrics):
-            raise ConfigError(f"{where} must be a tuple of treadle.Metric, got {metrics!r:.100}")
+            raise ConfigError(
+                f"{where} must be a tuple of treadle.Metric, got {metrics!r:.100}; write metrics = "
+                '(treadle.Metric("pages", level="step", aggregation="mean"),), and in step EnvStep(info={"pages": 1})'
+            )
         for metric in metrics:
             if metric.level not in ("step", "trajectory"):
                 raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
@@ -325,7 +333,7 @@ class EnvMetrics:
             check_metrics({name: environment})
         except ConfigError as error:  # only now: a factory need not name them
             raise _failure(str(error)) from error
-        self._declared: Sequence[Metric] = getattr(environment, "metrics", ())
+        self._class, self._declared = name_of(environment), tuple[Metric, ...](getattr(environment, "metrics", ()))
         self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if "*" not in metric.name}
 
     def record(self, info: object, method: str) -> None:
@@ -333,15 +341,17 @@ class EnvMetrics:
         if not self._declared:
             return
         if not isinstance(info, Mapping):
-            raise _failure(f"{method} gave info {info!r:.100}; it must be a mapping")
+            raise _failure(
+                f"{method} gave info {described(info)}, in {self._class}; it must be a mapping: info={{'pages': 1}}"
+            )
         for metric in self._declared:
             for member in _members(metric, info):
                 if (value := info.get(member.name)) is None:
                     continue
                 if not is_finite(value) or abs(value) > _LARGEST:
                     raise _failure(
-                        f"{method} gave info[{member.name!r}] = {value!r:.100}; a declared metric must be a finite "
-                        f"number, at most {_LARGEST:g} in size"
+                        f"{method} gave info[{member.name!r}] = {described(value)}, in {self._class}; a declared "
+                        f"metric must be a finite number, at most {_LARGEST:g} in size: info={{{member.name!r}: 1.0}}"
                     )
                 self._values.setdefault(member, []).append(float(value))
 

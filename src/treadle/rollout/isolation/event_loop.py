@@ -57,6 +57,29 @@ def run(
             _completed(loop, loop.create_task(_end_tasks(log, seconds)), log)
 
 
+@contextmanager
+def paused_event_loop() -> Iterator[None]:
+    """Let another event loop run on this thread, where one is running already (in a notebook, a cell runs on it).
+
+    The caller has to block until then: the loop that runs already waits for it. On the main thread, signals reach what
+    runs within, as they would without that loop.
+    """
+    try:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    except RuntimeError:
+        yield
+        return
+    if task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        if task is not None:
+            asyncio.tasks._enter_task(loop, task)
+
+
 def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], log: Callable[[str], None]) -> T:
     while True:
         try:

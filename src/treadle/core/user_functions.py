@@ -1,0 +1,102 @@
+"""Checks of functions that a user writes, and what their errors say.
+
+resolved  -check_function-> called as (task, text)? -> ConfigError
+returned  -Expected.refusal-> "my_losses:mine returned a Tensor of shape [], float32; it must return ..., as in ..."
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a function of one kind looks like.
+
+    example: two lines of code, the first of which names its parameters. returns: what it must return, in words.
+    """
+
+    example: str
+    returns: str = ""
+
+    @property
+    def signature(self) -> str:
+        """Return `reward(task, text)`."""
+        return self.example.partition("def ")[2].partition("):")[0] + ")"
+
+    @property
+    def parameters(self) -> list[str]:
+        """Return the names of the positional parameters."""
+        names = self.signature.partition("(")[2].rstrip(")").split(", ")
+        return [name for name in names if name not in ("", "self")]
+
+    @property
+    def line(self) -> str:
+        """Return the example in one line, for failures of attempts, which are shown as one."""
+        return " ".join(part.strip() for part in self.example.splitlines())
+
+    def refusal(self, function: object, value: object, wrong: str = "", line: bool = False) -> str:
+        """Return why the value that the function returned is refused. wrong: of it, beside its kind."""
+        what = f"{name_of(function)} returned {described(value)}{wrong and f', {wrong}'}; it must return {self.returns}"
+        return f"{what}: {self.line}" if line else f"{what}, as in\n{self.example}"
+
+
+def check_function(function: object, where: str, expected: Expected, optional: Sequence[str] = ()) -> None:
+    """Raise ConfigError, beginning with `where`, for what cannot be called with the expected parameters, in order.
+
+    optional: names of further parameters that are given if the function has them.
+    """
+    if inspect.isclass(function) or not callable(function):
+        kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
+        raise ConfigError(f"{where} is {kind}, it must be a function: {expected.signature}, as in\n{expected.example}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin that does not say
+        return
+    names, parameters = list(signature.parameters), expected.parameters
+    try:
+        signature.bind(*parameters, **{name: None for name in optional if name in names})
+    except TypeError as error:
+        problem = str(error)
+    else:
+        moved = [name for place, name in enumerate(names) if name in parameters and parameters.index(name) != place]
+        if not moved:
+            return
+        problem = f"{moved[0]!r} is not in that place in ({', '.join(names)})"
+    raise ConfigError(
+        f"{where} ({name_of(function)}) is called as {expected.signature}, but: {problem}; write\n{expected.example}"
+    )
+
+
+def name_of(function: object) -> str:
+    """Return `module:qualname` of a function, or of the class of an object."""
+    while isinstance(function, partial):
+        function = function.func
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def described(value: object) -> str:
+    """Return `a Tensor of shape [3], float32` of an array or a tensor; `None, a NoneType` of anything else."""
+    kind, array = type(value).__name__, all(hasattr(value, name) for name in ("shape", "dtype"))
+    if array and not np.isscalar(value):
+        return f"a {kind} of shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"  # type: ignore[attr-defined]
+    return f"{value!r:.100}, a {kind}"
+
+
+def not_finite(numbers: NDArray[Any], at: NDArray[np.bool_] | None = None) -> str:
+    """Return `nan at index 4` of the first number that is not finite; "" if all are. at: those that count."""
+    wrong = ~np.isfinite(numbers) if at is None else ~np.isfinite(numbers) & at
+    if not wrong.any():
+        return ""
+    first = int(np.flatnonzero(wrong)[0])
+    return f"{numbers[first]} at index {first}"

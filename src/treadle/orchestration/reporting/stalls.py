@@ -1,0 +1,91 @@
+"""What in the metrics of its updates says that a run learns nothing, and what to try first.
+
+rows of metrics.jsonl -stalls-> {"cut": "98% of the attempts of the last 10 updates end with a reply ..."}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treadle.orchestration.reporting.callbacks import Callback, RunStart
+from treadle.orchestration.store.run_directory import RunDirectory
+
+UPDATES = 10
+"""The last updates that are looked at; a run of fewer has no stall."""
+SHARE = 0.9
+"""Mean share of groups without an advantage, or of attempts whose last reply is cut, from which nothing is learned."""
+SOLVED = 0.9
+"""Mean success from which equal rewards and low entropy are what was wanted, unless the tasks began like this."""
+ENTROPY, ENTROPY_LEFT = 0.02, 0.1
+"""Mean entropy (nats) below which it has collapsed, if it is also below this share of that of the first updates."""
+
+
+def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return kind -> line, with the number and the first thing to try, of what the last updates say.
+
+    rows: of metrics.jsonl, in order. Those between the first and the last `UPDATES` updates have no effect.
+    """
+    updates = [row for row in rows if row["kind"] == "update"]
+    if len(updates) < UPDATES:
+        return {}
+    first, last = updates[:UPDATES], updates[-UPDATES:]
+    found, of_them = {}, f"of the last {UPDATES} updates"
+    solved, taught = _mean("success", last) >= SOLVED, "teacher_kl" in last[-1]
+    still, cut = _mean("zero_advantage_groups", last), _mean("last_stop_length", last)
+    nothing = all(row.get("reward_mean") == row.get("reward_positive") == 0 for row in last)
+    if nothing and not taught and not any(row.get("shaped_reward_mean") for row in last):
+        attempts = sum(row.get("trajectories", 0) - row.get("failed", 0) for row in last)
+        found["zero"] = (
+            f"all {attempts:,} rewards {of_them} are 0, so that nothing is learned; read some attempts "
+            "(treadle show RUN), and give the reward function a right answer"
+        )
+    elif still >= SHARE and not taught:
+        if not solved:
+            found["equal"] = (
+                f"{still:.0%} of the groups {of_them} have equal rewards and teach nothing; raise training.group_size, "
+                "or choose tasks that are sometimes solved"
+            )
+        elif _mean("success", first) >= SOLVED:
+            found["equal"] = (
+                f"{still:.0%} of the groups {of_them} have equal rewards and teach nothing, as the tasks were solved "
+                "from the start; choose harder ones"
+            )
+    if cut >= SHARE:
+        found["cut"] = (
+            f"{cut:.0%} of the attempts {of_them} end with a reply that was cut off at its limit of tokens; raise "
+            "rollout.max_completion_tokens"
+        )
+    before, now = _mean("entropy", first), _mean("entropy", last)
+    if 0 <= now < min(ENTROPY, ENTROPY_LEFT * before) and not solved:
+        found["entropy"] = (
+            f"entropy fell from {before:.2g} to {now:.2g} nats, so that attempts hardly differ any more; go back to an "
+            "earlier checkpoint with half the training.optimizer.learning_rate"
+        )
+    return found
+
+
+def _mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean of a metric over the rows that have it; -1 if none has."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) / len(values) if values else -1.0
+
+
+class StallWarnings(Callback):
+    """Logs each kind of stall once, when it is first seen."""
+
+    def start(self, run: RunStart) -> None:
+        self._log, self._logged = run.log, set[str]()
+        self._rows: list[Mapping[str, Any]] = [
+            row
+            for row in RunDirectory(run.directory).metrics()
+            if row["kind"] == "update" and row["update"] <= run.update
+        ]
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self._rows.append(row)
+        del self._rows[UPDATES:-UPDATES]
+        for kind, line in stalls(self._rows).items():
+            if kind not in self._logged:
+                self._logged.add(kind)
+                self._log(f"warning: {line}")

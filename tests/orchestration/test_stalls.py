@@ -1,0 +1,86 @@
+"""Warnings that nothing is learned: what makes each of them, what does not, and where they are shown."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worlds import tiny
+from treadle.orchestration.reporting.callbacks import RunStart
+from treadle.orchestration.reporting.stalls import UPDATES, StallWarnings, stalls
+from treadle.orchestration.store.run_directory import RunDirectory
+
+HEALTHY = {
+    "kind": "update",
+    "reward_mean": 0.25,
+    "reward_positive": 0.25,
+    "success": 0.25,
+    "zero_advantage_groups": 0.3,
+    "last_stop_length": 0.0,
+    "entropy": 0.3,
+    "trajectories": 64,
+    "failed": 1,
+}
+NO_REWARD = {"reward_mean": 0.0, "reward_positive": 0.0, "success": 0.0, "zero_advantage_groups": 1.0}
+EQUAL, SOLVED = {"zero_advantage_groups": 0.95}, {"success": 0.97, "reward_mean": 0.97, "reward_positive": 0.97}
+
+
+def rows(*parts: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of metrics.jsonl: each part so many updates that differ from a healthy one like this."""
+    differing = [different for count, different in parts for _ in range(count)]
+    return [{**HEALTHY, "update": number, **different} for number, different in enumerate(differing, 1)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([(30, {})], {}),
+        ([(UPDATES - 1, NO_REWARD)], {}),
+        ([(5, {}), (UPDATES, NO_REWARD)], {"zero": "all 630 rewards of the last 10 updates are 0"}),
+        ([(30, {**NO_REWARD, "shaped_reward_mean": -0.2, **{"zero_advantage_groups": 0.1}})], {}),
+        ([(30, {**NO_REWARD, "teacher_kl": 0.3})], {}),
+        ([(30, {**NO_REWARD, "reward_mean": None, "reward_positive": None, "zero_advantage_groups": None})], {}),
+        ([(30, EQUAL)], {"equal": "95% of the groups of the last 10 updates have equal rewards"}),
+        ([(30, {"zero_advantage_groups": 0.89})], {}),
+        ([(UPDATES, EQUAL), (5, {})], {}),
+        ([(UPDATES, {}), (UPDATES, {**EQUAL, **SOLVED, "entropy": 0.001})], {}),
+        ([(UPDATES, {**EQUAL, **SOLVED})], {"equal": "solved from the start; choose harder ones"}),
+        (
+            [(30, {"last_stop_length": 0.9})],
+            {"cut": "90% of the attempts of the last 10 updates end with a reply that"},
+        ),
+        ([(10, {}), (10, {"entropy": 0.004})], {"entropy": "entropy fell from 0.3 to 0.004 nats"}),
+        ([(10, {}), (10, {"entropy": 0.025})], {}),
+        ([(10, {"entropy": 0.04}), (10, {"entropy": 0.01})], {}),
+        ([(30, {"entropy": None})], {}),
+    ],
+)
+def test_each_is_told_from_the_last_updates_alone(
+    parts: list[tuple[int, dict[str, Any]]], said: dict[str, str]
+) -> None:
+    given = [{"kind": "evaluation", "update": 0}, *rows(*parts)]
+    found = stalls(given)
+    assert found.keys() == said.keys()
+    for kind, text in said.items():
+        assert text in found[kind] and "\n" not in found[kind]
+    if len(given) > 2 * UPDATES:
+        assert stalls([*given[: UPDATES + 1], *given[-UPDATES:]]) == found
+
+
+def test_a_run_logs_each_kind_once_and_a_resumed_one_knows_its_first_updates(tmp_path: Path) -> None:
+    lines: list[str] = []
+    logged = rows((12, {}), (15, {**NO_REWARD, "entropy": 0.001}))
+    with closing(RunDirectory.create(tmp_path / "run", tiny())) as run:
+        for part in (logged[:23], logged[23:]):
+            warnings = StallWarnings()
+            warnings.start(RunStart(run.path, tiny(), part[0]["update"] - 1, lines.append))
+            for row in part:
+                run.log(row)
+                warnings.update(row)
+            *equal, zero, entropy = lines  # of the last ten updates, nine at first
+            assert len(equal) == (part[0]["update"] == 1)
+            assert zero.startswith("warning: all 630 rewards") and entropy.startswith(
+                "warning: entropy fell from 0.3 to"
+            )
+            lines.clear()
