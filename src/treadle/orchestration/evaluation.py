@@ -234,9 +234,10 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     from treadle.training.make import load_source
 
     config = settled(subject.config)
-    check_device(config.device)
-    if config.engine.kind == "torch" and (line := unused_gpus(config.device, config.engine)):
-        progress.log(line)
+    if config.engine.kind == "torch":
+        check_device(config.device)
+        if line := unused_gpus(config.device, config.engine):
+            progress.log(line)
     subject, section, table_by = replace(subject, config=config), config.evaluation, config.data.table_by
     renderer = load_chat(subject.model_config)[1]
     source = load_source(subject.model_config, config.seed)

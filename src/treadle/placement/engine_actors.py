@@ -77,7 +77,7 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
         spec.load_model,
         partial(make_local_engine, options=options, decode=spec.renderer.decode),
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch.are_deterministic_algorithms_enabled() and device == "cpu",
     )
     destination = ObjectStore(getattr(torch, spec.config.dtype_name))
     if isinstance(spec.source, ColocatedTrainer):

@@ -142,7 +142,9 @@ def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRend
     if not config.reward or inputs is None or renderer is None:
         return None
     longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)
-    return min(len(Conversation(renderer).render(longest.prompt).ids), config.rollout.max_input_tokens)
+    with suppress(TreadleError):  # which the first prompt tells of
+        return min(len(Conversation(renderer).render(longest.prompt).ids), config.rollout.max_input_tokens)
+    return None
 
 
 def _characters(task: Task) -> int:
@@ -246,7 +248,8 @@ def _demonstrations(config: RunConfig, section: WarmStartConfig, renderer: ChatR
 
 def _memory(parts: list[MemoryPart], ranks: int) -> tuple[object, str]:
     """Compare what is needed with what is here: of this machine, and of the GPUs, if they are."""
-    texts, lacking = [], None
+    texts: list[str] = []
+    lacking: MemoryPart | None = None
     for on_gpu in (True, False):
         there = [part for part in parts if part.on_gpu is on_gpu]
         if not there:
@@ -363,7 +366,7 @@ def gpu_memory(number: int) -> int | None:
     """Bytes of so many GPUs of this machine together; None if it has fewer."""
     if torch.cuda.device_count() < number:
         return None
-    return sum(torch.cuda.get_device_properties(n).total_memory for n in range(number))
+    return sum(int(torch.cuda.get_device_properties(n).total_memory) for n in range(number))
 
 
 def _resident_bytes() -> int:
