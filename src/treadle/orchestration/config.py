@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
@@ -215,6 +215,10 @@ class CallbackConfig(Config):
     @classmethod
     def _by_name(cls, data: Any) -> Any:
         return {"name": data} if isinstance(data, str) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(core_schema), {"type": "string"}]}
 
 
 class RunConfig(Config):
