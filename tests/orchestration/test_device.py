@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.orchestration.runs import Quiet, resume, start
-from tests.worlds import tiny
+from tests.orchestration.runs import resume, start
+from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
 from treadle.orchestration.setup import device
 from treadle.orchestration.setup.device import check_device, settled, unused_gpus
