@@ -22,7 +22,7 @@ from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
-from treadle.engines.config import EngineConfig
+from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.setup.validation import check_engine_config
@@ -88,24 +88,29 @@ def add_commands(commands: Commands) -> None:
 class ServeConfig(Config):
     """Configuration of the server, with the same keys as in a recipe."""
 
+    device: Device = Field("auto", description="that the engine computes on")
     engine: EngineConfig = Field(description="what samples")
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
+    config = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides)
     model = ModelConfig(**located(options.model), chat_template=options.chat_template)
-    _check(options, engine)
+    _check(options, config.engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
     address = address_of(options, "treadle serve")
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
         from treadle.models.chat import load_chat
+        from treadle.orchestration.setup.device import check_device, chosen, settled_engine
         from treadle.training.make import load_source
 
+        device = chosen(config.device)
+        check_device(device)
+        config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
         renderer, source = load_chat(model)[1], load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
         gateway = Gateway(model=options.model.name)
-        asyncio.run(_serve(options, engine, renderer, source, gateway, serving(gateway, address, listening)))
+        asyncio.run(_serve(options, config, renderer, source, gateway, serving(gateway, address, listening)))
     return 0
 
 
@@ -126,7 +131,7 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
 
 async def _serve(
     options: argparse.Namespace,
-    config: EngineConfig,
+    config: ServeConfig,
     renderer: ChatRenderer,
     source: EmbeddedSource,
     gateway: Gateway,
@@ -137,14 +142,14 @@ async def _serve(
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = await open_serving(config, renderer, source)
+    engine = await open_serving(config.engine, renderer, source, config.device)
     try:
         session = _session(options, renderer, source.model.context, engine)
         async with server as url:
             address = gateway.attach(session)
             problem = session.renderer.tools_problem(parse=session.parse)
             refused = f"; tools are refused: {problem}" if problem else ""
-            console.line(f"serving {options.model}; press Ctrl-C to stop")
+            console.line(f"serving {options.model} on {config.device}; press Ctrl-C to stop")
             console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
             console.line(f"replies   read by {parser_name(session.parse)}{refused}")
             console.line(f"API key   {address.secret}")
