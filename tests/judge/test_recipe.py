@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
     ("reply", "components"),
     [
         ("I am sorry that your {item} is no good. We will send another.", [0.3, 0.4, 0.3]),
-        ("What do you want?" * 5, [0.0, 0.0, 0.25]),
+        ("What now? " * 9, [0.0, 0.0, 0.27]),
         ("", [0.0, 0.0, 0.0]),
     ],
 )
