@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import math
+import os
 import secrets
 import signal
 import sys
@@ -70,6 +71,7 @@ def add_commands(commands: Commands) -> None:
     )
     add_address(parser, 8000)
     parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
+    parser.add_argument("--api-key-env", metavar="NAME", help="variable that has the API key (default: a new key)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
@@ -124,6 +126,8 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
         raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1")
+    if options.api_key_env and not os.environ.get(options.api_key_env):
+        raise ConfigError(f"--api-key-env: the environment variable {options.api_key_env!r} is not set")
     if options.parser != AUTO:
         reply_parser(options.parser, "--parser")
     check_engine_config(engine)
@@ -146,13 +150,13 @@ async def _serve(
     try:
         session = _session(options, renderer, source.model.context, engine)
         async with server as url:
-            address = gateway.attach(session)
+            address = gateway.attach(session, os.environ[options.api_key_env] if options.api_key_env else None)
             problem = session.renderer.tools_problem(parse=session.parse)
             refused = f"; tools are refused: {problem}" if problem else ""
             console.line(f"serving {options.model} on {config.device}; press Ctrl-C to stop")
             console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
             console.line(f"replies   read by {parser_name(session.parse)}{refused}")
-            console.line(f"API key   {address.secret}")
+            console.line(f"API key   {'$' + options.api_key_env if options.api_key_env else address.secret}")
             await stop.wait()
         session.close()
         if options.record is not None and session.steps:
