@@ -29,6 +29,7 @@ from treadle.envs.tasks import (
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, PlainProgress, Progress, load_callbacks
 from treadle.orchestration.setup.inputs import IN_MEMORY, SPLITS, Split, load_split, make_inputs
+from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
@@ -98,6 +99,7 @@ def train(
         {name: player} if kind == "agent" else {},
         load_callbacks(config.callbacks, callbacks),
         {name: player} if kind == "driver" else {},
+        make_models(config.models),
     )
 
     progress = progress or PlainProgress(config.orchestration.updates, config.data.table_by)

@@ -13,6 +13,7 @@ from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.other_models import check_models
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
 from treadle.rollout.rewards import load_group_reward, load_shaping
@@ -63,6 +64,7 @@ def _check_rollout(config: RunConfig) -> None:
     if config.rollout.reply_parser != AUTO:
         reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()
+    check_models(config)
 
 
 def check_context(config: RunConfig, context: int) -> None:
