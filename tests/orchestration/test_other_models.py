@@ -11,10 +11,14 @@ pytest.importorskip("httpx")
 
 from tests.judge.servers import TOKENS, judging
 from tests.orchestration.runs import Interrupting, check_finished, query, recorded, resume, start, updates
-from tests.worlds import Vowels, user
+from tests.worlds import Vowels, tiny, user
 from treadle.cli.main import main
+from treadle.core.errors import ConfigError
 from treadle.core.types import Message, ModelCall, Task
 from treadle.envs.base import EnvStep, Model
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.other_models import check_models
+from treadle.orchestration.setup.validation import changes, check_changes
 
 
 class Asked(Vowels):
@@ -68,6 +72,20 @@ def test_calls_are_on_record_and_change_nothing_that_is_trained(
     assert updates(one)[0]["env/model_user_calls"] == 2 * 6
     assert main(["show", str(one), "g000000.0"]) == 0
     assert "user: 0 tokens read, 7 written" in capsys.readouterr().out
+
+
+def test_a_server_may_move_and_its_model_may_not_change() -> None:
+    def served(**changed: str) -> RunConfig:
+        return tiny(f"models.user={json.dumps({'url': 'http://a/v1', 'model': 'm', **changed})}")
+
+    check_changes(changes(served(), served(url="http://b/v1")))
+    with pytest.raises(ConfigError, match=r"models\.user\.model is n, the run was started with m"):
+        check_changes(changes(served(), served(model="n")))
+    for name in ("policy", "a/b"):
+        with pytest.raises(ConfigError, match="is no name for a model"):
+            tiny(f"models={json.dumps({name: {'url': 'http://a/v1', 'model': 'm'}})}")
+    with pytest.raises(ConfigError, match=r"models\.critic\.path"):
+        check_models(tiny("models.critic.path=/no/such/directory"))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from treadle.core.config import Config
 from treadle.core.draws import Stream
-from treadle.core.errors import Cause, DataError, EngineError, TrajectoryFailure
+from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.types import Message, ModelCall, SamplingParams, Step, as_messages
 from treadle.envs.base import Models
@@ -137,7 +137,7 @@ class UrlModel:
 def address_of(address: Address, model: str) -> Address:
     """Return what keys the draws of an attempt's calls of another model: as `address`, and by the model's name."""
     name = blake2b(f"{int(address.stream)} {model}".encode(), digest_size=6).digest()
-    return replace(address, seed=address.seed ^ int.from_bytes(name), stream=Stream.OTHER_MODEL)
+    return replace(address, seed=address.seed ^ int.from_bytes(name, "big"), stream=Stream.OTHER_MODEL)
 
 
 class AttemptModels(Models):
@@ -165,8 +165,9 @@ class AttemptModels(Models):
 
     def failure_of(self, ended_by: AttemptError | None) -> AttemptError | None:
         """Return what ended an attempt: the failed call, unless that is what its code has raised."""
-        is_known = isinstance(ended_by, TrajectoryFailure) and ended_by.cause is Cause.ENGINE
-        return ended_by if self.failure is None or is_known else self.failure
+        if self.failure is None or (isinstance(ended_by, TrajectoryFailure) and ended_by.cause is self.failure.cause):
+            return ended_by
+        return self.failure
 
     def attach(self, steps: Sequence[Step]) -> tuple[Step, ...]:
         """Return the steps with the calls that came after each; those before the first step are with that one."""
@@ -196,13 +197,17 @@ class AttemptModel:
     async def chat(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the reply to a conversation, for an environment.
 
-        Raises TrajectoryFailure of cause engine if there is no answer: the attempt then fails, whatever comes of it.
+        Raises TrajectoryFailure, of cause engine if there is no answer, or context if the conversation is too long: the
+        attempt then fails, whatever its code does.
         """
         asked = as_messages(messages, f"models[{self._name!r}].chat")
         try:
             reply = await self.ask(asked, (), CallOptions(sampling_overrides=options))
         except EngineError as error:
             self._models.failure = TrajectoryFailure(Cause.ENGINE, str(error))
+            raise self._models.failure from error
+        except ContextExceeded as error:
+            self._models.failure = TrajectoryFailure(Cause.CONTEXT, f"the model {self._name!r}: {error}")
             raise self._models.failure from error
         return reply.message["content"]
 

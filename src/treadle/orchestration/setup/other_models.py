@@ -15,7 +15,7 @@ from treadle.core.registry import how_to_install
 from treadle.core.types import Floats, Ids, Message, SamplingParams
 from treadle.engines.config import EngineConfig
 from treadle.models.config import ModelConfig
-from treadle.models.model_files import check_model_files
+from treadle.models.model_files import require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import AUTO, ReplyParser, Tool, plain
@@ -27,7 +27,7 @@ def check_models(config: RunConfig) -> None:
     """Raise ConfigError for a model that is not there, a key that is not set, or packages that are not installed."""
     for name, model in config.models.items():
         if model.path is not None:
-            check_model_files(ModelConfig(path=model.path))
+            require_model(model.path, f"models.{name}.path")
             if config.placement.rollout.workers:
                 raise ConfigError(
                     f"models.{name}.path is loaded by the run's own process, and placement.rollout.workers play "
