@@ -35,6 +35,7 @@ from treadle.orchestration.reporting.callbacks import (
     load_callbacks,
 )
 from treadle.orchestration.setup.inputs import IN_MEMORY, SPLITS, Split, load_split, make_inputs
+from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
@@ -109,6 +110,7 @@ def train(
         {name: player} if kind == "agent" else {},
         load_callbacks(config.callbacks, callbacks),
         {name: player} if kind == "driver" else {},
+        make_models(config.models),
     )
 
     if progress is None:

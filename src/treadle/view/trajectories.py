@@ -13,7 +13,7 @@ from fastapi import Query
 from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Ids, Step, StepState, common_prefix
+from treadle.core.types import Ids, ModelCall, Step, StepState, common_prefix
 from treadle.orchestration.reporting.report import PackingCount
 from treadle.orchestration.store.group_search import Split
 from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
@@ -26,6 +26,7 @@ from treadle.view.texts import (
     Json,
     Span,
     TokenTexts,
+    clipped,
     columns_of,
     extended_spans,
     message_spans,
@@ -120,6 +121,7 @@ def _tokens(
                 "reward": step.reward,
                 "shaping": step.shaping,
                 "components": dict(step.given.by_name),
+                "calls": [_call(call) for call in step.calls],
                 "seconds": step.seconds,
                 "versions": sorted({int(version) for version in step.policy_versions}),
                 "has_experts": step.routing is not None,
@@ -131,6 +133,11 @@ def _tokens(
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     made = {"columns": columns, "cost": cost, "compactions": compactions(recorded_calls(steps), related)}
     return {**tree, "steps": views, **made, "problem": problem}
+
+
+def _call(call: ModelCall) -> Json:
+    tokens = {"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens}
+    return {"model": call.model, **tokens, "seconds": call.seconds, "reply": clipped(call.reply["content"])}
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from treadle.core.config import as_override, describe
@@ -13,6 +14,7 @@ from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.other_models import check_models
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
 from treadle.rollout.rewards import load_group_reward, load_shaping
@@ -63,6 +65,7 @@ def _check_rollout(config: RunConfig) -> None:
     if config.rollout.reply_parser != AUTO:
         reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()
+    check_models(config)
 
 
 def check_context(config: RunConfig, context: int) -> None:
@@ -117,6 +120,7 @@ CHANGEABLE = (
     *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
     *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
+    *(f"models.*.{name}" for name in ("url", "api_key_env", "timeout")),
     "training.threads",
     "training.packing",
     "training.sharing",
@@ -160,6 +164,9 @@ def leaves(config: RunConfig) -> dict[str, Any]:
     for line in describe(config):
         if isinstance(line.value, dict) and line.path.endswith("options"):
             values |= {f"{line.path}.{name}": value for name, value in line.value.items()}
+        elif line.path == "models":
+            each = ((name, leaf) for name, model in config.models.items() for leaf in describe(model))
+            values |= {f"models.{name}.{leaf.path}": leaf.value for name, leaf in each}
         else:
             values[line.path] = line.value
     return values
@@ -182,4 +189,4 @@ def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
 
 
 def _may_change(path: str) -> bool:
-    return any(path.startswith(a[:-1]) if a.endswith("*") else path == a for a in CHANGEABLE)
+    return any(fnmatchcase(path, changeable) for changeable in CHANGEABLE)

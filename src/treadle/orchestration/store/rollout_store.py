@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from treadle.core.files import WrittenFile, read_proven, write_atomically
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
-from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, DropReason, Group, ModelCall, SamplingParams, Step, StopReason
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.ledger_reader import trace_file
@@ -62,6 +64,7 @@ _SCHEMA = pa.schema(
         "routing_shape": pa.list_(pa.int32()),
         "components": pa.map_(pa.string(), pa.float64()),
         "token_rewards": pa.list_(pa.float32()),
+        "calls": pa.list_(pa.string()),  # of other models, each as JSON; runs of before have no such column
     }
 )
 _TOKENS: Mapping[str, type[np.generic]] = {
@@ -152,6 +155,7 @@ def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str
         "routing_shape": None if routing is None else routing.shape,
         "components": list(step.given.components.items()),
         "token_rewards": step.given.tokens,
+        "calls": [json.dumps(asdict(call)) for call in step.calls],
     }
 
 
@@ -169,7 +173,13 @@ def _step(row: dict[str, Any]) -> Step:
         sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
         routing=None if routing is None else routing.astype(np.int16),
         given=Reward(dict(row["components"]), row["token_rewards"]),
+        calls=tuple(map(_call, row.get("calls") or ())),
     )
+
+
+def _call(text: str) -> ModelCall:
+    fields = json.loads(text)
+    return ModelCall(**{**fields, "messages": tuple(fields["messages"])})
 
 
 _OF_TOKENS: Mapping[str, type[np.generic]] = {
