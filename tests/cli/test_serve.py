@@ -19,7 +19,7 @@ from treadle.retrieval.client import RetrievalClient
 
 
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -> None:
-    model = sorted((finished.path / "checkpoints").iterdir())[-1]
+    model = f"{finished.path}@latest"
     with start_treadle("serve", model, "--port", "0", "--record", tmp_path) as server:
         try:
             assert server.stdout is not None
@@ -28,7 +28,7 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -
             assert url.startswith("http://127.0.0.1:")
             assert "replies   read by auto\n" in told
             with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=300) as client:
-                assert [m["id"] for m in client.get("models").json()["data"]] == [model.name]
+                assert [m["id"] for m in client.get("models").json()["data"]] == ["run@latest"]
                 message = {"role": "user", "content": "say 1"}
                 asked = {"model": "any", "messages": [message], "max_tokens": 3, "temperature": 0.5}
                 answer = client.post("chat/completions", json={**asked, "return_token_ids": True}).json()

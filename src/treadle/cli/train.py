@@ -300,8 +300,6 @@ def _print_next(out: Path, config: RunConfig, subject: str | None, recipe: str) 
     console.line(f"model directory: {out}")
     if subject is not None:
         console.line(f"evaluate it: treadle {shlex.join(['eval', subject, '--model', str(out)])}")
-    adapted = config.training.lora is not None  # of a base, where the recipe may build a model
-    build = ["model.build=null"] if adapted or config.model.build is not None else []
-    where = "adapter" if adapted else "path"
-    train = shlex.join(["train", recipe, *build, f"model.{where}={out}", "warm_start=null"])
+    where = "adapter" if config.training.lora is not None else "path"
+    train = shlex.join(["train", recipe, "model.build=null", f"model.{where}={out}", "warm_start=null"])
     console.line(f"train from it: treadle {train}")
