@@ -20,19 +20,10 @@ from treadle.orchestration.store.rollout_store import read_shard, read_steps, re
 from treadle.packing.breaks import Relation
 from treadle.packing.compactions import compactions, recorded_calls
 from treadle.packing.flat import PackedCall
+from treadle.rendering.texts import Span, TokenTexts, extended_spans, message_spans
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
-from treadle.view.texts import (
-    Json,
-    Span,
-    TokenTexts,
-    clipped,
-    columns_of,
-    extended_spans,
-    message_spans,
-    prefix_segments,
-    step_columns,
-)
+from treadle.view.texts import Json, clipped, columns_of, prefix_segments, step_columns
 
 _SNIPPET = 60  # characters on either side of what was found
 _MAX_FOUND = 200

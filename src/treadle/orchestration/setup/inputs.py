@@ -6,19 +6,22 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.errors import ConfigError, DataError, RunError, TrajectoryFailure
 from treadle.core.files import read_proven
 from treadle.core.types import Ids, Message, Task
+from treadle.data.config import sources_of
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.other_models import make_models
-from treadle.orchestration.setup.validation import check_context
+from treadle.orchestration.setup.validation import changes, check_changes, check_context
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
@@ -49,6 +52,26 @@ class Inputs:
     held_out: Sequence[Task]
     players: Players = field(default_factory=Players)
     callbacks: dict[str, Callback] = field(default_factory=dict)
+
+
+def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
+    """Return the configuration with which a run goes on, from the latest checkpoint or the one that is named.
+
+    Raises RunError for a run that is finished or has no such checkpoint, or whose tasks only a program can make;
+    ConfigError for what may not change.
+    """
+    run = RunDirectory.open(path)
+    if run.has_summary and not overrides and checkpoint is None:
+        raise RunError(
+            f"run {str(path)!r} is finished; nothing to resume (see treadle report {path}); "
+            "give it more orchestration.updates, or --resume-from an earlier checkpoint"
+        )
+    config = run.config(overrides)
+    check_changes(changes(run.config(), config))
+    find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
+    if sources_of(config.data.train)[0].source == IN_MEMORY:
+        raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
+    return config
 
 
 def load_inputs(config: RunConfig) -> Inputs:
