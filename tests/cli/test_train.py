@@ -216,8 +216,8 @@ def test_it_shows_prompt_memory_and_checks_and_leaves_nothing(
     assert lines[0].startswith("first prompt, task ") and lines[0].endswith(" tokens")
     assert lines[1] == "<|im_start|>user" and "<|im_start|>assistant" in lines
     assert any(line.startswith("AdamW's moments") for line in lines)
-    checks = [line.split()[0] for line in lines[-9:]]
-    assert checks == ["settings", "data", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
+    checks = [line.split()[0] for line in lines[-10:]]
+    assert checks == ["settings", "device", "data", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
     assert files(tmp_path) == before and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 
