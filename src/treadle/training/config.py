@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -126,7 +127,7 @@ class TrainerSpec:
     """Picklable recipe of a trainer, so that each of several processes can make its own.
 
     updates: optimizer updates of the whole run, for schedules. max_staleness: 0 if nothing is sampled during training.
-    traced_groups: share of groups whose results have traces.
+    traced_groups: share of groups whose results have traces. began: when the run did, for templates that write dates.
     """
 
     model: ModelConfig
@@ -138,6 +139,7 @@ class TrainerSpec:
     seed: int
     placement: LearnerPlacement
     traced_groups: float
+    began: datetime | None = None
 
 
 def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
