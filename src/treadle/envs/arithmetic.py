@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from treadle.core.types import Message, Task
+from treadle.core.types import Message, Step, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.tasks import check_share, split_key
 
@@ -76,6 +77,13 @@ def demonstration(index: int, seed: int, expert: float = 0.3) -> tuple[Message, 
     a, b = draws.choice(PAIRS["train"])
     answer = a + b if draws.random() < expert else draws.randint(0, _LARGEST_SUM)
     return _question(a, b), Message(role="assistant", content=f"<answer> {answer}</answer>")
+
+
+def with_answer(
+    task: Task, trajectory: Trajectory, step: Step, siblings: Sequence[Trajectory], messages: Callable[..., Any]
+) -> list[Message]:
+    """Tell the teacher the answer (`algorithm.distillation.context`)."""
+    return [*messages(step), Message(role="user", content=f"It is {task.ground_truth}.")]
 
 
 def _question(a: int, b: int) -> Message:

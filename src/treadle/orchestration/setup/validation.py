@@ -19,6 +19,7 @@ from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
 from treadle.rollout.rewards import load_group_reward, load_shaping
 from treadle.training.config import check_algorithm
+from treadle.training.teacher_prompts import load_context
 
 
 def check_config(config: RunConfig) -> None:
@@ -27,8 +28,8 @@ def check_config(config: RunConfig) -> None:
     check_model_files(config.model)
     if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
         require_model(config.algorithm.kl.model, "algorithm.kl.model")
-    if config.algorithm.distillation is not None:
-        require_model(config.algorithm.distillation.teacher, "algorithm.distillation.teacher")
+    if (section := config.algorithm.distillation) is not None and section.teacher is not None:
+        require_model(section.teacher, "algorithm.distillation.teacher")
     context = (config.model.build or {}).get("max_position_embeddings")
     if isinstance(context, int):
         check_context(config, context)
@@ -48,6 +49,8 @@ def check_settings(config: RunConfig) -> None:
                 "of them to another"
             )
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
+    if (section := config.algorithm.distillation) is not None and section.context is not None:
+        load_context(section.context)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     _check_rollout(config)
