@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -47,9 +48,12 @@ _EXPORT_EXAMPLES = """examples:
   treadle export runs/demo models/best --checkpoint best      the one with the best held-out evaluation
   treadle export runs/demo models/early --checkpoint step-000030
   treadle export runs/lora models/whole --merge               base and adapter in one
+  treadle export runs/demo models/half --dtype bfloat16       weights in another format than they were trained in
+  treadle export runs/demo models/demo --push ORG/NAME        and uploaded to the hub, with the key in HF_TOKEN
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
 Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
+README.md is a model card, with the run's results and settings. A repository that --push makes is private.
 The run may still be in progress.
 """
 
@@ -77,6 +81,9 @@ def add_commands(commands: Commands) -> None:
         "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"
     )
     parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: as they were trained)")
+    parser.add_argument("--push", metavar="ORG/NAME", help="upload the directory to the hub, too")
 
 
 def run_models(options: argparse.Namespace) -> int:
@@ -154,13 +161,19 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
 def run_export(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
+    if options.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise ConfigError(f"--push {options.push!r} is no name of a repository; give ORG/NAME")
     find_checkpoint(options.run_directory, options.checkpoint)  # or an error, before torch is loaded
 
     from treadle.orchestration.export import export_checkpoint
 
-    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint, options.merge)
+    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint, options.merge, options.dtype)
     console = Console()
     console.line(f"model of {checkpoint}: {options.out}")
     where = "model.adapter" if is_adapter(options.out) else "model.path"
     console.line(f"train from it: treadle train RECIPE {shlex.quote(f'{where}={options.out}')} model.build=null")
+    if options.push:
+        from treadle.models.hub import upload
+
+        console.line(f"uploaded: {upload(options.out, options.push, '--push')}")
     return 0
