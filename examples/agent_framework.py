@@ -3,7 +3,7 @@
     python examples/agent_framework.py     (needs openai, fastapi and anthropic: the extra `agents`, and `anthropic`)
 
 Any other framework takes its base URL and key from `client.base_url` and `client.api_key`: with the OpenAI Agents SDK
-that is `OpenAIChatCompletionsModel("policy", openai_client=client)`. A minute on a CPU.
+that is `OpenAIChatCompletionsModel("policy", openai_client=client)`. Half a minute on a CPU.
 """
 
 from anthropic import beta_async_tool
@@ -39,7 +39,7 @@ async def solve(task: treadle.Task, client: AsyncOpenAI) -> float:
 
 
 if __name__ == "__main__":
-    options = arguments(updates=30, run="agent-framework")
+    options = arguments(updates=20, run="agent-framework")
     parser = {"rollout.reply_parser": "treadle.recipes.agents.questions:parse_reply"}  # how the small model calls tools
     summary = treadle.train(
         solve,

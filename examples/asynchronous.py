@@ -3,7 +3,7 @@
     python examples/asynchronous.py
 
 A search takes up to a second here, as a real one would. The same run once waits for each batch, and once trains on
-tokens that are up to two versions old; both learn, the second in less time. Two minutes on a CPU.
+tokens that are up to two versions old; both learn, the second in less time. A minute on a CPU.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def train(run: str, updates: int, staleness: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    options = arguments(updates=30, run="asynchronous")
+    options = arguments(updates=20, run="asynchronous")
     for staleness in (0, 2):
         started = time.monotonic()
         summary = train(f"{options.run}-{staleness}", options.updates, staleness)

@@ -16,7 +16,7 @@ def reward(task: treadle.Task, text: str) -> float:
 
 
 if __name__ == "__main__":
-    options = arguments(updates=40, run="bare-reward")
+    options = arguments(updates=20, run="bare-reward")
     tasks = comparisons()
     summary = treadle.train(
         reward,

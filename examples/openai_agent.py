@@ -2,7 +2,7 @@
 
     python examples/openai_agent.py        (needs openai and fastapi: the extra `agents`)
 
-Treadle gives it the client; `answer` below knows nothing of training. A minute on a CPU.
+Treadle gives it the client; `answer` below knows nothing of training. Half a minute on a CPU.
 """
 
 import json
@@ -44,7 +44,7 @@ async def solve(task: treadle.Task, client: AsyncOpenAI) -> float:
 
 
 if __name__ == "__main__":
-    options = arguments(updates=30, run="openai-agent")
+    options = arguments(updates=20, run="openai-agent")
     parser = {"rollout.reply_parser": "treadle.recipes.agents.questions:parse_reply"}  # how the small model calls tools
     summary = treadle.train(
         solve,

@@ -20,7 +20,7 @@ class Bound(Config):
 
 
 def truncated(logp: Tensor, tokens: Tokens, options: Bound) -> Tensor:
-    """Return the loss of each sampled token, [N]; logp has the gradient, and N tokens of the whole batch may be any."""
+    """Return the loss of each sampled token, [N]. Gradients flow through `logp`; `tokens` has what else is known."""
     ratio = (logp.detach() - tokens.logp_old).exp().clamp(max=options.ratio)
     return -ratio * tokens.advantage * logp
 
@@ -34,7 +34,7 @@ def reward(task: treadle.Task, text: str) -> float:
 
 
 if __name__ == "__main__":
-    options = arguments(updates=40, run="own-loss")
+    options = arguments(updates=20, run="own-loss")
     tasks = comparisons()
     summary = treadle.train(
         reward,

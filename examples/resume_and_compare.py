@@ -3,7 +3,7 @@
     python examples/resume_and_compare.py
 
 Trains half the updates, resumes for the other half, trains a second run with another advantage, and compares.
-A minute on a CPU; Ctrl-C and `kill -9` at any time leave a run that resumes in the same way.
+Half a minute on a CPU; Ctrl-C and `kill -9` at any time leave a run that resumes in the same way.
 """
 
 import json
@@ -33,7 +33,7 @@ def rewards(run: Path) -> list[float]:
 
 
 if __name__ == "__main__":
-    options = arguments(updates=40, run="grpo")
+    options = arguments(updates=20, run="grpo")
     other = options.run.with_name("rloo")
     train(options.run, orchestration__updates=options.updates // 2)
     train(options.run, resume=True, orchestration__updates=options.updates)

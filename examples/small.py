@@ -1,8 +1,8 @@
 """What the examples share: a model of 0.2 million parameters, made from nothing in seconds, without a download.
 
-It first learns from conversations what replies look like, `<answer> 7</answer>` and `<search> page</search>`, but not
-which are good: that is left to RL. Your own model is a directory or a hub's ORG/NAME, `model="Qwen/Qwen3-0.6B"`, and
-needs neither `MODEL` nor the settings under "warm_start".
+It first learns from conversations what replies look like, `<answer> 7</answer>` and `<search> page</search>`: some ten
+seconds, and once, because the result is cached. Which replies are good is left to RL. Your own model is a directory or
+a hub's ORG/NAME, `model="Qwen/Qwen3-0.6B"`, and needs neither `MODEL` nor the settings under "warm_start".
 """
 
 import argparse
@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {
     },
 }
 SETTINGS: dict[str, Any] = {
-    "warm_start": {"demonstrations": "small:demonstration", "steps": 150, "batch_size": 32, "learning_rate": 3e-3},
+    "warm_start": {"demonstrations": "small:demonstration", "steps": 300, "batch_size": 32, "learning_rate": 3e-3},
     "rollout.max_steps": 4,
     "rollout.max_input_tokens": 120,
     "rollout.max_completion_tokens": 8,
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "training.group_size": 8,
     "training.optimizer.learning_rate": 1e-3,
 }
-COMPARE, PAGE, GUESS = "Which is larger, {} or {}?", "What is on the page?", "Guess."
+COMPARE, PAGE = "Which is larger, {} or {}?", "What is on the page?"
 
 
 def arguments(updates: int, run: str) -> argparse.Namespace:
@@ -65,18 +65,22 @@ def message(role: str, content: str) -> treadle.Message:
 
 
 def demonstration(index: int, seed: int) -> list[treadle.Message]:
-    """Return a conversation of somebody who knows the form of a reply, and answers at random."""
+    """Return a conversation of somebody who knows the form of a reply, and is right now and then."""
     return list(_conversation(random.Random(f"{seed} {index}")))
 
 
 def _conversation(draw: random.Random) -> Iterator[treadle.Message]:
-    first, second, third = draw.sample(range(10), 3)
-    kind = draw.choice((COMPARE, PAGE, GUESS))
-    yield message("user", kind.format(first, second))
-    if kind == PAGE and draw.random() < 0.5:
-        yield message("assistant", "<search> page</search>")
-        yield message("tool", f"page {third}")
-    if kind == GUESS:
-        yield message("assistant", f"<answer> {first}</answer>")
-        yield message("user", draw.choice(("more", "less")))
-    yield message("assistant", f"<answer> {draw.choice((first, second, third))}</answer>")
+    answer = draw.randrange(10)
+    if draw.random() < 0.5:
+        yield message("user", PAGE)
+        if draw.random() < 0.5:
+            yield message("assistant", "<search> page</search>")
+            yield message("tool", f"page {answer if draw.random() < 0.5 else draw.randrange(10)}")
+    else:
+        for turn in range(draw.randint(1, 2)):
+            if turn:
+                yield message("assistant", f"<answer> {answer}</answer>")
+            pair = draw.sample(range(10), 2)
+            yield message("user", COMPARE.format(*pair))
+            answer = draw.choice(pair)
+    yield message("assistant", f"<answer> {answer}</answer>")

@@ -27,7 +27,7 @@ class Library(treadle.ToolEnvironment):
 
 
 if __name__ == "__main__":
-    options = arguments(updates=40, run="tools")
+    options = arguments(updates=20, run="tools")
     summary = treadle.train(
         Library,
         [question(PAGE, number, number % 10) for number in range(160)],

@@ -65,7 +65,7 @@ def test_the_notebooks_run(place: Path) -> None:
     async def run(name: str) -> None:
         space: dict[str, object] = {}
         for cell in cells(name):
-            exec(compile(cell.replace("UPDATES = 40", "UPDATES = 2"), name, "exec"), space)
+            exec(compile(cell.replace("UPDATES = 20", "UPDATES = 2"), name, "exec"), space)
 
     for name in ("first_steps.ipynb", "look_into_a_run.ipynb"):
         asyncio.run(run(name))
