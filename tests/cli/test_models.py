@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
+from tests.fake_hub import COMMIT, serving_hub
 from tests.orchestration.runs import put_config
 from treadle.models.weights import unique_weights, weights_sha256
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
@@ -162,7 +165,7 @@ def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finis
     done = treadle("export", finished.path, tmp_path / "models" / "demo")
     assert done.status == 0, done.err
     assert files(finished.path) == before
-    assert sorted(p.name for p in (tmp_path / "models" / "demo").iterdir()) == PLAIN
+    assert sorted(p.name for p in (tmp_path / "models" / "demo").iterdir()) == ["README.md", *PLAIN]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "demo")
     trained = json.loads((finished.path / "summary.json").read_text())["weights_sha256"]
     assert weights_sha256(unique_weights(loaded)) == trained
@@ -171,6 +174,35 @@ def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finis
     words = (f"model.path={tmp_path / 'models' / 'demo'}", "model.build=null", "model.tokenizer=null")
     done = finished.place.train(*words, "warm_start=null", "orchestration.updates=1", name="on")
     assert done.status == 0, done.err
+
+
+def test_an_export_is_uploaded_in_another_dtype_with_its_card(
+    finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, served = tmp_path / "half", tmp_path / "served"
+    served.mkdir()
+    with serving_hub("acme/tiny", served) as (endpoint, _):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "wrong")
+        done = treadle("export", finished.path, tmp_path / "own", "--push", "acme/tiny")
+        assert done.status == 2 and "--push: 'acme/tiny'" in done.err and "HF_TOKEN" in done.err
+        monkeypatch.setenv("HF_TOKEN", "key")
+        done = treadle("export", finished.path, half, "--dtype", "bfloat16", "--push", "acme/tiny")
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-1] == f"uploaded: {endpoint}/acme/tiny/commit/{COMMIT}"
+    assert {path.name: path.read_bytes() for path in served.iterdir()} == {
+        path.name: path.read_bytes() for path in half.iterdir()
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(served, dtype="auto")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert loaded.dtype == torch.bfloat16
+    assert weights_sha256(unique_weights(loaded)) == weights_sha256(unique_weights(trained.bfloat16()))
+    assert f"{json.loads((finished.path / 'summary.json').read_text())['held_out_success_after']:.3f} |" in (
+        served / "README.md"
+    ).read_text(encoding="utf-8")
+    done = treadle("export", finished.path, tmp_path / "no", "--push", "tiny")
+    assert (done.status, (tmp_path / "no").exists()) == (2, False) and "give ORG/NAME" in done.error
 
 
 def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -48,9 +49,12 @@ _EXPORT_EXAMPLES = """examples:
   treadle export runs/demo@best models/best                   the one with the best held-out evaluation
   treadle export runs/demo@30 models/early                    the one of update 30
   treadle export runs/lora models/whole --merge               base and adapter in one
+  treadle export runs/demo models/half --dtype bfloat16       weights in another format than they were trained in
+  treadle export runs/demo models/demo --push ORG/NAME        and uploaded to the hub, with the key in HF_TOKEN
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
 Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
+README.md is a model card, with the run's results and settings. A repository that --push makes is private.
 The run may still be in progress.
 """
 
@@ -84,6 +88,9 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("run_address", metavar="RUN", help="a run, RUN@best or RUN@40 (default: its latest checkpoint)")
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
     parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: as they were trained)")
+    parser.add_argument("--push", metavar="ORG/NAME", help="upload the directory to the hub, too")
 
     summary = "write the trajectories of a run into a file, for others and for treadle sft"
     parser = add_command(commands, "export-traces", run_export_traces, summary, _TRACES_EXAMPLES, "run_directory")
@@ -167,16 +174,22 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
 def run_export(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
+    if options.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise ConfigError(f"--push {options.push!r} is no name of a repository; give ORG/NAME")
     address = find_address(options.run_address) or RunAddress(Path(options.run_address))
     address.model()  # or an error, before torch is loaded
 
     from treadle.orchestration.export import export_checkpoint
 
-    checkpoint = export_checkpoint(address.run, options.out, address.checkpoint, options.merge)
+    checkpoint = export_checkpoint(address.run, options.out, address.checkpoint, options.merge, options.dtype)
     console = Console()
     console.line(f"model of {checkpoint}: {options.out}")
     where = "model.adapter" if is_adapter(options.out) else "model.path"
     console.line(f"train from it: treadle train RECIPE {shlex.quote(f'{where}={options.out}')} model.build=null")
+    if options.push:
+        from treadle.models.hub import upload
+
+        console.line(f"uploaded: {upload(options.out, options.push, '--push')}")
     return 0
 
 

@@ -182,15 +182,15 @@ def evaluate(
         return evaluate_model(subject, inputs, shown, None if dump is None else Path(dump))
 
 
-def export(run: str | Path, directory: str | Path, *, merge: bool = False) -> Path:
+def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype: str | None = None) -> Path:
     """Write the model of `RUN`, `RUN@best` or `RUN@40` as a plain Hugging Face directory, which must be new.
 
-    merge: an adapter and its base as one model. Raises RunError, CheckpointError or ConfigError.
+    merge: an adapter and its base as one model. dtype: of the weights, such as `bfloat16`. Raises RunError, CheckpointError or ConfigError.
     """
     address = find_address(run) or RunAddress(Path(run))
     from treadle.orchestration.export import export_checkpoint  # torch
 
-    export_checkpoint(address.run, Path(directory), address.checkpoint, merge)
+    export_checkpoint(address.run, Path(directory), address.checkpoint, merge, dtype)
     return Path(directory)
 
 
