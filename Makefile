@@ -143,7 +143,7 @@ $(TRAIN): pyproject.toml $(TOOLS)
 
 $(DEV): $(TRAIN)
 	@echo "set-up: installing the development tools"
-	@$(UV_INSTALL) --editable '.[train,gateway,dev]'
+	@$(UV_INSTALL) --editable '.[dev]'
 	@touch $@
 
 # Other environments. Locks name every package, so that nothing is resolved.
