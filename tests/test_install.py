@@ -139,7 +139,8 @@ def _ask_a_server(place: Place) -> None:
     assert server.stdout is not None
     shown: dict[str, str] = {}
     while "API key" not in shown:
-        assert (line := server.stdout.readline()), server.communicate()[1]
+        line = server.stdout.readline()
+        assert line, server.communicate()[1]
         shown |= {name: line.split()[2] for name in ("base URL", "API key") if line.startswith(name)}
     try:
         request = urllib.request.Request(
