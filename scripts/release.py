@@ -42,10 +42,11 @@ def timed(what: str) -> Iterator[None]:
     print(f"release: {what}, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def build(clone: Path, out: Path) -> dict[str, str]:
-    """Build the last commit in a new clone; returns file name -> SHA-256."""
-    run("git", "clone", "--quiet", ROOT, clone)
-    epoch = {"SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct")}
+def build(commit: str, clone: Path, out: Path) -> dict[str, str]:
+    """Build a commit in a new clone; returns file name -> SHA-256."""
+    run("git", "clone", "--quiet", "--no-checkout", ROOT, clone)
+    run("git", "checkout", "--quiet", "--detach", commit, cwd=clone)
+    epoch = {"SOURCE_DATE_EPOCH": run("git", "log", "-1", "--format=%ct", cwd=clone)}
     run(sys.executable, "-m", "hatchling", "build", "--directory", out, cwd=clone, env={**os.environ, **epoch})
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())}
 
@@ -107,11 +108,12 @@ def main(uv: str, dist: str, *versions: str) -> None:
     if any(out.iterdir()):
         sys.exit(f"release: '{out}' is not empty; remove what is in it, or choose another place: make release DIST=...")
     with tempfile.TemporaryDirectory(prefix="treadle-release-") as place, timed("built twice, the same bytes"):
-        made, again = build(Path(place, "a"), out), build(Path(place, "another"), Path(place, "out"))
+        commit = run("git", "rev-parse", "HEAD")
+        made, again = build(commit, Path(place, "a"), out), build(commit, Path(place, "another"), Path(place, "out"))
         if made != again:
             sys.exit(f"release: two builds of one commit differ: {made} and {again}")
     for name, digest in made.items():
-        print(f"release: {name}, {(out / name).stat().st_size / 1e6:.2f} MB, SHA-256 {digest}")
+        print(f"release: {name}, {(out / name).stat().st_size / 1e6:.2f} MB, SHA-256 {digest}", flush=True)
     run(uv, "tool", "run", "--from", TWINE, "twine", "check", "--strict", *out.iterdir())
     [wheel] = out.glob("*.whl")
     for version in versions:
