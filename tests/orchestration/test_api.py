@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -226,12 +227,18 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"model": 3}, ConfigError, "model: got 3, expected an object"),
         ({"environment": "lokup"}, ConfigError, "environments: 'lokup' is not registered; did you mean 'lookup'"),
         ({"environment": Short()}, ConfigError, r"environment is one Short, .* lambda: Short\(\.\.\.\)"),
+        (
+            {"environment": [len, sum]},
+            ConfigError,
+            "environment is a list of 2; add up several rewards in one function",
+        ),
         ({"environment": lambda a, b, c: 0.0}, ConfigError, r"missing a required argument.*def reward\(task, text\)"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(
     options: dict[str, Any], error: type[TreadleError], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         train(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+    assert "no running event loop" not in "".join(traceback.format_exception(raised.value))

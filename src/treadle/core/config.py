@@ -303,7 +303,9 @@ _ALIASES = {
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), "optimizer.warmup"),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.betas"),
-    **dict.fromkeys(("total_training_steps", "num_train_steps", "num_steps"), "orchestration.updates"),
+    **dict.fromkeys(
+        ("total_training_steps", "num_train_steps", "num_steps", "num_train_epochs"), "orchestration.updates"
+    ),
     **dict.fromkeys(("save_steps", "save_freq", "ckpt_interval"), "orchestration.checkpoint_every"),
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), "evaluation.every"),
     **dict.fromkeys(("max_off_policy_steps", "async_level", "max_lag"), "orchestration.max_staleness"),

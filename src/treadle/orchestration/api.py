@@ -271,6 +271,11 @@ def _player(player: Any) -> tuple[str, str, Any]:
         return "driver", name, check_driver(player, name)
     if inspect.isclass(player):
         return "environment", name, check_environment(player, name)
+    if isinstance(player, list | tuple):
+        raise ConfigError(
+            f"environment is a {kind} of {len(player)}; add up several rewards in one function: "
+            'def reward(task, text): return treadle.Reward({"right": ..., "short": ...}), weighted by rewards.weights'
+        )
     if not callable(player):
         raise ConfigError(
             f"environment is one {kind}, and each attempt needs its own; give the class, or a function that makes one: "

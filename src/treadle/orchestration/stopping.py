@@ -58,7 +58,10 @@ class StopRequest:
 
 
 def stopped(reason: object, update: int) -> TrainingStopped:
-    return TrainingStopped(f"{reason}. A checkpoint of update {update} is saved: fix the cause, then --resume")
+    what = str(reason).removesuffix(".")
+    return TrainingStopped(
+        f"{what}. A checkpoint of update {update} is saved: fix the cause, then --resume (from Python: resume=True)"
+    )
 
 
 @contextmanager

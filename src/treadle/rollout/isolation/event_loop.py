@@ -64,11 +64,11 @@ def paused_event_loop() -> Iterator[None]:
     The caller has to block until then: the loop that runs already waits for it. On the main thread, signals reach what
     runs within, as they would without that loop.
     """
-    try:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    except RuntimeError:
+    loop = asyncio._get_running_loop()
+    if loop is None:
         yield
         return
+    task = asyncio.current_task()
     if task is not None:
         asyncio.tasks._leave_task(loop, task)
     asyncio._set_running_loop(None)
