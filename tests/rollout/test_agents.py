@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anthropic import Anthropic, AsyncAnthropic
 from openai import APIError, AsyncOpenAI, OpenAI
 
 from tests.clocks import SkippingLoop
@@ -137,6 +138,16 @@ def asking_claude_plainly(task: Task, client: OpenAI) -> float:
     return float(block.type == "text" and block.text == "a")
 
 
+async def asking_claude(task: Task, client: AsyncAnthropic) -> float:
+    answer = await client.messages.create(model="any", max_tokens=16, messages=[user("go")])  # type: ignore[list-item]
+    return float([block.text for block in answer.content if block.type == "text"] == ["a"])
+
+
+def asking_claude_alone(task: Task, client: "Anthropic") -> float:
+    [block] = client.messages.create(model="any", max_tokens=16, messages=[user("go")]).content  # type: ignore[list-item]
+    return float(block.type == "text" and block.text == "a")
+
+
 def by_seed(prompt: Ids, sampling: SamplingParams) -> list[int]:
     """Random ids, often not the canonical tokenization ("a", "b" instead of "ab"), sometimes cut by length."""
     draws = np.random.default_rng(sampling.seed)
@@ -160,12 +171,26 @@ def test_an_agent_leaves_the_trajectory_that_an_environment_would_have() -> None
 
 @pytest.mark.xdist_group("anthropic")
 def test_anthropics_clients_reach_the_same_session() -> None:
-    assert play(asking_claude_plainly).reward == 1.0
+    assert [play(agent).reward for agent in (asking_claude_plainly, asking_claude, asking_claude_alone)] == [1.0] * 3
     claude, other = play(counting_claude, FakeEngine(by_seed)), play(counting, FakeEngine(by_seed))
     assert claude.status is Status.DONE and len(claude.steps) == 3
     assert claude.steps[0].completion_ids.tolist() == other.steps[0].completion_ids.tolist()
     for before, after in zip(claude.steps, claude.steps[1:], strict=False):
         assert after.prompt_ids[: len(before.full_ids)].tolist() == before.full_ids.tolist()
+
+
+def test_an_agent_that_asks_elsewhere_is_told_of_its_client() -> None:
+    async def elsewhere(task: Task, client: AsyncOpenAI) -> float:
+        async with AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="x", max_retries=0) as mine:
+            return await once(task, mine)
+
+    async def late(task: Task, client: AsyncOpenAI) -> float:
+        await once(task, client)
+        return await elsewhere(task, client)
+
+    failures = [play(agent).failure for agent in (elsewhere, late)]
+    assert failures[0] and "Connection error; no call came to the client that the agent is given" in failures[0].message
+    assert failures[1] and failures[1].message.endswith("Connection error.")
 
 
 def test_sub_agents_are_forks_of_the_trajectory() -> None:

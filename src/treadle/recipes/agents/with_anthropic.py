@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic  # noqa: F401  # imported here so that it is missed before the run starts
-from openai import AsyncOpenAI
+from anthropic import AsyncAnthropic
 
 from treadle.core.types import Task
 from treadle.recipes.agents import questions
-from treadle.rollout.agents.clients import anthropic_client
 
 _FUNCTION = questions.TOOL["function"]
 TOOL: Any = {
@@ -19,21 +17,20 @@ TOOL: Any = {
 }
 
 
-async def solve(task: Task, client: AsyncOpenAI) -> float:
+async def solve(task: Task, client: AsyncAnthropic) -> float:
     """Search until the model answers. Calls beyond `rollout.max_steps` are refused, which ends the attempt."""
     system, question = task.prompt
     messages: list[Any] = [{"role": "user", "content": question["content"]}]
-    async with anthropic_client(client) as claude:
-        while True:
-            answer = await claude.messages.create(
-                model="policy", max_tokens=64, system=system["content"], messages=messages, tools=[TOOL]
-            )
-            calls = [block for block in answer.content if block.type == "tool_use"]
-            if not calls:
-                return questions.grade(task, "".join(block.text for block in answer.content if block.type == "text"))
-            messages.append({"role": "assistant", "content": answer.content})
-            results = [
-                {"type": "tool_result", "tool_use_id": call.id, "content": questions.search(task, call.input)}
-                for call in calls
-            ]
-            messages.append({"role": "user", "content": results})
+    while True:
+        answer = await client.messages.create(
+            model="policy", max_tokens=64, system=system["content"], messages=messages, tools=[TOOL]
+        )
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        if not calls:
+            return questions.grade(task, "".join(block.text for block in answer.content if block.type == "text"))
+        messages.append({"role": "assistant", "content": answer.content})
+        results = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": questions.search(task, call.input)}
+            for call in calls
+        ]
+        messages.append({"role": "user", "content": results})

@@ -12,6 +12,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
 from treadle.core.user_functions import Expected, check_function
+from treadle.rollout.agents.clients import wants_anthropic
 from treadle.rollout.isolation.user_code import is_async
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class AsyncAgent(Protocol):
     """Plays one attempt: `async def agent(task, client)`, or an object that is called like that.
 
     client: of OpenAI's SDK, ready to use; every call through it is recorded and may be trained. The trained model
-    answers, whatever model a call names. Other SDKs reach the same session by its `base_url` and `api_key`
-    (`treadle.rollout.agents.clients.anthropic_client`).
+    answers, whatever model a call names. Annotated as `anthropic.AsyncAnthropic`, it is of Anthropic's SDK. Other SDKs
+    reach the same session by its `base_url` and `api_key`.
 
     Returns the attempt's reward, which belongs to its last step, or that as `Recovered`. If it raises, or takes more
     than `rollout.agent_timeout` seconds, this attempt fails. It shares the run's event loop: run blocking code by
@@ -75,8 +76,10 @@ def check_agent(candidate: object, name: str) -> Agent:
     """Return the object, if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
     check_function(candidate, where, AGENT_FUNCTION)
-    if missing := [package for package in _PACKAGES if importlib.util.find_spec(package) is None]:
-        raise ConfigError(f"{where} needs {', '.join(missing)}; pip install 'treadle[train]'")
+    others = ["anthropic"] if wants_anthropic(candidate) else []
+    if missing := [package for package in (*_PACKAGES, *others) if importlib.util.find_spec(package) is None]:
+        install = " ".join(["pip install 'treadle[train]'", *others])
+        raise ConfigError(f"{where} needs {', '.join(missing)}; {install}")
     return cast(Agent, candidate)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, overload
+
+from treadle.rollout.isolation.user_code import is_async
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
@@ -31,6 +34,27 @@ async def sync_client(base_url: str, api_key: str, timeout: float) -> AsyncItera
     http = openai.DefaultHttpxClient(trust_env=False, verify=_tls())
     with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=timeout, http_client=http) as client:
         yield client
+
+
+@asynccontextmanager
+async def client_of(
+    agent: object, base_url: str, api_key: str, timeout: float
+) -> AsyncIterator[AsyncOpenAI | OpenAI | AsyncAnthropic | Anthropic]:
+    """Yield the client that an agent is called with: of the SDK that it is annotated with, or OpenAI's."""
+    claude = wants_anthropic(agent)
+    if is_async(agent):
+        async with async_client(base_url, api_key, timeout) as client, AsyncExitStack() as stack:
+            yield await stack.enter_async_context(anthropic_client(client)) if claude else client
+    else:
+        async with sync_client(base_url, api_key, timeout) as plain, AsyncExitStack() as stack:
+            yield stack.enter_context(anthropic_client(plain)) if claude else plain
+
+
+def wants_anthropic(agent: object) -> bool:
+    """Return whether its second parameter is annotated as a client of Anthropic's SDK."""
+    parameters = [*inspect.signature(agent).parameters.values()] if callable(agent) else []
+    annotation = parameters[1].annotation if len(parameters) > 1 else ""
+    return str(getattr(annotation, "__name__", annotation)).rpartition(".")[2] in ("Anthropic", "AsyncAnthropic")
 
 
 @overload

@@ -20,12 +20,12 @@ from treadle.core.types import Message, Task
 from treadle.rendering.identity import Prompt
 from treadle.rendering.replies import ReplyParser, Tool, plain
 from treadle.rollout.agents.agent import Agent, Recovered
-from treadle.rollout.agents.clients import async_client, sync_client
+from treadle.rollout.agents.clients import client_of
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
 from treadle.rollout.gateway.answers import Answers
 from treadle.rollout.gateway.gateway import SessionAddress
-from treadle.rollout.isolation.user_code import UserCode, is_async
+from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
@@ -221,9 +221,22 @@ class AgentDriver(GatewayDriver):
 
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         agent, timeout = self._agents[task.agent], self.config.agent_timeout
-        open_client = async_client if is_async(agent) else sync_client
-        async with open_client(address.base_url, address.secret, timeout) as client:
-            return await user.call(agent, task, client, what="the agent", timeout=timeout, check=_graded, grace=_GRACE)
+        async with client_of(agent, address.base_url, address.secret, timeout) as client:
+            try:
+                return await user.call(
+                    agent, task, client, what="the agent", timeout=timeout, check=_graded, grace=_GRACE
+                )
+            except TrajectoryFailure as failure:
+                raise _astray(failure, session) from failure
+
+
+def _astray(failure: TrajectoryFailure, session: AgentSession) -> TrajectoryFailure:
+    """Return the failure, with a remedy if an SDK failed whose calls never came to the session."""
+    module = type(failure.__cause__).__module__.partition(".")[0]
+    if session.steps or session.last_error or module not in ("openai", "anthropic", "httpx"):
+        return failure
+    remedy = "no call came to the client that the agent is given; use it, or its base_url and api_key"
+    return TrajectoryFailure(failure.cause, f"{failure.message.removesuffix('.')}; {remedy}", failure.traceback)
 
 
 def _graded(value: object) -> Graded:
