@@ -76,6 +76,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     ),
 }
 OTHERS: dict[str, tuple[str, ...]] = {
+    "trian demo": ("invalid choice: 'trian'", "did you mean 'train'?"),
     "train demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
     "train RUN": ("'RUN' is a run, not a recipe: continue it with --resume, or give its recipe, RUN/config.yaml",),
     "train mine.yaml": ("no file 'mine.yaml' (it is relative to",),
@@ -120,8 +121,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
 OF_RUNS: dict[str, tuple[str, ...]] = {
     "train tiny.yaml --runs . --name RUN": ("already in use; continue it with --resume or choose another --name",),
     "train tiny.yaml --resume": ("no unfinished run of 'tiny' under 'runs' to resume; start one without --resume",),
-    "train tiny.yaml --runs . --resume --name no": ("'no' is not a run directory: it has no config.yaml",),
-    "eval /nowhere": ("'/nowhere' is not a run directory: it has no config.yaml",),
+    "train tiny.yaml --runs . --resume --name no": ("'no' is not a run directory: there is nothing of that name in",),
+    "eval /nowhere": ("'/nowhere' is not a run directory: there is nothing of that name in /",),
+    "eval RUM@best": ("'RUM' is not a run directory: there is nothing of that name; did you mean 'RUN'?",),
+    "train runs/none --resume": ("'runs/none' is not a run directory: there is nothing of that name in",),
     "serve RUN": ("run 'RUN' has no checkpoint yet",),
     "eval RUN": ("run 'RUN' has no checkpoint yet",),
     "show RUN g9.9": ("no trajectory 'g9.9' in RUN; it has for example g000000.1",),

@@ -47,7 +47,7 @@ def test_a_new_run_keeps_its_configuration(tmp_path: Path) -> None:
 
 def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="already in use; resume it, or choose another name"):
+    with pytest.raises(RunError, match=r"already in use; resume it \(resume=True\), or choose another name"):
         RunDirectory.create(tmp_path, tiny())
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(RunError, match="could not create"):

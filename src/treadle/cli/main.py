@@ -32,7 +32,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (train, models, report, show, serve, recipes, completion):
         module.add_commands(commands)
-    options, rest = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options, rest = parser.parse_known_args(words or ["--help"])
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if unknown:
         settings = "settings are written key.path=value; " if "overrides" in options else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sqlite3
 import sys
 import textwrap
@@ -109,7 +111,10 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
 
 
 class Parser(argparse.ArgumentParser):
-    """Escapes what error messages repeat of the arguments."""
+    """Escapes what error messages repeat of the arguments, and suggests a choice that is spelled alike."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), n=1)
+            message = f"{message}; did you mean {near[0]!r}?" if near else message
         super().error(escape_text(message))

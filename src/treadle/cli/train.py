@@ -23,7 +23,7 @@ from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.setup.inputs import load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.address import checkpoint_named, find_address
-from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
+from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
 from treadle.training.demonstrations import load_demonstrations
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def run_train(options: argparse.Namespace) -> int:
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
     address = find_address(options.recipe)
     if address is None:
+        if not options.name and {"/", "@"} & {*options.recipe} and Path(options.recipe).suffix not in (".yaml", ".yml"):
+            raise no_run(options.recipe)
         by_name = options.runs / (options.name or "")
         path = by_name if options.name else find_run(options.runs, load_recipe(options.recipe).recipe)
     elif address.checkpoint == "latest":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.core.draws import Stream
-from treadle.core.errors import ConfigError, RunError
+from treadle.core.errors import ConfigError
 from treadle.core.files import check_writable
 from treadle.core.types import Group, Task
 from treadle.data.config import sources_of
@@ -27,7 +27,7 @@ from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.address import find_address, model_path
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.orchestration.store.run_directory import RunDirectory, no_run
 from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
@@ -200,7 +200,7 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
     elif run_or_recipe in recipe_names() or Path(run_or_recipe).suffix in (".yaml", ".yml"):
         raise ConfigError(f"{run_or_recipe!r} is a recipe: add --model DIR, or give the directory of a run of it")
     else:
-        raise RunError(f"{run_or_recipe!r} is not a run directory: it has no config.yaml")
+        raise no_run(run_or_recipe)
     if model is not None:
         return Subject(config, require_model_or_adapter(str(model_path(model)), "--model"), 0)
     assert address is not None

@@ -6,6 +6,7 @@ runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  traces/*.parquet  ch
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import itertools
 import json
@@ -53,6 +54,19 @@ class JsonLog:
         return f"metrics.jsonl {' and '.join(problems)}" if problems else None
 
 
+def no_run(address: str | Path) -> RunError:
+    """Return why `RUN` or `RUN@CHECKPOINT` addresses no run, with the name of one beside it that is spelled alike."""
+    path = Path(address)
+    if not path.exists():
+        path = Path(str(address).rpartition("@")[0] or address)
+    if path.exists():
+        return RunError(f"{str(path)!r} is not a run directory: it has no config.yaml")
+    runs = [config.parent.name for config in path.parent.glob("*/config.yaml")]
+    near = difflib.get_close_matches(path.name, runs, n=1)
+    meant = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else f" in {path.parent.absolute()}"
+    return RunError(f"{str(path)!r} is not a run directory: there is nothing of that name{meant}")
+
+
 class RunDirectory:
     """Paths of one run, and the lock of its training process."""
 
@@ -77,7 +91,8 @@ class RunDirectory:
         run = cls(path)
         try:
             if path.exists() and any(path.iterdir()):
-                raise RunError(f"run directory {str(path)!r} is already in use; resume it, or choose another name")
+                what = f"run directory {str(path)!r} is already in use"
+                raise RunError(f"{what}; resume it (resume=True), or choose another name")
             run.rollouts.mkdir(parents=True)
             run.traces.mkdir()
             run.checkpoints.mkdir()
@@ -94,7 +109,7 @@ class RunDirectory:
         """Open an existing run without locking it. Raises RunError if there is none."""
         run = cls(path)
         if not run.config_file.is_file():
-            raise RunError(f"{str(path)!r} is not a run directory: it has no config.yaml")
+            raise no_run(path)
         return run
 
     def write(self, name: str, content: bytes) -> None:
