@@ -179,7 +179,8 @@ class ChatRenderer:
         if self._ignores_tools:
             return (
                 f"{self._label} does not write tools, so that the model would never see them: leave them out, describe "
-                "them in a message, or use another template (model.chat_template; --chat-template of treadle serve)"
+                "them in a message, or use another template (model.chat_template; --chat-template of treadle serve): "
+                "qwen3_keep_thoughts fits models of ChatML (<|im_start|>)"
             )
         if parse is None:
             return ""
