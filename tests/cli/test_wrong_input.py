@@ -76,6 +76,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     ),
 }
 OTHERS: dict[str, tuple[str, ...]] = {
+    "export-traces RUN traces.csv": ("'traces.csv' does not end in .jsonl; rename it, or choose another --format",),
     "trian demo": ("invalid choice: 'trian'", "did you mean 'train'?"),
     "train demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
     "train RUN": ("'RUN' is a run, not a recipe: continue it with --resume, or give its recipe, RUN/config.yaml",),

@@ -202,6 +202,9 @@ def run_export_traces(options: argparse.Namespace) -> int:
 
     run, selection = options.run_directory, Selection.parse(options.select)
     out = options.out or Path(f"{run.resolve().name}{FORMATS[options.format]}")
+    ending = FORMATS[options.format]
+    if options.format != "atif" and out.suffix != ending:
+        raise ConfigError(f"{str(out)!r} does not end in {ending}; rename it, or choose another --format")
     if out.exists():
         raise ConfigError(f"{str(out)!r} exists already; choose another name")
     trajectories = read_run(run)

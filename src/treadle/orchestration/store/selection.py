@@ -97,12 +97,12 @@ class Selection:
         An attempt that failed is selected by `status == failed` alone. Raises ConfigError for a component that no
         trajectory has, naming those there are.
         """
-        components = dict.fromkeys(name for t in trajectories for name in t.components)
+        known = dict.fromkeys(["reward", "steps", "status", *(name for t in trajectories for name in t.components)])
         for comparison in self.comparisons:
-            if comparison.name not in ("reward", "steps", "status", *components) and trajectories:
-                known = ", ".join(["reward", "steps", "status", *components])
+            if comparison.name not in known and trajectories:
                 raise ConfigError(
-                    f"--select: no recorded reward has a component {comparison.name!r}; there are {known}; {_EXAMPLE}"
+                    f"--select: no recorded reward has a component {comparison.name!r}; there are "
+                    f"{', '.join(known)}; {_EXAMPLE}"
                 )
         asks_status = any(comparison.name == "status" for comparison in self.comparisons)
         chosen = [
