@@ -45,9 +45,13 @@ from treadle.core.errors import Cause
 from treadle.core.metrics import Level
 from treadle.core.outcomes import as_played
 from treadle.core.registry import names
+from treadle.models.config import ModelConfig
+from treadle.models.loading import make_model
 from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.sampling.failures import FailuresConfig
+from treadle.orchestration.setup.device import settled
+from treadle.orchestration.setup.dry_run import estimate_memory
 from treadle.testing import FakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,6 +115,39 @@ def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() 
     tokens = Tokens(logp.detach(), logp.detach(), ones, ones > 0, ones.long(), ones.long())
     found["SQUARED"].per_token(logp, tokens, AlgorithmConfig()).sum().backward()
     assert logp.grad is not None and logp.grad.tolist() == [-1.0, -1.0]
+
+
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, True),
+    "1.5B": (1536, 8960, 28, 12, 2, True),
+    "7B": (3584, 18944, 28, 28, 4, False),
+}
+"""Qwen2.5's hidden and intermediate size, layers, heads, key-value heads, and whether its embeddings are tied."""
+
+
+@pytest.mark.slow
+def test_the_page_on_one_gpu_counts_as_a_dry_run_does(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "one-gpu.md"
+    [text] = blocks(page, "yaml")
+    (tmp_path / "card.yaml").write_text(text)
+    for size, (hidden, intermediate, layers, heads, key_heads, tied) in QWEN.items():
+        build = {"model_type": "qwen2", "vocab_size": 152_064 if size == "7B" else 151_936, "hidden_size": hidden}
+        build |= {"intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads}
+        build |= {"num_key_value_heads": key_heads, "tie_word_embeddings": tied}
+        model = ModelConfig(build=build, tokenizer="demo")
+        sums, parts = list[str](), list[dict[str, float]]()
+        for lora in ((), ("training.lora.rank=16",)):
+            config = settled(load_recipe(str(tmp_path / "card.yaml"), ["device=cuda", *lora]))
+            shapes = make_model(model, 0, 0, weights=False, lora=config.training.lora)
+            found = [part for part in estimate_memory(config, shapes, None) if part.on_gpu]
+            sums.append(f"{sum(part.bytes for part in found) / 1e9:.1f}")
+            parts.append({part.name: part.bytes / 1e9 for part in found})
+        lines = page.read_text(encoding="utf-8").splitlines()
+        assert f"| Qwen2.5-{size} | {' | '.join(sums)} |" in lines, sums
+        if size == "1.5B":
+            for name in parts[0]:
+                cells = f"| {parts[0][name]:.1f} | {parts[1][name]:.1f} |"
+                assert any(name in line and line.endswith(cells) for line in lines), (name, cells)
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:

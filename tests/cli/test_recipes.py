@@ -1,5 +1,7 @@
 """`treadle recipes`."""
 
+import importlib
+import importlib.resources
 import json
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from tests.cli.worlds import files, treadle
 from tests.forks import run
 from treadle.algorithms.config import KlConfig
 from treadle.cli.main import main
-from treadle.core.config import REQUIRED, describe, describe_sections
+from treadle.core.config import REQUIRED, describe, describe_sections, load_yaml
 from treadle.orchestration.config import load_recipe, recipe_names
 
 
@@ -100,6 +102,17 @@ def test_a_recipe_that_cannot_be_extended(tmp_path: Path, recipes: dict[str, str
     assert (done.status, done.out) == (2, "") and message in done.error
 
 
+def test_the_schema_of_recipes_takes_all_that_are_shipped_and_no_unknown_key() -> None:
+    jsonschema: Any = importlib.import_module("jsonschema")  # without types
+    validator = jsonschema.Draft202012Validator(json.loads(treadle("recipes", "schema").out))
+    for name in recipe_names():
+        data = load_yaml(str(importlib.resources.files("treadle.recipes") / f"{name}.yaml"))
+        assert [error.message for error in validator.iter_errors(data)] == [], name
+    for data in ({"training": {"group_sise": 3}}, {"training": {"group_size": "x"}}, {"sed": 1}):
+        assert not validator.is_valid(data)
+    assert validator.is_valid({"extends": "demo", "warm_start": None, "callbacks": ["wandb", {"name": "mlflow"}]})
+
+
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, "-m", *words], cwd=folder)
 
@@ -111,6 +124,7 @@ def test_the_package_passes_its_own_test_and_can_be_trained(tmp_path: Path, monk
     done = treadle("new", "env", "die")
     assert (done.status, done.err) == (0, "")
     written = {"die/__init__.py", "die/environment.py", "die/recipe.yaml", "die/test_environment.py"}
+    written.add("die/recipe.schema.json")
     assert files(tmp_path).keys() == written
     assert all("skeleton" not in (tmp_path / name).read_text() for name in written)
     tested = command(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "die")

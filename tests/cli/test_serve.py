@@ -18,13 +18,15 @@ from treadle.orchestration.store.rollout_store import read_shard
 from treadle.retrieval.client import RetrievalClient
 
 
-def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path) -> None:
+def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
     model = sorted((finished.path / "checkpoints").iterdir())[-1]
-    with start_treadle("serve", model, "--port", "0", "--record", tmp_path) as server:
+    with start_treadle("serve", model, "--port", "0", "--api-key-env=JUDGE_KEY", "--record", tmp_path) as server:
         try:
             assert server.stdout is not None
             told = "".join(server.stdout.readline() for _ in range(4))
-            url, key = re.findall(r"base URL +(\S+)|API key +(\S+)", told)[0][0], told.split()[-1]
+            [url], key = re.findall(r"base URL +(\S+)", told), "secret"
+            assert "API key   $JUDGE_KEY\n" in told
             assert url.startswith("http://127.0.0.1:")
             assert "replies   read by auto\n" in told
             with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=300) as client:

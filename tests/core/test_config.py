@@ -3,6 +3,7 @@
 import ast
 import importlib
 import math
+import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import Field, model_validator
 
 import treadle
 from treadle.core.config import (
+    _ALIASES,
     REQUIRED,
     Config,
     FieldLine,
@@ -24,8 +26,10 @@ from treadle.core.config import (
     describe_sections,
     dump_yaml,
     load_yaml,
+    paths,
 )
 from treadle.core.errors import ConfigError
+from treadle.orchestration.config import RunConfig
 
 
 class Packing(StrEnum):
@@ -137,6 +141,37 @@ def test_a_problem_is_one_line_with_path_value_and_expectation(data: dict[str, A
 )
 def test_an_unknown_key_comes_with_the_nearest_known_one(data: dict[str, Any], line: str) -> None:
     assert problems({**MINIMAL, **data}) == [line]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("lr", "training.optimizer.learning_rate"),
+        ("training.lr", "training.optimizer.learning_rate"),
+        ("algorithm.beta", "algorithm.kl.coef"),
+        ("num_generations", "training.group_size"),
+        ("algorithm.epsilon", "algorithm.policy_loss_options"),
+        ("max_prompt_length", "rollout.max_input_tokens"),
+        ("rollout.max_new_tokens", "rollout.max_completion_tokens"),
+        ("training.lora_r", "training.lora.rank"),
+        ("model_name_or_path", "model.path"),
+        ("training.save_steps", "orchestration.checkpoint_every"),
+        ("bf16", "training.precision"),
+        ("reward_funcs", "reward"),
+    ],
+)
+def test_other_libraries_names_lead_to_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(RunConfig, {"data": {"train": {"source": "x"}}, "model": {"path": "x"}}, "", [f"{theirs}=1"])
+    assert f"unknown key {theirs!r}; did you mean " in str(caught.value) and repr(ours) in str(caught.value)
+    assert "During handling" not in "".join(traceback.format_exception(caught.value))
+    assert "direct cause" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_what_other_libraries_names_stand_for_exists() -> None:
+    ours = [f".{path}" for path in paths(RunConfig)]
+    assert [alias for alias in _ALIASES.values() if not any(path.endswith(f".{alias}") for path in ours)] == []
+    assert _ALIASES.keys().isdisjoint(path.rpartition(".")[2] for path in ours)
 
 
 def test_all_problems_come_at_once_each_with_its_source() -> None:

@@ -20,27 +20,17 @@ class JudgeServer:
         self.script, self.requests = script, list[dict[str, Any]]()
         self.headers: list[dict[str, str]] = []
         self.answered = self.errors = self.most = self._now = 0
-        self._lock, self._released, self._dead = threading.Lock(), threading.Event(), False
+        self._lock, self._released = threading.Lock(), threading.Event()
         self._start(port)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
-    def restart(self) -> None:
-        """Die with all calls, and come back."""
-        self._dead, port = True, self._server.server_address[1]
-        self.stop()
-        self._start(int(port))
-        self._dead = False
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
     def close(self) -> None:
         self._released.set()
-        self.stop()
+        self._server.shutdown()
+        self._server.server_close()
 
     def _start(self, port: int) -> None:
         judge = self
@@ -63,27 +53,28 @@ class JudgeServer:
 
     def answer(self, call: BaseHTTPRequestHandler) -> None:
         body = json.loads(call.rfile.read(int(call.headers["Content-Length"])))
-        with self._lock:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        with self._lock:  # what the script says is sent before it is asked again
             self.requests.append(body)
             self.headers.append(dict(call.headers))
-            self._now += 1
-            self.most = max(self.most, self._now)
-            answer = None if self._dead else self.script(body["messages"])
-        if answer is None and not self._dead:
+            answer = self.script(body["messages"])
+            self.answered += isinstance(answer, str)
+            self.errors += not isinstance(answer, str)
+            self._now -= 1
+            if answer is not None:
+                self._send(call, answer)
+        if answer is None:
             self._released.wait()
-        status, content = answer if isinstance(answer, int) else 200, answer
+
+    def _send(self, call: BaseHTTPRequestHandler, answer: str | int | bytes) -> None:
+        content = answer if isinstance(answer, bytes) else b"{}"
         if isinstance(answer, str):
             message = {"message": {"role": "assistant", "content": answer}}
             content = json.dumps({"choices": [message], "usage": {"total_tokens": TOKENS}}).encode()
-        with self._lock:
-            self._now -= 1
-            lost = answer is None or self._dead
-            self.answered += not lost and isinstance(answer, str)
-            self.errors += lost or not isinstance(answer, str)
-        if not lost:
-            call.send_response(status)
-            call.end_headers()
-            call.wfile.write(content if isinstance(content, bytes) else b"{}")
+        call.send_response(answer if isinstance(answer, int) else 200)
+        call.end_headers()
+        call.wfile.write(content)
 
 
 @contextmanager

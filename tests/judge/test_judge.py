@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ pytest.importorskip("httpx")
 
 from tests.judge.servers import TOKENS, judging
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.judge import Criterion, Judge
+from treadle.judge import Criterion, Judge, Limits
 from treadle.judge import judge as module
 from treadle.judge.prompt import messages, quote
 from treadle.rollout.isolation.user_code import UserCode
@@ -62,6 +62,7 @@ def test_replies_are_read_or_refused(parser: Any, reply: str, value: float | Non
         (lambda: Judge("localhost", "m", [POLITE]), "'localhost' is none of a judge"),
         (lambda: Judge("http://a", "m", [POLITE, POLITE]), "different names"),
         (lambda: Judge("http://a", "m", [POLITE], votes=0), "at least 1"),
+        (lambda: Limits(concurrency=0), "concurrency=0"),
         (lambda: Judge("http://a", "m", [POLITE], api_key_env="NO_SUCH_KEY"), "'NO_SUCH_KEY' is not set"),
     ],
 )
@@ -81,7 +82,7 @@ async def test_a_rubric_of_several_votes_is_a_reward_and_is_cached(
 
         def make() -> Judge:
             some: dict[str, Any] = {"cache": cache, "api_key_env": key, "options": options}
-            return Judge(server.url, "m", rubric, votes=4, concurrency=2, **some)
+            return Judge(server.url, "m", rubric, votes=4, limits=Limits(concurrency=2), **some)
 
         expected = {"polite": 1.5, "good": 0.8}
         assert (await make().grade("Hello.", task="Greet!", reference="Hi.")).components == expected
@@ -100,15 +101,15 @@ async def test_calls_begin_at_the_rate_that_is_allowed() -> None:
     with judging(lambda m: YES) as server:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await Judge(server.url, "m", [POLITE], votes=4, per_second=20).grade("Hello.")
+        await Judge(server.url, "m", [POLITE], votes=4, limits=Limits(per_second=20)).grade("Hello.")
         assert loop.time() - began >= 0.15
 
 
 @pytest.mark.parametrize(
     ("answer", "options", "message"),
     [
-        (500, {}, "no answer for 45 s, at last: status 500"),
-        (None, {"timeout": 0.05}, "no answer for 45 s, at last: none within 0.05 s"),
+        (500, {}, "no answer within 45 s, at last: status 500"),
+        (None, {"timeout": 0.05}, "no answer within 45 s, at last: none within 0.05 s"),
         (b"<html>", {}, "'<html>' is no chat completion"),
         (401, {}, "status 401"),
         ("As a language model", {"tries": 2}, "polite: the last line is no verdict, in 'As a language model'"),
@@ -119,8 +120,33 @@ async def test_a_judge_that_fails_is_a_failure_of_the_verifier(
 ) -> None:
     monkeypatch.setattr(module, "_FIRST_PAUSE", 60.0)  # no time for another call
     with judging(lambda m: answer) as server, pytest.raises(TrajectoryFailure, match=re.escape(message)) as caught:
-        await Judge(server.url, "m", [POLITE], **options).grade("Hello.")
+        await Judge(server.url, "m", [POLITE], limits=Limits(**options)).grade("Hello.")
     assert caught.value.cause is Cause.VERIFIER
+
+
+async def test_a_question_that_waits_takes_no_place() -> None:
+    """So that an outage fails all questions at a time, and not one after the other."""
+    asked = list[bool]()
+
+    def script(request: list[dict[str, str]]) -> str | int:
+        asked.append("second" in request[1]["content"])
+        return YES if any(asked) else 503
+
+    with judging(script) as server:
+        judge = Judge(server.url, "m", [POLITE], limits=Limits(concurrency=1))
+        await asyncio.gather(judge.grade("first"), judge.grade("second"))
+    assert asked == [False, True, False]
+
+
+async def test_a_vote_that_is_missing_loses_none_of_the_others(tmp_path: Path) -> None:
+    """They are cached, and on record."""
+    answers: Iterator[str | int] = iter([503, YES])
+    user = UserCode("code", Cause.ENVIRONMENT)
+    with judging(lambda m: 400 if "Good?" in m[0]["content"] else next(answers)) as server:
+        judge = Judge(server.url, "m", [Criterion("good", "Good?"), POLITE], cache=tmp_path)
+        with pytest.raises(TrajectoryFailure, match="status 400"):
+            await user.call(judge.grade, "Hello.", what="finish", timeout=60)
+    assert user.measured["judge_calls"] == server.answered == len(list(tmp_path.iterdir())) == 1
 
 
 # What a transcript may try
@@ -186,7 +212,7 @@ def test_a_quotation_keeps_code_and_breaks_special_tokens() -> None:
 async def test_what_a_failed_judge_cost_is_counted() -> None:
     user = UserCode("code", Cause.ENVIRONMENT)
     with judging(lambda m: "no idea") as server:
-        judge = Judge(server.url, "m", [POLITE], tries=3)
+        judge = Judge(server.url, "m", [POLITE], limits=Limits(tries=3))
         with pytest.raises(TrajectoryFailure):
             await user.call(judge.grade, "Hello.", what="finish", timeout=60)
     counts = {name: user.measured[name] for name in user.measured if name != "judge_seconds"}

@@ -1,84 +1,128 @@
-"""Runs whose rewards come from a judge over real HTTP that fails in every way."""
+"""A run whose rewards come from a judge over real HTTP that fails in every way. Both are killed, and go on."""
 
 import json
-import random
-import threading
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("httpx")
 
-from tests.judge.servers import TOKENS, judging
-from tests.orchestration.runs import check_finished, query, start, updates
-from tests.worlds import Vowels
+from tests.judge.failing import ANSWERS, failing_judge, share
+from tests.judge.servers import TOKENS
+from tests.orchestration.runs import check_finished, query, resume, start
+from tests.until import wait_until
+from tests.worlds import ROOT, Vowels
 from treadle.core.metrics import Metric
+from treadle.core.types import Task
 from treadle.envs.base import EnvStep, Finish
-from treadle.judge import Criterion, Judge
+from treadle.judge import Criterion, Judge, Limits
+from treadle.rollout.isolation.user_code import RUNNING
+
+HERE = "tests.orchestration.test_judged_runs"
+PROCESSES = ("first", "second")
+
+
+@cache
+def judge() -> Judge:
+    return Judge(
+        os.environ["JUDGE"],
+        "m",
+        [Criterion("vowels", "What is the share of vowels?", "number")],
+        limits=Limits(concurrency=64, timeout=15.0, patience=250.0),
+        cache=os.environ["CACHE"],
+        api_key_env="PROCESS",
+    )
 
 
 class Judged(Vowels):
-    """Its reward is the share of vowels, as a judge finds it."""
+    """Its reward is the share of vowels, as the judge finds it. The last line of a transcript is the attempt's id."""
 
     metrics = (Metric("vowels", "trajectory", "mean"),)
-    text = ""
+
+    async def reset(self, task: Task) -> Any:
+        self.text = ""
+        return await super().reset(task)
 
     async def step(self, text: str) -> EnvStep:
-        self.text = text if not self.replies else f"{self.text}\n{text}"
+        self.text += f"{text}\n"
         return (await super().step(text))._replace(reward=0.0)
 
     async def finish(self, ended: str) -> Finish:
-        return Finish(await JUDGES[0].grade(self.text), {"vowels": share(self.text)})
+        user = RUNNING.get()
+        assert user is not None
+        return Finish(await judge().grade(self.text + user.attempt.split()[-1]), {"vowels": share(self.text)})
 
 
-JUDGES: list[Judge] = []
-
-
-def share(text: str) -> float:
-    letters = [c for c in text.lower() if c.isalpha()]
-    return round(10 * sum(c in "aeiou" for c in letters) / max(len(letters), 1), 2) / 10
+def play(path: Path) -> None:
+    """Start or resume a run of 512 attempts. What is on record when it is killed stays."""
+    if path.exists():
+        resume(path)
+        return
+    start(
+        path,
+        *(f"environment={HERE}:Judged", "data.train.options.count=64", "data.held_out=null"),
+        *("training.tasks_per_update=16", "training.group_size=8", "training.min_group_size=1"),
+        *("orchestration.updates=4", "orchestration.checkpoint_every=1", "engine.lock_step=false"),
+        *("rollout.environment_timeout=300", "failures.max_failed_fraction=1"),
+    )
 
 
 @pytest.mark.slow
-def test_nothing_is_trained_with_an_invented_reward(tmp_path: Path) -> None:
-    """A judge that fails, hangs, refuses and answers nonsense, and is killed and restarted."""
-    draws = random.Random(1)
+def test_nothing_is_trained_with_an_invented_reward_or_judged_twice(tmp_path: Path) -> None:
+    run, log, replies = tmp_path / "run", tmp_path / "log", tmp_path / "cache"
 
-    def script(request: list[dict[str, str]]) -> str | int | None:
-        if len(server.requests) == 40:
-            threading.Thread(target=server.restart).start()
-        quoted = [line[2:] for line in request[1]["content"].splitlines() if line.startswith("| ")]
-        right = f"ANSWER: {10 * share(chr(10).join(quoted)):.2f}"
-        ends: list[str | int | None] = [500, None, "ANSWER: fine", 400, right]
-        return draws.choices(ends, [0.2, 0.03, 0.05, 0.1, 0.62])[0]
+    def begin(process: str) -> subprocess.Popen[bytes]:
+        code = f"from {HERE} import *; play(Path({str(run)!r}))"
+        environment = os.environ | {"JUDGE": url, "CACHE": str(replies), "PROCESS": process}
+        return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, start_new_session=True)
 
-    with judging(script) as server:
-        rubric = [Criterion("vowels", "What is the share of vowels?", "number")]
-        JUDGES[:] = [Judge(server.url, "m", rubric, timeout=10.0, patience=250.0)]
-        start(
-            tmp_path / "run",
-            *(
-                "environment=tests.orchestration.test_judged_runs:Judged",
-                "training.min_group_size=1",
-                "data.held_out=null",
-            ),
-            *("orchestration.updates=8", "failures.max_failed_fraction=1", "training.group_size=6"),
-            "rollout.environment_timeout=300",
-        )
-    check_finished(tmp_path / "run")
-    rows = query(tmp_path / "run", "SELECT * FROM trajectories")
-    failed = [row for row in rows if row["reward"] is None]
-    assert failed and {row["failure_cause"] for row in failed} == {"verifier"}
-    for row in rows:
-        if row["reward"] is not None:
-            measured = json.loads(row["metrics"])["vowels"]["value"]
-            assert row["reward"] == pytest.approx(measured, abs=1e-9)
+    def attempts() -> dict[str, dict[str, Any]]:
+        rows = query(run, "SELECT trajectory_id, reward, failure_cause, metrics FROM trajectories")
+        return {row["trajectory_id"]: row | {"metrics": json.loads(row["metrics"])} for row in rows}
 
-    def on_record(name: str) -> float:
-        return sum(float(json.loads(row["metrics"]).get(name, {"total": 0})["total"]) for row in rows)
+    def calls(process: str, *outcomes: str) -> Counter[str]:
+        """How many calls of an attempt had one of these outcomes, as the server says."""
+        lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        return Counter(name for key, what, name in lines if key == process and what in outcomes)
 
-    assert on_record("judge_calls") == server.answered
-    assert on_record("judge_tokens") == TOKENS * server.answered
-    assert on_record("judge_errors") >= server.errors  # those that found no server are none of its
-    assert on_record("judge_verdicts") == len(rows) - len(failed)
-    assert sum(row["env/judge_calls"] for row in updates(tmp_path / "run")) == server.answered
+    with failing_judge(log) as url:
+        first = begin("first")
+        wait_until(lambda: calls("first", "answered").total() >= 220 or first.poll() is not None)
+        os.killpg(first.pid, signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        before, kept = attempts(), len(list(replies.glob("*.txt")))
+        assert begin("second").wait() == 0
+    check_finished(run)  # what has a reward is trained, whatever became of its siblings
+    after = attempts()
+    assert len(after) == 512
+
+    def cost(rows: dict[str, dict[str, Any]], name: str) -> float:
+        return sum(float(row["metrics"].get(f"judge_{name}", {"total": 0})["total"]) for row in rows.values())
+
+    failed = {name for name, row in after.items() if row["reward"] is None}
+    assert {after[name]["failure_cause"] for name in failed} == {"verifier"}
+    given_up = {
+        p: calls(p, "refused") + Counter(n for n, c in calls(p, "nonsense").items() if c == 3) for p in PROCESSES
+    }
+    assert failed == {name for name in after if name in given_up["first" if name in before else "second"]}
+    for name in after.keys() - failed:
+        row = after[name]
+        assert row["reward"] == pytest.approx(row["metrics"]["vowels"]["value"], abs=1e-9)
+
+    replied, replied_again = (calls(process, "answered", "nonsense") for process in PROCESSES)
+    assert cost(after, "calls") - cost(before, "calls") == replied_again.total()
+    lost = sum(count for name, count in replied.items() if name not in before)  # attempts that had not ended
+    assert cost(before, "calls") == replied.total() - lost
+    assert cost(after, "tokens") == TOKENS * cost(after, "calls")
+    assert cost(after, "verdicts") == len(after) - len(failed)
+
+    known, asked_again = calls("first", "answered"), calls("second", *ANSWERS)
+    assert before.keys() < after.keys() and not before.keys() & asked_again.keys()
+    assert len(known.keys() & asked_again.keys()) == len(known) - kept  # of which the reply was in no file yet

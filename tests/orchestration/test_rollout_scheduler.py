@@ -274,7 +274,11 @@ def test_a_failure_may_be_graded() -> None:
     failures = FailuresConfig(causes={Cause.AGENT: FailurePolicy(grade=-1.0)})
     failed = Trajectory("t", "t", 0, (make_step(),), None, Status.FAILED, Failure(Cause.AGENT, "oops"))
     graded = failures.final(failed)
-    assert (graded.reward, graded.status, graded.warning) == (-1.0, Status.DONE, "graded after a failure: agent: oops")
+    assert (graded.reward, graded.status, graded.warning) == (
+        -1.0,
+        Status.GRADED,
+        "graded after a failure: agent: oops",
+    )
     other = replace(failed, failure=Failure(Cause.ENGINE, "gone"))
     assert failures.final(other) is other
 

@@ -21,7 +21,7 @@ from treadle.engines.compute import Compute
 from treadle.engines.weight_sync import EmbeddedSync
 from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.engines import check_engine, embedded_engine
+from treadle.orchestration.setup.engines import EngineSpec, check_engine, embedded_engine
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
 from treadle.training.trainer import EmbeddedTrainer
@@ -82,7 +82,7 @@ def test_the_experts_of_a_first_call_are_compared_with_the_learners(lie: str) ->
     trainer = EmbeddedTrainer(Learner(model, config.training, config.algorithm, 4), tokenizer, Compute(None))
 
     async def check() -> None:
-        engine = embedded_engine(config.engine, renderer, model, routing=True)
+        engine = embedded_engine(EngineSpec(config.engine, renderer, trainer, lambda: model, routing=True), model)
         generate = engine.generate
 
         async def falsified(*arguments: Any, **options: Any) -> Completion:

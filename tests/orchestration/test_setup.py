@@ -23,7 +23,7 @@ from treadle.engines.config import EngineConfig
 from treadle.engines.weight_sync import EmbeddedSync
 from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.engines import check_engine, embedded_engine
+from treadle.orchestration.setup.engines import EngineSpec, check_engine, embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, make_inputs
 from treadle.orchestration.setup.thread_count import SMALL, default_threads
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -139,7 +139,7 @@ def check_trainers(model: PreTrainedModel, *trainers: EmbeddedTrainer, ignoring:
     async def ignored(weights: Any, version: int) -> None: ...
 
     async def go() -> None:
-        engine = embedded_engine(EngineConfig(batch=4), renderer, model)
+        engine = embedded_engine(EngineSpec(EngineConfig(batch=4), renderer, trainers[0], lambda: model), model)
         if ignoring:
             engine.update_weights = ignored  # type: ignore[method-assign]
         try:
@@ -226,8 +226,10 @@ def test_a_run_stores_its_threads_says_them_first_and_takes_them_when_it_is_resu
     given = ("training.threads=null", "orchestration.updates=1", "warm_start=null")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     start(path, *given, progress=said)
-    assert said.lines[0] == f"run directory: {path} (2 threads)"
-    assert RunDirectory.open(path).config().training.threads == 2
+    assert said.lines[0] == f"run directory: {path} (cpu, 2 threads)"
+    stored = RunDirectory.open(path).config()
+    assert (stored.training.threads, stored.device) == (2, "cpu")
+    assert (stored.training.precision, stored.engine.dtype) == ("float32", "float32")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     try:
         summary = resume(path, config=tiny("training.threads=null", "orchestration.updates=2", "warm_start=null"))

@@ -15,8 +15,8 @@ CPU = {"CPU": 1.0}
 
 
 def test_what_a_run_needs() -> None:
-    config = build(PlacementConfig, {"kind": "ray", "learner": {"ranks": 2, "device": "cuda"}, "engines": {"gpus": 2}})
-    assert bundles_of(config) == [
+    config = build(PlacementConfig, {"kind": "ray", "learner": {"ranks": 2}, "engines": {"gpus": 2}})
+    assert bundles_of(config, "cuda") == [
         Bundle("learner rank", 0, {"CPU": 1, "GPU": 1}),
         Bundle("learner rank", 1, {"CPU": 1, "GPU": 1}),
         Bundle("engine", 0, {"CPU": 1, "GPU": 2}),

@@ -169,7 +169,8 @@ async def test_an_attempt_goes_on_when_its_worker_is_lost(reservation: Reservati
         one = replace(task(0, 10.0), environment=player)
         [attempt] = pool.start("g000000", one, [address], log=log)
         await until(lambda: log.calls)
-        assert (ended := pool._workers[0].place.process) is not None
+        ended = pool._workers[0].place.process
+        assert ended is not None
         [playing] = [process for process in processes() if process.pid == ended.pid]
         playing.kill()
         played = await attempt

@@ -108,8 +108,8 @@ async def test_a_turn_waits_for_the_calls_of_the_other_side() -> None:
 
 def test_an_engine_shares_the_place_of_its_rank() -> None:
     settings = {"kind": "ray", "colocate": True, "engines": {"count": 2}, "rollout": {"workers": 1}}
-    config = build(PlacementConfig, {**settings, "learner": {"ranks": 2, "device": "cuda"}})
-    bundles = bundles_of(config)
+    config = build(PlacementConfig, {**settings, "learner": {"ranks": 2}})
+    bundles = bundles_of(config, "cuda")
     assert bundles[1] == Bundle("learner rank", 1, {"CPU": 1.0, "GPU": 0.5})
     assert bundles[3] == Bundle("engine", 1, {"CPU": 1.0, "GPU": 0.5}, beside=1)
     assert [[str(bundle) for bundle in place] for place in places_of(bundles)] == [

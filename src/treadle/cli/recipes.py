@@ -19,7 +19,17 @@ from pydantic import Field
 
 from treadle.cli.console import Console, Table, make_table
 from treadle.cli.options import Commands, add_command, add_shared
-from treadle.core.config import REQUIRED, Config, as_override, build, describe, describe_sections, dump_yaml, overlap
+from treadle.core.config import (
+    REQUIRED,
+    Config,
+    as_override,
+    build,
+    describe,
+    describe_sections,
+    dump_yaml,
+    json_schema,
+    overlap,
+)
 from treadle.core.errors import ConfigError, DataError, RunError
 from treadle.core.types import Task
 from treadle.data.config import DataConfig, sources_of
@@ -34,6 +44,8 @@ _RECIPES_EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
   treadle recipes show demo                              every value of one, with what it means
   treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
+  treadle recipes schema > recipe.schema.json            for editors; mine.yaml then begins with the line
+                                                         # yaml-language-server: $schema=recipe.schema.json
 """
 _NEW_EXAMPLES = """examples:
   treadle new env die                       a package die/: an environment, its tasks, a recipe and a test
@@ -54,6 +66,7 @@ _CLUSTER_EXAMPLES = """examples:
 It reserves what a run of the recipe would, compares versions, directory and GPUs at each place, and starts nothing.
 """
 _SKELETON = "treadle.recipes.skeleton"
+_SCHEMA = "recipe.schema.json"  # named in the skeleton's recipe
 _MAX_PROBLEMS = 10
 _TEXT = 300  # characters shown of a value
 
@@ -62,7 +75,8 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands, "recipes", run_recipes, "list the shipped recipes, or show what one resolves to", _RECIPES_EXAMPLES
     )
-    below = parser.add_subparsers(metavar="show")
+    below = parser.add_subparsers(metavar="{show,schema}")
+    add_command(below, "schema", run_schema, "print the JSON schema of recipes, for editors", _RECIPES_EXAMPLES)
     show = add_command(
         below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES, "recipe", "overrides"
     )
@@ -119,6 +133,19 @@ def run_show(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_schema(options: argparse.Namespace) -> int:
+    Console().verbatim(recipe_schema())
+    return 0
+
+
+def recipe_schema() -> str:
+    """Return the JSON schema of recipes, of those too that extend another."""
+    schema = json_schema(RunConfig)
+    extends = {"type": "string", "description": "the recipe that this one differs from: a shipped name or a path"}
+    schema["properties"]["extends"] = extends
+    return json.dumps(schema, indent=1) + "\n"
+
+
 def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str]) -> None:
     """Print each section's heading, then its values: mark, path, value, help, and the default if it is another."""
     grid = rich.table.Table.grid(padding=(0, 1))
@@ -173,7 +200,8 @@ def make_environment(name: str, parent: Path) -> list[Path]:
             text = text.replace(_SKELETON, name).replace("recipe: skeleton", f"recipe: {name}")
             (directory / source.name).write_text(text, encoding="utf-8")
             written.append(Path(name) / source.name)
-    return written
+    (directory / _SCHEMA).write_text(recipe_schema(), encoding="utf-8")
+    return [*written, Path(name) / _SCHEMA]
 
 
 class _Source(Config):

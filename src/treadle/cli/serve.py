@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import math
+import os
 import secrets
 import signal
 import sys
@@ -22,7 +23,7 @@ from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
-from treadle.engines.config import EngineConfig
+from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.setup.validation import check_engine_config
@@ -70,6 +71,7 @@ def add_commands(commands: Commands) -> None:
     )
     add_address(parser, 8000)
     parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
+    parser.add_argument("--api-key-env", metavar="NAME", help="variable that has the API key (default: a new key)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
@@ -88,24 +90,29 @@ def add_commands(commands: Commands) -> None:
 class ServeConfig(Config):
     """Configuration of the server, with the same keys as in a recipe."""
 
+    device: Device = Field("auto", description="that the engine computes on")
     engine: EngineConfig = Field(description="what samples")
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    engine = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides).engine
+    config = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides)
     model = ModelConfig(**located(options.model), chat_template=options.chat_template)
-    _check(options, engine)
+    _check(options, config.engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
     address = address_of(options, "treadle serve")
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
         from treadle.models.chat import load_chat
+        from treadle.orchestration.setup.device import check_device, chosen, settled_engine
         from treadle.training.make import load_source
 
+        device = chosen(config.device)
+        check_device(device)
+        config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
         renderer, source = load_chat(model)[1], load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
         gateway = Gateway(model=options.model.name)
-        asyncio.run(_serve(options, engine, renderer, source, gateway, serving(gateway, address, listening)))
+        asyncio.run(_serve(options, config, renderer, source, gateway, serving(gateway, address, listening)))
     return 0
 
 
@@ -119,6 +126,8 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
         raise ConfigError(f"--max-tokens {options.max_tokens}: must be at least 1")
+    if options.api_key_env and not os.environ.get(options.api_key_env):
+        raise ConfigError(f"--api-key-env: the environment variable {options.api_key_env!r} is not set")
     if options.parser != AUTO:
         reply_parser(options.parser, "--parser")
     check_engine_config(engine)
@@ -126,7 +135,7 @@ def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
 
 async def _serve(
     options: argparse.Namespace,
-    config: EngineConfig,
+    config: ServeConfig,
     renderer: ChatRenderer,
     source: EmbeddedSource,
     gateway: Gateway,
@@ -137,17 +146,17 @@ async def _serve(
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = await open_serving(config, renderer, source)
+    engine = await open_serving(config.engine, renderer, source, config.device)
     try:
         session = _session(options, renderer, source.model.context, engine)
         async with server as url:
-            address = gateway.attach(session)
+            address = gateway.attach(session, os.environ[options.api_key_env] if options.api_key_env else None)
             problem = session.renderer.tools_problem(parse=session.parse)
             refused = f"; tools are refused: {problem}" if problem else ""
-            console.line(f"serving {options.model}; press Ctrl-C to stop")
+            console.line(f"serving {options.model} on {config.device}; press Ctrl-C to stop")
             console.line(f"base URL  {url}/v1 (for Anthropic's clients: {url})")
             console.line(f"replies   read by {parser_name(session.parse)}{refused}")
-            console.line(f"API key   {address.secret}")
+            console.line(f"API key   {'$' + options.api_key_env if options.api_key_env else address.secret}")
             await stop.wait()
         session.close()
         if options.record is not None and session.steps:

@@ -158,7 +158,7 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
     if result.memory:
         table = make_table("memory", "MB", "how", text=("memory", "how"))
         for part in result.memory:
-            table.add_row(part.name, f"{part.bytes / 1e6:,.1f}", part.formula)
+            table.add_row(part.name + ", GPU" * part.on_gpu, f"{part.bytes / 1e6:,.1f}", part.formula)
         console.table(table)
         console.text(
             "P weights, A of adapters, R the reference's, D the teacher's; T tokens of a micro-batch,\n"

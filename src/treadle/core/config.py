@@ -116,9 +116,9 @@ def _parse(text: str, source: str, advice: str = "") -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}" if mark and not advice else source
-        raise ConfigError(f"{place}: {error.problem or error.context}{advice}") from error
+        raise ConfigError(f"{place}: {error.problem or error.context}{advice}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: {error}{advice}") from error
+        raise ConfigError(f"{source}: {error}{advice}") from None
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
@@ -228,14 +228,14 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
         raise ConfigError(f"{source}: not plain data: {error}" if source else f"not plain data: {error}") from error
     try:
         return cls.model_validate_json(plain)
-    except pydantic.ValidationError as error:
+    except pydantic.ValidationError:
         before, lines = _problems(cls, data) if overrides else [], []
         for problem in _problems(cls, changed):
             touching = [o for o in overrides if problem not in before and overlap(problem.path, _key(o))]
             origin = " ".join(_short(o, quote=False) for o in touching) or source
             path = problem.path if problem.named and _key(origin) != problem.path else ""
             lines.append(": ".join(part for part in (origin, path, problem.text) if part))
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError("\n".join(lines)) from None  # they say all that pydantic's own text does
 
 
 class _Problem(NamedTuple):
@@ -301,6 +301,21 @@ def _keys(cls: type[Config], data: Any, location: Location) -> Location:
 
 _ALIASES = {
     **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "num_warmup_steps"), "optimizer.warmup"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "optimizer.betas"),
+    **dict.fromkeys(("total_training_steps", "num_train_steps", "num_steps"), "orchestration.updates"),
+    **dict.fromkeys(("save_steps", "save_freq", "ckpt_interval"), "orchestration.checkpoint_every"),
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), "evaluation.every"),
+    **dict.fromkeys(("max_off_policy_steps", "async_level", "max_lag"), "orchestration.max_staleness"),
+    **dict.fromkeys(("model_name", "model_name_or_path", "pretrained", "model_path"), "model.path"),
+    **dict.fromkeys(("lora_r", "lora_rank", "r"), "lora.rank"),
+    "lora_alpha": "lora.alpha",
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "lora.targets"),
+    **dict.fromkeys(("bf16", "mixed_precision", "torch_dtype"), "training.precision"),
+    **dict.fromkeys(("entropy_coeff", "entropy_bonus", "ent_coef"), "entropy_coef"),
+    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "reward"),
+    **dict.fromkeys(("use_vllm", "inference_engine"), "engine.kind"),
+    **dict.fromkeys(("max_num_seqs", "rollout_batch_size"), "engine.batch"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
     **dict.fromkeys(("n", "num_generations", "rollouts_per_prompt", "n_samples", "n_samples_per_prompt"), "group_size"),
     **dict.fromkeys(("train_batch_size", "prompts_per_step", "num_prompts"), "tasks_per_update"),
@@ -308,15 +323,28 @@ _ALIASES = {
     **dict.fromkeys(("max_new_tokens", "max_response_length", "max_completion_length"), "max_completion_tokens"),
     **dict.fromkeys(("max_prompt_length", "max_prompt_tokens", "max_model_len"), "max_input_tokens"),
     **dict.fromkeys(("max_turns", "max_assistant_turns"), "max_steps"),
-    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "coef"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "kl.coef"),
     **dict.fromkeys(
-        ("epsilon", "clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_low", "eps_high"), "policy_loss_options"
+        (
+            "epsilon",
+            "clip_range",
+            "cliprange",
+            "clip_ratio",
+            "clip_eps",
+            "eps_low",
+            "eps_high",
+            "epsilon_high",
+            "clip_ratio_low",
+            "clip_ratio_high",
+            "eps_clip",
+        ),
+        "policy_loss_options",
     ),
     **dict.fromkeys(("lam", "gae_lam", "lambda_", "gae_lambda", "gamma"), "advantage_options"),
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), "advantage"),
     **dict.fromkeys(("loss_type", "loss", "policy_loss_type"), "policy_loss"),
 }
-"""What other libraries call a setting -> what it is called here."""
+"""What other libraries call a setting -> what it is called here, or the end of its path."""
 
 
 def _short(value: Any, limit: int = 80, quote: bool = True) -> str:
@@ -330,7 +358,8 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     if instead := cls.removed_keys.get(".".join([*parents, leaf])) or (section and section.removed_keys.get(leaf)):
         return f"there is no key {'.'.join([*parents, leaf])!r} any more; {instead}"
     siblings = list(_fields_at(cls, keys[:-1]))
-    if meant := [path for path in paths(cls) if path.rpartition(".")[2] == _ALIASES.get(leaf)]:
+    alias = _ALIASES.get(leaf)
+    if meant := [path for path in paths(cls) if alias and f".{path}".endswith(f".{alias}")]:
         meant = [path for path in meant if path.rpartition(".")[0] == ".".join(parents)] or meant
         return f"unknown key {'.'.join([*parents, leaf])!r}; did you mean {' or '.join(map(repr, meant))}?"
     near = difflib.get_close_matches(leaf, siblings, n=1) or [name for name in siblings if leaf in name.split("_")]
@@ -370,6 +399,26 @@ def paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
         nested = _config_class(field.annotation)
         if nested:
             yield from paths(nested, f"{prefix}{name}.")
+
+
+def json_schema(cls: type[Config]) -> dict[str, Any]:
+    """Return the JSON schema of files that hold some keys: none is required, and null takes one away (`merge`)."""
+    schema: dict[str, Any] = _partial(cls.model_json_schema())
+    return schema
+
+
+def _partial(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_partial(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _partial(value) for key, value in schema.items() if key not in ("properties", "required", "default")}
+    if fields := schema.get("properties"):
+        made["properties"] = {
+            name: {"description": field.get("description", ""), "anyOf": [_partial(field), {"type": "null"}]}
+            for name, field in fields.items()
+        }
+    return made
 
 
 def describe(config: Config, defaults: Config | None = None, prefix: str = "") -> list[FieldLine]:

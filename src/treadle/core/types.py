@@ -89,6 +89,7 @@ class Status(StrEnum):
     MAX_STEPS = "max_steps"  # the agent loop's limit on LLM calls
     CONTEXT = "context"  # the next prompt would not have fitted
     FAILED = "failed"  # something raised or timed out; there is no reward
+    GRADED = "graded"  # the same, with the reward of `failures.causes`
 
 
 class StepState(StrEnum):

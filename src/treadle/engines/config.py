@@ -12,6 +12,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.registry import NoOptions, build_options
 
 InFlight = Literal["keep", "recompute"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 class VLLMConfig(Config):
@@ -74,7 +75,9 @@ class EngineConfig(Config):
     cache_gib: float = Field(
         4.0, gt=0, description="torch: most memory for keys and values; what was not used for long is computed again"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of the engine's weights; default: float32, on a GPU bfloat16"
+    )
     in_flight: InFlight = Field(
         "keep",
         description="what becomes of the KV caches of completions in flight when weights change: keep them, or "
@@ -124,8 +127,12 @@ class EngineConfig(Config):
         return self.batch * self.count
 
     @property
+    def dtype_name(self) -> Literal["float32", "bfloat16"]:
+        return self.dtype or "float32"
+
+    @property
     def tolerance(self) -> float:
-        return tolerance_of(self.dtype)
+        return tolerance_of(self.dtype_name)
 
 
 def tolerance_of(dtype: str | None) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,17 +35,35 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
 _PASSING = (408, 409, 429, 500, 502, 503, 504, 529)  # statuses that may pass by themselves
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of the calls of one judge, in this process. Raises ConfigError.
+
+    concurrency: calls at a time. per_second: calls begun in a second, at most. timeout: seconds for a call. patience:
+    seconds of calls and pauses after which a question is given up; until then a call that fails is made again, with
+    growing pauses. tries: replies to a question until one can be read.
+    """
+
+    concurrency: int = 8
+    per_second: float = math.inf
+    timeout: float = 30.0
+    patience: float = 45.0
+    tries: int = 3
+
+    def __post_init__(self) -> None:
+        if min(self.concurrency, self.tries) < 1 or min(self.per_second, self.timeout, self.patience) <= 0:
+            raise ConfigError(f"{self}: concurrency and tries are at least 1, the others above 0")
+
+
 class Judge:
     """A model that judges by a rubric. May be shared by all attempts; make it once.
 
         judge = Judge("http://127.0.0.1:8000/v1", "qwen", [Criterion("polite", "Is the agent polite?")])
         reward = await judge.grade(transcript)
 
-    votes: replies to each question. concurrency: calls at a time; per_second: calls begun in a second, at most; both of
-    this process. timeout: seconds for a call. patience: seconds after which one that fails is given up; until then it
-    is made again, with growing pauses. tries: replies to a question until one can be read. cache: a directory for
-    replies that could be read; none is asked for again. api_key_env: the environment variable that has the key.
-    options: of the request, as `{"temperature": 1.0, "max_tokens": 500}`.
+    votes: replies to each question. cache: a directory for replies that could be read; none is asked for again.
+    api_key_env: the environment variable that has the key. options: of the request, as `{"temperature": 1.0,
+    "max_tokens": 500}`.
 
     Raises ConfigError.
     """
@@ -55,11 +75,7 @@ class Judge:
         rubric: Sequence[Criterion],
         *,
         votes: int = 1,
-        concurrency: int = 8,
-        per_second: float = math.inf,
-        timeout: float = 30.0,
-        patience: float = 45.0,
-        tries: int = 3,
+        limits: Limits = Limits(),
         cache: str | Path | None = None,
         api_key_env: str | None = None,
         options: Mapping[str, Any] | None = None,
@@ -69,15 +85,13 @@ class Judge:
         names = [criterion.name for criterion in rubric]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"a rubric needs criteria of different names, got {names}")
-        if min(votes, concurrency, tries) < 1 or min(per_second, timeout, patience) <= 0:
-            raise ConfigError("votes, concurrency and tries are at least 1, per_second, timeout and patience above 0")
+        if votes < 1:
+            raise ConfigError(f"votes is {votes}; it must be at least 1")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigError(f"api_key_env: the environment variable {api_key_env!r} is not set")
         self._url, self._model, self._rubric = f"{url.rstrip('/')}/chat/completions", model, tuple(rubric)
-        self._votes, self._tries = votes, tries
-        self._concurrency, self._interval = concurrency, 1 / per_second
-        self._timeout, self._patience = timeout, patience
-        self._cache, self._key_env, self._options = cache and Path(cache), api_key_env, dict(options or {})
+        self._votes, self._limits, self._options = votes, limits, dict(options or {})
+        self._cache, self._key_env = cache and Path(cache), api_key_env
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
         self._next_call = -math.inf
 
@@ -90,21 +104,19 @@ class Judge:
         Raises TrajectoryFailure of cause verifier if a vote is missing: an outage longer than `patience`, a refusal, or
         replies that cannot be read.
         """
-        texts, numbers = (transcript, task, reference), range(self._votes)
-        try:
-            async with asyncio.TaskGroup() as group:
-                asked = [[group.create_task(self._vote(c, number, *texts)) for number in numbers] for c in self._rubric]
-        except ExceptionGroup as several:
-            raise several.exceptions[0] from None
-        votes = [[vote.result() for vote in of_one] for of_one in asked]
-        return Reward({c.name: c.weight * fmean(given) for c, given in zip(self._rubric, votes, strict=True)})
+        votes = {
+            c.name: [asyncio.create_task(self._vote(c, n, transcript, task, reference)) for n in range(self._votes)]
+            for c in self._rubric
+        }
+        await asyncio.gather(*itertools.chain(*votes.values()), return_exceptions=True)  # all are counted, and cached
+        return Reward({c.name: c.weight * fmean(vote.result() for vote in votes[c.name]) for c in self._rubric})
 
     async def _vote(self, criterion: Criterion, number: int, transcript: str, task: str, reference: str) -> float:
         asked = [self._url, self._model, self._options, TEMPLATE, criterion.prompt, criterion.form]
         content = json.dumps([*asked, number, transcript, task, reference], sort_keys=True)
         file = self._cache and self._cache / f"{hashlib.sha256(content.encode()).hexdigest()}.txt"
         cached = [file.read_text("utf-8", "replace")] if file and file.is_file() else []
-        for _ in range(len(cached) + self._tries):
+        for _ in range(len(cached) + self._limits.tries):
             known = bool(cached)
             reply = cached.pop() if known else await self._ask(messages(criterion, transcript, task, reference))
             try:
@@ -119,21 +131,23 @@ class Judge:
         raise self._failure(problem)
 
     async def _ask(self, request: list[dict[str, str]]) -> str:
-        """Return the reply to a request, made again until there is one."""
+        """Return the reply to a request, made again until there is one. A pause takes no other call's place."""
         loop, (_, http, places) = asyncio.get_running_loop(), self._opened()
-        async with places:
-            end, pause = loop.time() + self._patience, _FIRST_PAUSE
-            while True:
-                begin = max(loop.time(), self._next_call)
-                self._next_call = begin + self._interval
-                await asyncio.sleep(begin - loop.time())
-                reply, problem, least = await self._try(http, request, min(self._timeout, end - loop.time()))
-                if reply is not None:
-                    return reply
-                if loop.time() + (wait := max(pause, least)) >= end:
-                    raise self._failure(f"no answer for {self._patience:g} s, at last: {problem}")
-                await asyncio.sleep(wait)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+        left, pause = self._limits.patience, _FIRST_PAUSE  # waiting for a place tries nobody's patience
+        while True:
+            async with places:
+                began = max(loop.time(), self._next_call)
+                self._next_call = began + 1 / self._limits.per_second
+                await asyncio.sleep(began - loop.time())
+                reply, problem, least = await self._try(http, request, min(self._limits.timeout, left))
+            if reply is not None:
+                return reply
+            wait = max(pause, least)
+            left -= loop.time() - began + wait
+            if left <= 0:
+                raise self._failure(f"no answer within {self._limits.patience:g} s, at last: {problem}")
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _try(
         self, http: httpx.AsyncClient, request: list[dict[str, str]], timeout: float
@@ -169,7 +183,7 @@ class Judge:
             limits = httpx.Limits(max_keepalive_connections=0)
             secure = self._url.startswith("https")
             http = httpx.AsyncClient(timeout=None, limits=limits, verify=secure, trust_env=secure)
-            self._open, self._next_call = (loop, http, asyncio.Semaphore(self._concurrency)), -math.inf
+            self._open, self._next_call = (loop, http, asyncio.Semaphore(self._limits.concurrency)), -math.inf
         return self._open
 
     def _failure(self, problem: str) -> TrajectoryFailure:

@@ -215,7 +215,7 @@ def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
     unread = fields.keys() - accepted - {"rope_parameters", "rope_theta"}
     if unknown := sorted(unread - _read_by_the_model(model_config, unread)):
         raise ConfigError(f"model.build: {model_type} knows no {unknown}")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     return model

@@ -50,7 +50,7 @@ def adapt(
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Give the model's linear layers adapters, which alone are trained from now on; the model computes as before."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         _inject(model, _peft_config(model, config))
 

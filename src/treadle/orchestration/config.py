@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
@@ -18,7 +18,7 @@ from treadle.core.config import Config, build, load_yaml, merge
 from treadle.core.errors import Cause, ConfigError, RunError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig
-from treadle.engines.config import EngineConfig
+from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.rollout.config import RolloutConfig
@@ -43,6 +43,7 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
         "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
         "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
+        "placement.learner.device": "set device, which learner and engine have in common",
         "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
         "engine.vllm": "set engine.options, which are those of engine.kind",
         "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full, or as "
@@ -215,6 +216,10 @@ class CallbackConfig(Config):
     def _by_name(cls, data: Any) -> Any:
         return {"name": data} if isinstance(data, str) else data
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(core_schema), {"type": "string"}]}
+
 
 class RunConfig(Config):
     """The configuration of a run."""
@@ -224,6 +229,11 @@ class RunConfig(Config):
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="what the recipe does, in a line")
     seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
+    device: Device = Field(
+        "auto",
+        description="what learner and Treadle's own engine compute on: cuda is a GPU for each rank of the learner, mps "
+        "Apple's; auto: cuda if this machine has it, else cpu (on a cluster cpu)",
+    )
     environment: str = Field("", description="default environment, for tasks that name none")
     environment_options: dict[str, Any] = Field(default_factory=dict, description="arguments of its constructor")
     reward: str = Field(
@@ -350,6 +360,7 @@ class RunConfig(Config):
             self.seed,
             self.placement.learner,
             self.orchestration.traced_groups,
+            "cpu" if self.device == "auto" else self.device,
         )
 
     def engine_in_training(self, may_wait: bool) -> EngineConfig:

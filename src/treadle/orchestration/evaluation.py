@@ -229,13 +229,19 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     dump: a file for all trajectories, one a line.
     """
     from treadle.models.chat import load_chat
+    from treadle.orchestration.setup.device import check_device, settled, unused_gpus
     from treadle.orchestration.setup.engines import use_threads
     from treadle.training.make import load_source
 
-    config, section, table_by = subject.config, subject.config.evaluation, subject.config.data.table_by
+    config = settled(subject.config)
+    if config.engine.kind == "torch":
+        check_device(config.device)
+        if line := unused_gpus(config.device, config.engine):
+            progress.log(line)
+    subject, section, table_by = replace(subject, config=config), config.evaluation, config.data.table_by
     renderer = load_chat(subject.model_config)[1]
     source = load_source(subject.model_config, config.seed)
-    use_threads(config.training.threads, source.model.parameters)
+    use_threads(config.training.threads, source.model.parameters, device=config.device)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
     check_first_prompts(played, renderer, config, source.model.context, progress.log)
     started = time.perf_counter()
@@ -265,7 +271,8 @@ async def _play(
     temperature = config.evaluation.temperature
     total = len(inputs.held_out) * config.evaluation.attempts_at(temperature)
     progress.phase("evaluation", 0, total)
-    engine = await open_serving(config.engine_in_evaluation(inputs.players.may_wait), renderer, source)
+    section = config.engine_in_evaluation(inputs.players.may_wait)
+    engine = await open_serving(section, renderer, source, config.device)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts:

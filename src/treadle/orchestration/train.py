@@ -28,6 +28,7 @@ from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
 from treadle.orchestration.reporting.reporter import Clock, run_summary
 from treadle.orchestration.reporting.stalls import StallWarnings
 from treadle.orchestration.runtime import Runtime, open_runtime
+from treadle.orchestration.setup.device import check_device, describe_device, settled, unused_gpus
 from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.orchestration.setup.thread_count import available_cores
@@ -107,12 +108,17 @@ def _train(
             cleanup.enter_context(closing(run))
             resumed, config = _find_checkpoint(run, config, inputs, checkpoint)
             clock.wall_before, clock.cpu_before = resumed.state.wall_seconds, resumed.state.cpu_seconds
+        else:
+            config = settled(config)
+        ranks, embedded = config.placement.learner.ranks, config.placement.kind == "embedded"
+        if embedded:
+            check_device(config.device, ranks)
         state = resumed.state if resumed else LoopState(began=datetime.now().isoformat(timespec="seconds"))
 
         renderer = load_chat(config.model, datetime.fromisoformat(state.began))[1]
         runtime = runtime or cleanup.enter_context(open_runtime(config, path, progress.log))
         trainer = cleanup.enter_context(closing(runtime.make_trainer(config.trainer)))
-        threads = use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
+        threads = use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
         config = _with_threads(config, threads)
 
         if resumed is None:
@@ -122,14 +128,16 @@ def _train(
             check_drivers(inputs.players, renderer, config, progress.log)
             run = cleanup.enter_context(closing(RunDirectory.create(path, config)))
             record_data(run, inputs)
-            progress.log(f"run directory: {path} ({_describe_threads(threads)})")
+            progress.log(f"run directory: {path} ({describe_device(config)}, {_describe_threads(threads)})")
             problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
             if inputs.players.agents and problem:
                 progress.log(f"agents' calls with tools will be refused: {problem}")
         else:
             updates = f"{state.update} of {config.orchestration.updates} updates"
-            progress.log(f"resuming {path} after {updates} ({_describe_threads(threads)})")
+            progress.log(f"resuming {path} after {updates} ({describe_device(config)}, {_describe_threads(threads)})")
             _report_changes(resumed.changed, config, state.update, progress)
+        if embedded and (line := unused_gpus(config.device, config.engine, ranks)):
+            progress.log(line)
 
         section = config.orchestration
         run.require_space(trainer.checkpoint_bytes, section.keep_last + (section.keep_best is not None))
@@ -156,7 +164,7 @@ def _find_checkpoint(
     run: RunDirectory, config: RunConfig, inputs: Inputs, name: str | None
 ) -> tuple[_Resumed, RunConfig]:
     """Check that a locked run can go on with this configuration and tasks; returns from where, and the configuration
-    with the number of threads that the run was started with, where no other is configured.
+    with the threads, device and precisions that the run was started with, where no others are configured.
     """
     recover_ledger(run, run.config().orchestration.ledger_directory)
     ledger = run.ledger()
@@ -166,7 +174,7 @@ def _find_checkpoint(
     if run.summary_file.is_file() and name is None and state.update >= config.orchestration.updates:
         raise RunError(f"run {str(run.path)!r} is finished ({state.update} updates); nothing to resume")
     before = run.config()
-    config = _with_threads(config, config.training.threads or before.training.threads)
+    config = _with_threads(settled(config, before), config.training.threads or before.training.threads)
     changed = changes(before, config)
     check_changes(changed, state.update)
     check_same_data(run, inputs)
@@ -262,6 +270,7 @@ class _Run:
             config.training.routing_replay,
             config.pinned,
             log,
+            config.device,
         )
         engine, weight_sync = await self.runtime.open_engine(spec)
         longest = config.rollout.longest_call

@@ -25,7 +25,7 @@ from treadle.core.engine import Completion, Engine
 from treadle.core.errors import ConfigError, EngineError, PlacementError, TreadleError
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams
-from treadle.engines.config import EngineConfig, tolerance_of
+from treadle.engines.config import EngineConfig
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, MakeEngine, RemoteEngine
 from treadle.engines.staging import to_host
@@ -49,15 +49,12 @@ def make_engine(
     make: Callable[[PreTrainedModel], LocalEngine],
     threads: int,
     deterministic: bool,
-    device: str,
 ) -> LocalEngine:
-    """Return an engine in this process. threads, deterministic, device: how and where it computes."""
+    """Return an engine in this process. threads, deterministic: how it computes."""
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
-    model = load_model()
-    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    return make(model)
+    return make(load_model())
 
 
 class EngineActor(Placed, EngineService):
@@ -73,16 +70,16 @@ async def open_engines(config: RunConfig, reservation: Reservation, spec: Engine
             f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch and vllm; set "
             "one of them to another"
         )
-    options = torch_options(spec.config, spec.renderer, spec.routing, spec.pinned)
+    device = "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu"
+    options = torch_options(replace(spec, device=device))
     make = partial(
         make_engine,
         spec.load_model,
         partial(make_local_engine, options=options, decode=spec.renderer.decode),
         torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        "cuda" if "GPU" in reservation.of("engine")[0].resources else "cpu",
+        torch.are_deterministic_algorithms_enabled() and device == "cpu",
     )
-    destination = ObjectStore(getattr(torch, spec.config.dtype))
+    destination = ObjectStore(getattr(torch, spec.config.dtype_name))
     if isinstance(spec.source, ColocatedTrainer):
         async with spec.source.turns.of("engines"):
             pool: EnginePool = ColocatedPool(await _open_all(make, reservation, spec), spec.source.turns)
@@ -98,7 +95,7 @@ async def _open_all(make: MakeEngine, reservation: Reservation, spec: EngineSpec
             make,
             partial(Actor, str(bundle), EngineActor, reservation.options(bundle)),
             lock_step=spec.config.lock_step is not False,
-            tolerance=tolerance_of(spec.config.dtype),
+            tolerance=spec.config.tolerance,
             notify=spec.log,
         )
         for bundle in reservation.of("engine")

@@ -196,7 +196,7 @@ def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
         partial(make_rank_trainer, spec),
         [reservation.options(bundle) for bundle in reservation.of("learner rank")],
         replicas=section.replicas,
-        device=section.device,
+        device=spec.device,
     )
     colocated = any(bundle.beside is not None for bundle in reservation.bundles)
     return ColocatedTrainer(ranks) if colocated else RankGroup(ranks)

@@ -44,10 +44,10 @@ class Bundle:
         return f"{self.role} {self.number}"
 
 
-def bundles_of(config: PlacementConfig) -> list[Bundle]:
-    """Return what a run needs: learner ranks first, then engines, then rollout workers."""
+def bundles_of(config: PlacementConfig, device: str = "cpu") -> list[Bundle]:
+    """Return what a run needs: learner ranks first, then engines, then rollout workers. device: of each rank."""
     learner, engines, rollout = config.learner, config.engines, config.rollout
-    gpus = (1.0 if learner.device == "cuda" else 0.0), float(engines.gpus)
+    gpus = (1.0 if device == "cuda" else 0.0), float(engines.gpus)
     if config.colocate:
         gpus = gpus[0] / 2, gpus[0] / 2
     of_rank, of_engine = ({"CPU": 1.0} | ({"GPU": share} if share else {}) for share in gpus)

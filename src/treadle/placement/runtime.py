@@ -43,7 +43,7 @@ class Placement:
 def placed(config: RunConfig, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
     """Hold what a run needs within, checked. directory: where runs are. Raises PlacementError."""
     section = config.placement
-    bundles = bundles_of(section)
+    bundles = bundles_of(section, config.device)
     with connected(section.address, bundles, log), reserve(bundles, section.wait) as reservation:
         placement = Placement(reservation, check_places(reservation, directory, config.rollout.gateway))
         check_transfer(config, placement)

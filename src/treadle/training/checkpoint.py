@@ -318,7 +318,7 @@ def _restore_moments(learner: Learner, moments: TensorSource) -> None:
     state.clear()
     for name, parameter in trained(learner.trained):
         if f"{_MOMENTS[0]}.{name}" in moments.shapes:
-            step = torch.zeros((), device=parameter.device)
+            step = torch.zeros(())  # on the CPU, as AdamW's own
             zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter), step)
             state[parameter] = dict(zip(_MOMENTS, zeros, strict=True))
             restored |= {f"{moment}.{name}": tensor for moment, tensor in state[parameter].items()}

@@ -73,11 +73,11 @@ class TrainingConfig(Config):
     max_tokens_per_microbatch: int = Field(
         8192, ge=1, description="most tokens of one forward pass; a matter of cost only"
     )
-    precision: Literal["float32", "bfloat16", "bfloat16_pure"] = Field(
-        "float32",
+    precision: Literal["float32", "bfloat16", "bfloat16_pure"] | None = Field(
+        None,
         description="of forward passes; weights and optimizer stay float32. bfloat16: where autocast finds it safe; "
         "bfloat16_pure: of norms and residuals, too, which halves what several ranks gather; with lora also of the "
-        "model's own weights",
+        "model's own weights. Default: float32; on a GPU bfloat16, with lora bfloat16_pure",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     routing_replay: bool = Field(
@@ -102,7 +102,6 @@ class LearnerPlacement(Config):
     """Configures the processes that train one model together."""
 
     ranks: int = Field(1, ge=1, description="processes, each of which holds a part of the weights")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="what they compute on: 'cuda' is a GPU for each")
     replicas: int = Field(1, ge=1, description="copies of the model, each spread over ranks / replicas processes")
     loading: Literal["broadcast", "sharded"] = Field(
         "broadcast",
@@ -126,7 +125,7 @@ class TrainerSpec:
     """Picklable recipe of a trainer, so that each of several processes can make its own.
 
     updates: optimizer updates of the whole run, for schedules. max_staleness: 0 if nothing is sampled during training.
-    traced_groups: share of groups whose results have traces.
+    traced_groups: share of groups whose results have traces. device: of each rank, by torch's name.
     """
 
     model: ModelConfig
@@ -138,6 +137,7 @@ class TrainerSpec:
     seed: int
     placement: LearnerPlacement
     traced_groups: float
+    device: str = "cpu"
 
 
 def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:

@@ -209,7 +209,7 @@ class Learner:
         objective = self.objective(batch, advantage, logp_old, logp_ref, values, logp_teacher)
         scores, layout = self._backward(batch, objective)
         if self.teacher is not None:
-            advantage = objective.advantage(scores).double().cpu().numpy()
+            advantage = objective.advantage(scores).cpu().double().numpy()
         totals = objective.metrics(scores) + layout
         self._check_loss(totals["loss"], scores, objective)
         rate = learning_rate(self.training.optimizer, self.updates_done, self.updates)
@@ -382,7 +382,8 @@ class Learner:
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         dtype = torch.float64 if self.model.dtype is torch.float64 else torch.float32
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device, dtype)
+        values = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)  # first: Apple's GPUs have no float64
+        return values.to(self.model.device)
 
 
 def _layout_metrics(laid_out: Sequence[Slot]) -> Measures:

@@ -17,7 +17,7 @@ from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_sharded
-from treadle.training.config import LearnerPlacement, TrainerSpec
+from treadle.training.config import TrainerSpec
 from treadle.training.learner import Learner
 from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
@@ -34,8 +34,8 @@ def make_trainer(spec: TrainerSpec) -> Trainer:
     Raises ConfigError for a model that cannot be loaded or trained, DamageError for a damaged one; so for a reference
     or a teacher.
     """
-    _check_device(spec.placement)
     if spec.placement.ranks > 1:
+        _check_torch(spec.placement.ranks)
         from treadle.training.rank_group import start_ranks  # whose ranks make their own parts with this module
 
         return start_ranks(spec)
@@ -59,7 +59,7 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     if spec.placement.ranks == 1:
         for module in (model, reference, teacher):
             if module is not None:
-                module.to(spec.placement.device)  # type: ignore[arg-type]  # a wrapper hides the signature
+                module.to(spec.device)  # type: ignore[arg-type]  # a wrapper hides the signature
     share = spec.traced_groups if first else 0.0  # all ranks would trace the same
     traced = TracedGroups(spec.seed, share)
     return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read, teacher)
@@ -75,17 +75,12 @@ def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
     return partial(read_sharded, directory=require_model(config.path, "model.path"), ranks=ranks)
 
 
-def _check_device(placement: LearnerPlacement) -> None:
-    """Raise ConfigError if there are fewer GPUs than ranks that want one, or this PyTorch cannot train on several."""
-    if placement.ranks > 1 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+def _check_torch(ranks: int) -> None:
+    """Raise ConfigError if this PyTorch cannot train on several ranks."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
-            f"placement.learner.ranks is {placement.ranks}, which needs torch 2.13 or newer, not "
-            f"{torch.__version__}; upgrade it, or set placement.learner.ranks to 1"
-        )
-    if placement.device == "cuda" and placement.ranks > (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"placement.learner.device is 'cuda' for {placement.ranks} rank(s), and this torch ({torch.__version__}) "
-            f"sees {count} GPUs; set placement.learner.device to cpu, or ranks to the number of GPUs"
+            f"placement.learner.ranks is {ranks}, which needs torch 2.13 or newer, not {torch.__version__}; upgrade "
+            "it, or set placement.learner.ranks to 1"
         )
 
 

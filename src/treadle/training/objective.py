@@ -195,7 +195,8 @@ class Objective:
         mask = tokens.mask
         values = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
         if self.first or not self.anchored:
-            ratio = (scores.logp - tokens.logp_old)[mask].double().exp()  # in float64, which no ratio leaves
+            ratio = (scores.logp - tokens.logp_old)[mask]
+            ratio = _wide(ratio).exp()  # in float64, which no ratio leaves
             values |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
             values[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.loss_options)[mask]
@@ -223,7 +224,7 @@ class Objective:
         if self.truncated is not None and not mask.any():
             return {}
         gap = (tokens.logp_old - tokens.logp_rollout)[mask]
-        gaps = {GAP_MEAN: gap.abs(), GAP_MAX: gap.abs(), GAP_KL: k3(torch.zeros_like(gap.double()), gap.double())}
+        gaps = {GAP_MEAN: gap.abs(), GAP_MAX: gap.abs(), GAP_KL: k3(torch.zeros_like(_wide(gap)), _wide(gap))}
         if self.lag is None:
             return gaps
         lag = self.lag[index][mask]
@@ -274,6 +275,11 @@ def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
     values = [part.value for part in parts if part.value is not None]
     value = torch.cat([like[:0], *values])[order.to(logp.device)] if len(values) == len(parts) else None
     return TokenScores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)], value)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return the values in float64, on the CPU if their device has none (Apple's GPUs)."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 def lookup(slopes: LossGradients) -> Gradient:

@@ -48,7 +48,7 @@ def start_ranks(spec: TrainerSpec) -> RankGroup:
     """
     section = spec.placement
     return RankGroup(
-        RankProcesses(partial(make_rank_trainer, spec), section.ranks, replicas=section.replicas, device=section.device)
+        RankProcesses(partial(make_rank_trainer, spec), section.ranks, replicas=section.replicas, device=spec.device)
     )
 
 

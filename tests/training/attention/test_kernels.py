@@ -183,6 +183,7 @@ def test_a_tree_of_which_more_than_four_copies_would_be_gathered_is_not() -> Non
 
 def test_a_cpu_computes_by_tiles_and_a_gpu_by_flash_or_flex_attention() -> None:
     assert kernel_for(torch.device("cpu")) is Tiles
+    assert kernel_for(torch.device("mps")) is Dense
     cuda = kernel_for(torch.device("cuda", 1))(chain(3))
     assert isinstance(cuda, Cuda) and isinstance(cuda.varlen, Varlen) and isinstance(cuda.flex, Flex)
 

@@ -139,7 +139,7 @@ class Batch:
         self._computed = []
         numbers = [row.cached.row for row in entering]
         self._draw(set(numbers))
-        entering_rules = rules([row.call.sampling for row in entering], predicted.logits.device)
+        entering_rules = rules([row.call.sampling for row in entering], self._model.samples_on)
         self._append(entering, predicted, entering_rules, numbers)
         return len(calls)
 
@@ -158,7 +158,7 @@ class Batch:
         rows = [self._rows[number] for number in computed]
         if computed != self._computed:
             self._computed = computed
-            self._rules = rules([row.call.sampling for row in rows], self._model.device)
+            self._rules = rules([row.call.sampling for row in rows], self._model.samples_on)
         if self._drawn == _DRAWS:
             self._draw(set())
         where = slice(0, len(rows)) if everything else torch.tensor(computed, device=self._model.device)
@@ -305,9 +305,9 @@ class Batch:
         self._draws, self._drawn = token_uniforms(seeds[:, None], tokens), 0
 
     def _append(self, rows: Sequence[_Row], predicted: Predicted, how: Rules, numbers: list[int]) -> None:
-        draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(predicted.logits.device)
+        draws = torch.from_numpy(self._draws[numbers, self._drawn]).to(self._model.samples_on)
         self._drawn += 1
-        ids, logprobs = sample(predicted.logits, how, draws)
+        ids, logprobs = sample(predicted.logits.to(self._model.samples_on), how, draws)
         routing = None if predicted.routing is None else predicted.routing.cpu().numpy()
         for number, (row, token, logprob) in enumerate(zip(rows, ids.tolist(), logprobs.tolist(), strict=True)):
             if row.ended is not None:

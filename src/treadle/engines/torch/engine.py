@@ -84,7 +84,7 @@ class TorchEngine:
         own_thread: bool = True,
     ) -> None:
         dtype = model.dtype if options.dtype is None else getattr(torch, options.dtype)
-        self._model = CachedModel(model, dtype, options.prefill_tokens, options.routing)
+        self._model = CachedModel(model, dtype, options.prefill_tokens, options.routing, options.device)
         self.limits = Limits(self._model.vocabulary, self._model.context)
         self._batch = Batch(
             self._model,

@@ -44,11 +44,19 @@ class CachedModel:
     """A copy of a Hugging Face decoder that reads and writes a `KVCache`; one with adapters shares the base's tensors.
 
     dtype: of the weights and the cache; logits are always float32.
-    prefill_tokens: most (padded) tokens of one pass. routing: report which experts are chosen.
+    prefill_tokens: most (padded) tokens of one pass. routing: report which experts are chosen. device: to compute on;
+    None: the model's.
     Raises ConfigError for layers other than attention, and with routing if the choice of experts cannot be observed.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, prefill_tokens: int, routing: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        prefill_tokens: int,
+        routing: bool = False,
+        device: str | None = None,
+    ) -> None:
         require_plain_attention(model)
         adapted = bool(adapter_weights(model))
         shared = {
@@ -61,10 +69,13 @@ class CachedModel:
         for name, parameter in self.model.named_parameters():
             if ".lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
+        if device is not None:
+            self.model.to(device)
         self.model.set_attn_implementation(ATTENTION)
         self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
         self.device = self.model.device
+        self.samples_on = torch.device("cpu") if self.device.type == "mps" else self.device  # Apple's has no float64
         text = self.model.config.get_text_config()
         self.vocabulary, self.context = int(text.vocab_size), int(text.max_position_embeddings)
 

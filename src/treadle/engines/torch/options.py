@@ -16,6 +16,7 @@ class TorchEngineOptions:
     max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
     cache_gib: most memory for keys and values; calls wait for room, and the least recently used sequences go.
     dtype: of weights and cache, by torch's name; None: the model's. Logits are float32.
+    device: that it computes on, by torch's name; None: the model's.
     lock_step: admit in waves, for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or recompute it with the new ones.
     routing: completions report the chosen experts.
@@ -27,6 +28,7 @@ class TorchEngineOptions:
     prefill_tokens: int = 16384
     cache_gib: float = 4.0
     dtype: str | None = None
+    device: str | None = None
     lock_step: bool = False
     in_flight: InFlight = "keep"
     routing: bool = False

@@ -251,7 +251,7 @@ async def open_engine(
             raise
         return server
 
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype_name)
     transfer: Transfer = Collective(dtype) if config.vllm.transfer == "collective" else SharedMemory(dtype)
     servers: list[Server] = []
     opening = [asyncio.ensure_future(open_server(number)) for number in range(config.count)]

@@ -89,7 +89,7 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
         "served-model-name": "policy",
         "host": host,
         "port": port,
-        "dtype": config.dtype,
+        "dtype": config.dtype_name,
         "max-num-seqs": config.batch,
         "trust-remote-code": False,  # of the model's directory
         "generation-config": "vllm",  # no sampling defaults from the model's directory

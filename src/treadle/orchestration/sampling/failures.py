@@ -12,7 +12,6 @@ from treadle.core.rewards import LARGEST
 from treadle.core.types import Failure, Group, Status, Trajectory
 
 _BLAMELESS = (Cause.ENGINE, Cause.INFRASTRUCTURE)  # no task is to blame for these
-_GRADED = "graded after a failure"
 _RETRIES = 2  # of blameless failures: the next attempt often works; a task's own failure tends to repeat
 
 
@@ -77,12 +76,8 @@ class FailuresConfig(Config):
         failure: Failure | None = trajectory.failure
         if failure is None or (reward := self.causes.get(failure.cause, FailurePolicy()).grade) is None:
             return trajectory
-        warning = f"{_GRADED}: {failure.cause}: {failure.message}"
-        return replace(trajectory, reward=reward, status=Status.DONE, failure=None, warning=warning)
-
-
-def was_graded_after_failure(trajectory: Trajectory) -> bool:
-    return trajectory.warning.startswith(f"{_GRADED}: ")
+        warning = f"graded after a failure: {failure.cause}: {failure.message}"
+        return replace(trajectory, reward=reward, status=Status.GRADED, failure=None, warning=warning)
 
 
 def fails_by_task(group: Group, size: int, least: int) -> bool:

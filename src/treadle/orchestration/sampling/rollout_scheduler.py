@@ -14,9 +14,8 @@ from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus
 from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
-from treadle.core.types import Group, Trajectory
+from treadle.core.types import Group, Status, Trajectory
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.sampling.failures import was_graded_after_failure
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.stopping import StopConditionMet
@@ -216,14 +215,16 @@ class RolloutScheduler:
 
     def _is_rewarded(self, restored: Group) -> bool:
         """Whether a group on record has the rewards of `rewards.group`: its attempts are recorded with them."""
-        return self._shaper.group is not None and any(map(_was_graded, restored.trajectories))
+        return self._shaper.group is not None and any(map(_has_not_failed, restored.trajectories))
 
     async def _rewarded(self, group: Group, played: list[Trajectory]) -> Group:
         """The group with all attempts, and what `rewards.group` gives them, shaped and on record.
 
         What fails by that is rewarded again as often as attempts are retried; nothing is played again.
         """
-        graded = [] if self._shaper.group is None or self._is_rewarded(group) else [t for t in played if _was_graded(t)]
+        graded = (
+            [] if self._shaper.group is None or self._is_rewarded(group) else [t for t in played if _has_not_failed(t)]
+        )
         rewarded: dict[int, Trajectory] = {}
         for number in itertools.count(1):
             made = await self._shaper.reward_group(group.task, group.group_id, graded)
@@ -291,8 +292,8 @@ class RolloutScheduler:
         await self.groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
 
 
-def _was_graded(trajectory: Trajectory) -> bool:
-    return trajectory.failure is None and not was_graded_after_failure(trajectory)
+def _has_not_failed(trajectory: Trajectory) -> bool:
+    return trajectory.status not in (Status.FAILED, Status.GRADED)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,6 +1,6 @@
 """A dry run tries each part that a recipe needs by itself, trains, writes and downloads nothing, and estimates memory.
 
-    settings -> data -> callbacks -> tokenizer -> model, reference, teacher -> engine -> drivers -> prompt
+    settings -> device -> data -> callbacks -> tokenizer -> model, reference, teacher -> engine -> drivers -> prompt
     -> demonstrations -> memory, disk
 
 A part that is missing is named; parts that need it are left out, and all others are tried.
@@ -14,16 +14,18 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
+from treadle.core.types import Task
 from treadle.models.chat import load_chat
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
@@ -32,10 +34,12 @@ from treadle.models.support import require_plain_attention, why_not_packable
 from treadle.models.weights import published, trained, unique_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import load_callbacks
+from treadle.orchestration.setup.device import check_device, describe_device, settled, unused_gpus
 from treadle.orchestration.setup.inputs import FirstPrompt, Inputs, first_prompt, load_inputs
 from treadle.orchestration.setup.validation import check_context, check_engine_config, check_settings
 from treadle.orchestration.setup.warm_start import check_demonstrations
 from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
 from treadle.rollout.attempt import Players, open_drivers
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
@@ -45,6 +49,8 @@ from treadle.training.lm_head import CHUNK_BYTES
 
 T = TypeVar("T")
 Log = Callable[[str], None]
+
+_LOOKED_AT = 1000  # tasks of which the longest prompt is sought
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +97,11 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
 
     runs: directory that would hold the run's. log: takes lines about environments that block the event loop.
     """
-    result = DryRun()
+    result, config = DryRun(), settled(config)
     kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
     distillation = config.algorithm.distillation
     result.attempt("settings", lambda: _settings(config))
+    result.attempt("device", lambda: _device(config))
     inputs = result.attempt("data", lambda: _data(config))
     if config.callbacks:
         result.attempt("callbacks", lambda: (None, ", ".join(load_callbacks(config.callbacks))))
@@ -110,8 +117,9 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     if (section := config.warm_start) is not None and renderer is not None:
         result.attempt("warm start", lambda: _demonstrations(config, section, renderer))
     if model is not None and (reference is not None or not kl_model) and (teacher is not None or not distillation):
-        result.memory = estimate_memory(config, model, reference, teacher)
-        result.attempt("memory", lambda: _memory(result.memory))
+        prompt = _longest_prompt(config, inputs, renderer)
+        result.memory = estimate_memory(config, model, reference, teacher, prompt)
+        result.attempt("memory", lambda: _memory(result.memory, config.placement.learner.ranks))
         result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
     return result
 
@@ -119,6 +127,28 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
 def _settings(config: RunConfig) -> tuple[object, str]:
     check_settings(config)
     return None, "they fit together"
+
+
+def _device(config: RunConfig) -> tuple[object, str]:
+    ranks = config.placement.learner.ranks
+    if config.placement.kind != "embedded":
+        return None, describe_device(config)
+    check_device(config.device, ranks)
+    return None, "; ".join(filter(None, (describe_device(config), unused_gpus(config.device, config.engine, ranks))))
+
+
+def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRenderer | None) -> int | None:
+    """Tokens of the longest prompt among the first tasks, where an attempt is one reply to it; None if unknown."""
+    if not config.reward or inputs is None or renderer is None:
+        return None
+    longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)
+    with suppress(TreadleError):  # which the first prompt tells of
+        return min(len(Conversation(renderer).render(longest.prompt).ids), config.rollout.max_input_tokens)
+    return None
+
+
+def _characters(task: Task) -> int:
+    return sum(len(message["content"]) for message in task.prompt)
 
 
 def _data(config: RunConfig) -> tuple[Inputs, str]:
@@ -183,7 +213,7 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
         return None, run_event_loop(describe_servers(config.engine, longest), log)
     if config.engine.kind == "torch" and model is not None:
         require_plain_attention(model)
-    return None, f"{config.engine.kind}, {config.engine.dtype}, up to {config.engine.batch} sequences at once"
+    return None, f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once"
 
 
 def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:
@@ -216,13 +246,24 @@ def _demonstrations(config: RunConfig, section: WarmStartConfig, renderer: ChatR
     return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
 
 
-def _memory(parts: list[MemoryPart]) -> tuple[object, str]:
-    needed, available = sum(part.bytes for part in parts), machine_memory()
-    text = f"about {_size(needed)} at the peak, of {_size(available)} here"
-    if needed > available:
-        largest = max(parts, key=lambda part: part.bytes)
+def _memory(parts: list[MemoryPart], ranks: int) -> tuple[object, str]:
+    """Compare what is needed with what is here: of this machine, and of the GPUs, if they are."""
+    texts: list[str] = []
+    lacking: MemoryPart | None = None
+    for on_gpu in (True, False):
+        there = [part for part in parts if part.on_gpu is on_gpu]
+        if not there:
+            continue
+        needed = sum(part.bytes for part in there)
+        available = gpu_memory(ranks) if on_gpu else machine_memory()
+        here = "" if available is None else f", of {_size(available)} here"
+        texts.append(f"about {_size(needed)} {'on the GPU ' if on_gpu else ''}at the peak{here}")
+        if available is not None and needed > available:
+            lacking = lacking or max(there, key=lambda part: part.bytes)
+    text = "; ".join(texts)
+    if lacking is not None:
         raise ConfigError(
-            f"{text}; most for {largest.name} ({_size(largest.bytes)}): take a smaller model, or lower "
+            f"{text}; most for {lacking.name} ({_size(lacking.bytes)}): take a smaller model, or lower "
             "training.max_tokens_per_microbatch or engine.batch; training.gradient_checkpointing=true needs less, too"
         )
     return None, text
@@ -258,6 +299,7 @@ class MemoryPart:
     name: str
     bytes: int
     formula: str
+    on_gpu: bool = False
 
 
 def estimate_memory(
@@ -265,11 +307,14 @@ def estimate_memory(
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     teacher: PreTrainedModel | None = None,
+    prompt: int | None = None,
 ) -> list[MemoryPart]:
     """Estimate what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
 
-    model, reference, teacher: shapes suffice. Weights and optimizer, of all ranks together, are exact, the engine's
-    cache is what it may grow to, and activations are an estimate for decoders with gated MLPs (those of Llama and Qwen:
+    model, reference, teacher: shapes suffice. prompt: tokens of the longest one, if an attempt is a reply to it.
+    Weights and optimizer, of all ranks together, are exact, the engine's
+    cache is what it may grow to, micro-batches are as large as settings allow, and activations are an estimate for
+    decoders with gated MLPs (those of Llama and Qwen:
     2% below to 25% above what autograd keeps).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
@@ -280,9 +325,12 @@ def estimate_memory(
         base //= 2
     weights, letter = base + served, "A" if lora else "P"
     ranks, resident = config.placement.learner.ranks, _resident_bytes()
+    host = [MemoryPart("Python and libraries", resident, "of this process now")]
+    if ranks > 1:
+        host.append(MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now"))
+    if on_gpu := config.device == "cuda":
+        host.append(MemoryPart("weights while they are read", 2 * weights, "2 x the learner's, before they are moved"))
     parts = [
-        MemoryPart("Python and libraries", resident, "of this process now"),
-        *([MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now")] * (ranks > 1)),
         MemoryPart("weights", weights, "of the base, and 4 bytes x A" if lora else "4 bytes x P"),
         MemoryPart("gradients", moved, f"4 bytes x {letter}"),
         MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
@@ -293,7 +341,9 @@ def estimate_memory(
         parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
     if teacher is not None:
         parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
-    return [*parts, *_engine_parts(config, model, base, served), *_activations(config, model)]
+    engine, staged = _engine_parts(config, model, base, served, prompt)
+    parts += [*engine, *_activations(config, model, prompt)]
+    return [*host, *staged, *(replace(part, on_gpu=on_gpu) for part in parts)]
 
 
 def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
@@ -312,38 +362,72 @@ def machine_memory() -> int:
     return min(limits)
 
 
+def gpu_memory(number: int) -> int | None:
+    """Bytes of so many GPUs of this machine together; None if it has fewer."""
+    if torch.cuda.device_count() < number:
+        return None
+    return sum(int(torch.cuda.get_device_properties(n).total_memory) for n in range(number))
+
+
 def _resident_bytes() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _engine_parts(config: RunConfig, model: PreTrainedModel, base: int, served: int) -> list[MemoryPart]:
-    """base: of adapters, which an engine in the learner's process shares if it has the same type."""
-    engine, size = config.engine, 4 if config.engine.dtype == "float32" else 2
+def _engine_parts(
+    config: RunConfig, model: PreTrainedModel, base: int, served: int, prompt: int | None
+) -> tuple[list[MemoryPart], list[MemoryPart]]:
+    """Return what is where the engine computes, and what is in this machine's memory in any case.
+
+    base: of adapters, which an engine in the learner's process shares if it has the same type.
+    """
+    engine, size = config.engine, 4 if config.engine.dtype_name == "float32" else 2
     letter, copy = "A" if base else "P", served * size // _FLOAT32
     if engine.kind != "torch":
-        return [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
+        return [], [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
     apart = engine.own_process or config.placement.learner.ranks > 1
     half = config.training.precision == "bfloat16_pure"
     if apart or half != (size == 2):
         copy += base * size // (2 if half else _FLOAT32)
     parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
-    if apart:
-        parts.append(MemoryPart("weights on their way to it", served, f"4 bytes x {letter}"))
+    staged = [MemoryPart("weights on their way to it", served, f"4 bytes x {letter}")] if apart else []
     widths = _widths(model.config.get_text_config())
     if widths is not None:
-        longest = config.rollout.longest_call
-        limit = int(engine.cache_gib * 2**30)
-        sessions = max(engine.batch, config.training.tasks_per_update * config.training.group_size)
+        longest = config.rollout.longest_call if prompt is None else prompt + config.rollout.max_completion_tokens
+        limit, sessions = int(engine.cache_gib * 2**30), _open_attempts(config)
         cache = min(limit, sessions * longest * widths.layers * 2 * widths.keys * size)
         formula = f"at most {sessions} sessions x {longest} tokens x L x 2k x {size} bytes, and {limit / 2**30:g} GiB"
         parts.append(MemoryPart("the engine's KV cache", cache, formula))
-    return parts
+    return parts, staged
 
 
-def _activations(config: RunConfig, model: PreTrainedModel) -> list[MemoryPart]:
+def _open_attempts(config: RunConfig) -> int:
+    """The most attempts at a time: in training or an evaluation."""
+    size, groups = config.training.group_size, config.orchestration.max_concurrent_groups
+    evaluated = 0 if config.data.held_out is None else config.evaluated_together
+    wanted = config.groups_per_batch * size
+    training = max(wanted, config.engine.batch) if config.orchestration.max_staleness else wanted
+    return max(training if groups is None else min(training, groups * size), evaluated)
+
+
+def _tokens_of_pass(config: RunConfig, prompt: int | None) -> int:
+    """The most tokens that one pass can have: a full micro-batch, or all attempts of an update or of the warm start."""
+    training, rollout = config.training, config.rollout
+    if config.agent or config.driver:  # makes as many calls as it likes
+        return training.max_tokens_per_microbatch
+    if prompt is None:
+        group = training.group_size * rollout.max_steps * rollout.longest_call
+    else:
+        shared = training.packing == "tree" and training.sharing != "trajectory"
+        prompts = prompt if shared else prompt * training.group_size
+        group = prompts + training.group_size * rollout.max_completion_tokens
+    warm = 0 if config.warm_start is None else config.warm_start.batch_size * rollout.longest_call
+    return min(training.max_tokens_per_microbatch, max(training.tasks_per_update * group, warm))
+
+
+def _activations(config: RunConfig, model: PreTrainedModel, prompt: int | None) -> list[MemoryPart]:
     text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
-    tokens, each = training.max_tokens_per_microbatch, f"{ranks} ranks x " if ranks > 1 else ""
+    tokens, each = _tokens_of_pass(config, prompt), f"{ranks} ranks x " if ranks > 1 else ""
     logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
     parts = [MemoryPart("logits", logits, f"{each}4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
     if (widths := _widths(text)) is not None:

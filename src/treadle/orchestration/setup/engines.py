@@ -40,15 +40,16 @@ if TYPE_CHECKING:
 _LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
 
 
-def use_threads(threads: int | None, parameters: int, ranks: int = 1) -> int:
+def use_threads(threads: int | None, parameters: int, ranks: int = 1, device: str = "cpu") -> int:
     """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
 
     threads: None for `default_threads` of a model of so many parameters. ranks: that compute side by side, with as many
-    threads each. Returns the number.
+    threads each. device: on a GPU kernels are not deterministic: PyTorch has no such `cumsum`, with which the engine
+    samples. Returns the number.
     """
     number = threads or default_threads(parameters, max(1, available_cores() // ranks))
     torch.set_num_threads(number)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(device == "cpu")
     return number
 
 
@@ -108,7 +109,7 @@ class EngineSpec:
     source: provides the weights to serve, usually the trainer. load_model: returns a model like the source's, with any
     weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
     one, which is kept. routing: report the chosen experts. pinned: sessions keep the version of their first call, at
-    most this many behind the newest. log: takes lines for the run's output.
+    most this many behind the newest. log: takes lines for the run's output. device: of Treadle's own engine.
     """
 
     config: EngineConfig
@@ -119,6 +120,7 @@ class EngineSpec:
     routing: bool = False
     pinned: int | None = None
     log: Callable[[str], None] = lambda line: None
+    device: str = "cpu"
 
     def log_directory(self) -> Path:
         return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
@@ -145,7 +147,7 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
             await spec.source.export(folder)
             engine = await start_engine(
                 folder,
-                torch_options(spec.config, spec.renderer, spec.routing, spec.pinned),
+                torch_options(spec),
                 log=spec.log_directory() / "engine.log",
                 notify=spec.log,
                 on_close=cleanup.pop_all().close,
@@ -154,13 +156,16 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
     # beside a trainer of adapters, the engine computes with that one's own base
     here = spec.source.module if isinstance(spec.source, EmbeddedSource) else None
     model = here if here is not None and adapter_weights(here) else spec.load_model()
-    embedded = embedded_engine(spec.config, spec.renderer, model, spec.routing, spec.pinned)
+    embedded = embedded_engine(spec, model)
     return embedded, EmbeddedSync(spec.source, embedded, by_file=here is None)
 
 
-async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource) -> Engine:
+async def open_serving(
+    config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource, device: str = "cpu"
+) -> Engine:
     """Return an engine that serves a model which is not trained. Raises as `open_engine`."""
-    engine, weight_sync = await open_engine(EngineSpec(config, renderer, source, lambda: source.module))
+    spec = EngineSpec(config, renderer, source, lambda: source.module, device=device)
+    engine, weight_sync = await open_engine(spec)
     try:
         await weight_sync.publish(0)  # servers that run already may have any weights
     except BaseException:
@@ -169,35 +174,29 @@ async def open_serving(config: EngineConfig, renderer: ChatRenderer, source: Emb
     return engine
 
 
-def embedded_engine(
-    config: EngineConfig,
-    renderer: ChatRenderer,
-    model: PreTrainedModel,
-    routing: bool = False,
-    pinned: int | None = None,
-) -> LocalEngine:
-    """Return an engine in this process with a copy of the model. routing, pinned: as of `EngineSpec`.
+def embedded_engine(spec: EngineSpec, model: PreTrainedModel) -> LocalEngine:
+    """Return an engine in this process with a copy of the model.
 
     In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
     beside whatever the sessions do.
     """
-    options = torch_options(config, renderer, routing, pinned)
-    return make_engine(model, options, renderer.decode, own_thread=not options.lock_step)
+    options = torch_options(spec)
+    return make_engine(model, options, spec.renderer.decode, own_thread=not options.lock_step)
 
 
-def torch_options(
-    config: EngineConfig, renderer: ChatRenderer, routing: bool, pinned: int | None = None
-) -> TorchEngineOptions:
-    """Return the options of Treadle's own engine. routing, pinned: as of `EngineSpec`."""
+def torch_options(spec: EngineSpec) -> TorchEngineOptions:
+    """Return the options of Treadle's own engine."""
+    config = spec.config
     return TorchEngineOptions(
-        stop_token_ids=renderer.stop_ids,
+        stop_token_ids=spec.renderer.stop_ids,
         max_batch=config.batch,
         cache_gib=config.cache_gib,
-        dtype=config.dtype,
+        dtype=config.dtype_name,
+        device=spec.device,
         lock_step=config.lock_step is not False,
         in_flight=config.in_flight,
-        routing=routing,
-        pinned=pinned,
+        routing=spec.routing,
+        pinned=spec.pinned,
     )
 
 

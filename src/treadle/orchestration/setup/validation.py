@@ -123,6 +123,7 @@ CHANGEABLE = (
     "training.max_tokens_per_microbatch",
     "training.gradient_checkpointing",
     "placement.*",
+    "device",
 )
 """Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is trained."""
 

@@ -27,6 +27,7 @@ from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Progress
+from treadle.orchestration.setup.device import check_device, settled
 from treadle.orchestration.setup.engines import use_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
@@ -55,9 +56,10 @@ def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
 
 def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
-    renderer = load_chat(config.model)[1]
+    renderer, config, ranks = load_chat(config.model)[1], settled(config), config.placement.learner.ranks
+    check_device(config.device, ranks)
     with closing(make_trainer(config.trainer)) as trainer:
-        use_threads(config.training.threads, trainer.model.parameters, config.placement.learner.ranks)
+        use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
 
         async def work() -> WarmStartReport | None:
             report = await run_warm_start(trainer, renderer, config, progress)
@@ -138,7 +140,7 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
         "demonstrations": file_sha256(Path(source)),
         "threads": torch.get_num_threads(),
-        "placement": config.placement.learner.model_dump(mode="json"),
+        "placement": [config.placement.learner.model_dump(mode="json"), config.device, config.training.precision],
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "software": [platform.python_version(), *map(version, ("torch", "transformers", "tokenizers", "numpy"))],
         "treadle": [file_sha256(f) for f in sorted(Path(str(files("treadle"))).rglob("*.py"))],

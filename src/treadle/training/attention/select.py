@@ -54,7 +54,7 @@ _COPIES = 4  # `Varlen` holds its gathered keys and values until the backward pa
 
 def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
     """Return the constructor of this device's kernel."""
-    return Cuda.of if device.type == "cuda" else Tiles
+    return Cuda.of if device.type == "cuda" else Dense if device.type == "mps" else Tiles
 
 
 @dataclass(frozen=True, slots=True)

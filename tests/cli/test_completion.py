@@ -1,0 +1,42 @@
+"""Scripts that complete the command line."""
+
+import subprocess
+
+import pytest
+
+from tests.cli.worlds import treadle
+from treadle.orchestration.config import recipe_names
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["tr"], {"train"}),
+        (["train", "smollm2-tools"], {"smollm2-tools", "smollm2-tools-lora"}),
+        (["train", "demo", "--dry"], {"--dry-run"}),
+        (["train", "demo", "training.lora.r"], {"training.lora.rank=", "training.lora.rank_stabilized="}),
+        (["recipes", "sch"], {"schema"}),
+        (["recipes", "show", ""], {*recipe_names()}),
+        (["completion", "f"], {"fish"}),
+    ],
+)
+def test_bash_completes_commands_options_recipes_and_keys(line: list[str], expected: set[str]) -> None:
+    script = treadle("completion", "bash").out
+    words = " ".join(f"'{word}'" for word in ["treadle", *line])
+    call = f"COMP_WORDS=({words}); COMP_CWORD={len(line)}; _treadle; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", script + call], capture_output=True, text=True, check=True)
+    found = set(done.stdout.split())
+    assert found >= expected
+    if line[-1]:
+        assert all(word.startswith(line[-1]) for word in found)
+
+
+def test_zsh_runs_the_script_of_bash_and_fish_has_a_line_for_each() -> None:
+    bash, zsh, fish = (treadle("completion", shell).out for shell in ("bash", "zsh", "fish"))
+    assert zsh.endswith(bash) and zsh.startswith("autoload -U +X bashcompinit")
+    train = "complete -c treadle -n '__fish_seen_subcommand_from train'"
+    assert f"{train} -l dry-run" in fish.splitlines()
+    assert any(
+        line.startswith(f"{train} -a '") and " seed= " in line and " demo " in line for line in fish.splitlines()
+    )
+    assert all(line.startswith("complete -c treadle -n ") for line in fish.splitlines())

@@ -1,0 +1,58 @@
+"""The recipe `judge-smollm2`, with a small model and its rules behind real HTTP."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+
+from tests.cli.worlds import treadle
+from tests.orchestration.runs import MODEL
+from treadle.core.rewards import Reward
+from treadle.recipes.judged.rules import Handler
+from treadle.recipes.judged.support import Support, tasks
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("reply", "components"),
+    [
+        ("I am sorry that your {item} is no good. We will send another.", [0.3, 0.4, 0.3]),
+        ("What now? " * 9, [0.0, 0.0, 0.27]),
+        ("", [0.0, 0.0, 0.0]),
+    ],
+)
+async def test_rules_judge_by_the_rubric(url: str, reply: str, components: list[float]) -> None:
+    [task] = tasks("train", 1)
+    support = Support(url)
+    messages = await support.reset(task)
+    reward = (await support.step(reply.format(item=messages[-1]["content"].split()[1]))).reward
+    assert isinstance(reward, Reward)
+    assert [reward.components[name] for name in ("sorry", "named", "brief")] == pytest.approx(components)
+
+
+@pytest.mark.slow
+def test_an_update_is_made_and_a_dry_run_needs_no_judge(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build = {**MODEL, "path": None, "build": {**MODEL["build"], "max_position_embeddings": 256}}
+    recipe = ("train", "judge-smollm2", f"model={json.dumps(build)}", "data.held_out=null", "training.threads=1")
+    done = treadle(*recipe, "--dry-run")
+    assert done.status == 0 and "that I ordered" in done.out, done.out
+    short = ["training.tasks_per_update=2", "training.group_size=2", "orchestration.updates=1"]
+    done = treadle(*recipe, "--name", "short", *short, f"environment_options.url={url}")
+    assert done.status == 0, done.err
+    [row] = [json.loads(line) for line in (tmp_path / "runs/short/metrics.jsonl").read_text().splitlines()]
+    assert (row["trajectories"], row["failed"], row["env/judge_calls"]) == (4, 0, 12)
