@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (mkdocs.yml): what its pages need beyond Markdown, all of it at build time."""
+"""The documentation site (mkdocs.yml): what its pages need beyond Markdown, all of it when it is built."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import html
 import re
 from typing import Any
 
+import griffe
 from latex2mathml.converter import convert
 from pymdownx.slugs import slugify
 
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")  # a link to a file of the repository that is no page
-_NAME = re.compile(r"^### `(treadle\.[\w.]+)`$", re.MULTILINE)
+_NAME = re.compile(r"^\| `(treadle\.[\w.]+)`(?= \| [^`])", re.MULTILINE)  # not the groups of entry points
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_ALIGNED = re.compile(r"\S {2,}\S")
 
 
 def on_config(config: Any) -> Any:
@@ -21,9 +23,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leave out links to files that are no pages; on the page of the API, put each name's docstring below it."""
+    """Leave out links to files that are no pages; on the page of the API, add docstrings."""
+    if page.file.src_uri in ("index.md", "api.md"):
+        page.meta["hide"] = ["navigation"]
     if page.file.src_uri == "api.md":
-        markdown = _NAME.sub(r"\g<0>\n\n::: \g<1>\n", markdown)
+        details = "".join(f"\n::: {name}\n" for name in _NAME.findall(markdown))
+        markdown = _NAME.sub(r"| [`\1`][\1]", markdown) + f"\n## Details\n{details}"
     return _OUTSIDE.sub(r"\1", markdown)
 
 
@@ -34,3 +39,30 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _mathml(match: re.Match[str]) -> str:
     return convert(html.unescape(match[2]), display="block" if match[1] == "div" else "inline")
+
+
+class Docstrings(griffe.Extension):
+    """Lays docstrings out as Markdown: a paragraph for each parameter or field, blocks for examples and tables."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is None:
+            return
+        names = {parameter.name for parameter in getattr(obj, "parameters", ())} | set(obj.members)
+        if obj.is_class:
+            names |= {parameter.name for parameter in getattr(obj.members.get("__init__"), "parameters", ())}
+        paragraphs = obj.docstring.value.split("\n\n")
+        obj.docstring.value = "\n\n".join(_laid_out(paragraph, names) for paragraph in paragraphs)
+
+
+def _laid_out(paragraph: str, names: set[str]) -> str:
+    if paragraph.startswith(">>>"):
+        return f"```pycon\n{paragraph}\n```"
+    if paragraph.startswith(" "):
+        return paragraph
+    if _ALIGNED.search(paragraph):
+        return f"```text\n{paragraph}\n```"
+    known = "|".join(map(re.escape, sorted(names - {"None"}, key=len, reverse=True)))
+    if not known:
+        return paragraph
+    start = re.compile(rf"(?:^|(?<=[.;)]) |\n)((?:{known})(?:, (?:{known}))*)((?: [\w\[\], ]+)?): ")
+    return start.sub(r"\n\n**\1**\2: ", paragraph).lstrip("\n")
