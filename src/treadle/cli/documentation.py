@@ -24,9 +24,7 @@ _EXAMPLES = """examples:
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(commands, "docs", run_docs, "read the documentation of this version", _EXAMPLES)
-    parser.add_argument(
-        "page", nargs="?", default="index", metavar="PAGE", help="name of a page, or a word of a heading"
-    )
+    parser.add_argument("page", nargs="?", default="index", metavar="PAGE", help="a page, or a word of a heading")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--path", action="store_true", help="print the path of the page's file")
     how.add_argument("--open", action="store_true", help="open the page in the browser")
