@@ -212,8 +212,9 @@ def test_the_page_on_asynchronous_training_has_the_measured_table() -> None:
     """And the measurement has what the page is about."""
     rows = json.loads((ROOT / "benchmarks" / "results" / "asynchronous.json").read_text())["tables"][0]["rows"]
     page = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
-    assert simulated_table(rows) in page, f"the table must be:\n{simulated_table(rows)}"
     usual = [row for row in rows if row["stale_policy"] == "mask_steps"]
+    text = simulated_table([rows[0], *usual])
+    assert text in page, f"the table must be:\n{text}"
     assert any(row["times sync"] >= 2 and row["of bound"] >= 0.9 for row in usual)
     assert all(row["staleness max"] <= row["max_staleness"] for row in rows)
 
