@@ -51,6 +51,7 @@ class Study:
 
 _RANKS = ("placement.learner.ranks=2",)
 _RAY = ("placement.kind=ray", *_RANKS, "placement.engines.count=2", "placement.rollout.workers=2")
+_REWARDS_ALONE = ("algorithm.distillation=null", "algorithm.entropy_coef=0.01", "orchestration.updates=45")
 _LONGER_DEMO = (
     *("evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1"),
     *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.learning_rate=3e-3"),
@@ -78,6 +79,17 @@ STUDIES: Mapping[str, Study] = {
             "seq_mean_token_sum_norm": ("algorithm.reduction=seq_mean_token_sum_norm", "algorithm.length_norm=24"),
         },
         common=_LONGER_DEMO,
+    ),
+    "distill-small": Study(
+        "distill-small",
+        {
+            "teacher": (),
+            "teacher and rewards": ("algorithm.distillation.rewards=1", "algorithm.distillation.coef=0.3"),
+            "rewards": (*_REWARDS_ALONE, "training.optimizer={learning_rate: 8e-4, warmup: 5}"),
+            "rewards, the teacher's rate": _REWARDS_ALONE,
+        },
+        seeds=(1, 2, 3),  # the teacher is seed 0 of the demo
+        common=("training.threads=1",),
     ),
     "harbor-learning": Study(
         "harbor-small",

@@ -13,6 +13,8 @@ from pymdownx.slugs import slugify
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")  # a link to a file of the repository that is no page
 _NAME = re.compile(r"^\| `(treadle\.[\w.]+)`(?= \| [^`])", re.MULTILINE)  # not the groups of entry points
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_CODE = re.compile(r"<code>[^<]*</code>")
 _ALIGNED = re.compile(r"\S {2,}\S")
 
 
@@ -33,8 +35,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Write formulas as MathML, which browsers show without a script."""
+    """Write formulas as MathML, which browsers show without a script; let long keys in tables break at their dots."""
+    content = _CELL.sub(lambda cell: _CODE.sub(_breaking, cell[0]), content)
     return _MATH.sub(_mathml, content)
+
+
+def _breaking(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=\w)([._])(?=\w)", r"<wbr>\1" if "." in code[0] else r"\1<wbr>", code[0])
 
 
 def _mathml(match: re.Match[str]) -> str:

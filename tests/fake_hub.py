@@ -1,5 +1,6 @@
-"""A Hugging Face hub of one model on this machine, of which huggingface_hub downloads."""
+"""A Hugging Face hub of one model on this machine, for huggingface_hub to download and to upload."""
 
+import base64
 import hashlib
 import json
 import re
@@ -14,7 +15,10 @@ COMMIT = "a" * 40
 
 @contextmanager
 def serving_hub(repository: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve a folder's files as `repository`; yields the endpoint and the list of the files that were asked for."""
+    """Serve a folder's files as `repository`; yields the endpoint and the list of the files that were asked for.
+
+    What is uploaded goes into the folder.
+    """
     asked: list[str] = []
     root = f"/{repository}"
 
@@ -24,6 +28,28 @@ def serving_hub(repository: str, folder: Path) -> Iterator[tuple[str, list[str]]
 
         def do_GET(self) -> None:
             self._answer(body=True)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            path = self.path.partition("?")[0]
+            address = f"http://{self.headers['Host']}{root}"
+            answer: dict[str, object] = {"errors": [], "warnings": []}  # of a model card's head
+            if self.headers["Authorization"] != "Bearer key":
+                self._send(401, b"{}", body=True)
+                return
+            if path == "/api/repos/create":
+                wanted = json.loads(body)
+                assert (f"{wanted['organization']}/{wanted['name']}", wanted["visibility"]) == (repository, "private")
+                answer = {"url": address}
+            elif path == f"/api/models{root}/preupload/main":
+                names = [file["path"] for file in json.loads(body)["files"]]
+                answer = {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
+            elif path == f"/api/models{root}/commit/main":
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        (folder / line["value"]["path"]).write_bytes(base64.b64decode(line["value"]["content"]))
+                answer = {"commitUrl": f"{address}/commit/{COMMIT}", "commitOid": COMMIT, "pullRequestUrl": None}
+            self._send(200, json.dumps(answer).encode(), body=True)
 
         def log_message(self, *parts: object) -> None:
             pass

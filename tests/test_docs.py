@@ -95,7 +95,7 @@ def test_the_quickstart_recipes_are_valid(tmp_path: Path) -> None:
 
 
 def test_the_recipe_with_a_teacher_is_valid(tmp_path: Path) -> None:
-    [text] = blocks(ROOT / "docs" / "teachers.md", "yaml")
+    [text, *_] = blocks(ROOT / "docs" / "teachers.md", "yaml")
     (tmp_path / "taught.yaml").write_text(text)
     config, shipped = load_recipe(str(tmp_path / "taught.yaml")), load_recipe("distill-small")
     assert config.algorithm.distillation == shipped.algorithm.distillation

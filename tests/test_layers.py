@@ -90,7 +90,7 @@ print(*sorted(set({HEAVY!r}) & set(sys.modules)))
 PUBLIC = {
     *("__version__", "Callback", "ConfigError", "EnvStep", "Environment", "Finish", "Group", "Message", "Metric"),
     *("Recovered", "Reply", "Reward", "SamplingParams", "Step", "Task", "ToolEnvironment", "Trajectory"),
-    *("TreadleError", "train"),
+    *("TreadleError", "evaluate", "export", "load_run", "resume", "sft", "train"),
 }
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep, Finish, Reply
     from treadle.envs.tools import ToolEnvironment
-    from treadle.orchestration.api import train
+    from treadle.orchestration.api import evaluate, export, load_run, resume, sft, train
     from treadle.orchestration.reporting.callbacks import Callback
     from treadle.rollout.agents.agent import Recovered
 
@@ -39,7 +39,7 @@ _HOME = {
     "ToolEnvironment": "treadle.envs.tools",
     "Trajectory": "treadle.core.types",
     "TreadleError": "treadle.core.errors",
-    "train": "treadle.orchestration.api",
+    **dict.fromkeys(("evaluate", "export", "load_run", "resume", "sft", "train"), "treadle.orchestration.api"),
 }
 
 __all__ = [
@@ -61,6 +61,11 @@ __all__ = [
     "Trajectory",
     "TreadleError",
     "__version__",
+    "evaluate",
+    "export",
+    "load_run",
+    "resume",
+    "sft",
     "train",
 ]
 

@@ -206,7 +206,7 @@ def test_the_latest_checkpoint_is_what_the_ledger_says(world: World) -> None:
         for name in ("eval", "export", "report"):
             done = world.command(name)
             assert done.status == 0 and "step-000005" not in done.out + done.err, done
-        done = treadle("eval", world.run, "--checkpoint", "step-000005")
+        done = treadle("eval", f"{world.run}@5")
         refused(done, "has no checkpoint 'step-000005'; it has step-000002, step-000004")
     finally:
         shutil.rmtree(other)
@@ -227,8 +227,8 @@ def test_a_best_checkpoint_that_is_gone(world: World) -> None:
     [other] = {path.name for path in best.parent.iterdir()} - {best.name}
     away = best.rename(world.place.path / "away")
     try:
-        for words in (("eval", world.run), ("export", world.run, world.place.path / "never")):
-            done = treadle(*words, "--checkpoint", "best")
+        for words in (("eval",), ("export", world.place.path / "never")):
+            done = treadle(words[0], f"{world.run}@best", *words[1:])
             refused(done, f"was best at update {int(best.name[5:])}, whose checkpoint is gone", f"it has {other}; ")
     finally:
         away.rename(best)

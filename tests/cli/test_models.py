@@ -1,6 +1,5 @@
 """`treadle models`: what is in the cache, and getting more of it."""
 
-import itertools
 import json
 import os
 import re
@@ -11,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
+from tests.fake_hub import COMMIT, serving_hub
 from tests.orchestration.runs import put_config
 from treadle.models.weights import unique_weights, weights_sha256
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
@@ -41,7 +43,7 @@ def test_an_empty_cache_lists_the_models_with_a_name_and_is_not_made(own_cache: 
 
 
 def test_a_gguf_file_is_converted_once_listed_and_evaluated(own_cache: Path) -> None:
-    pytest.importorskip("gguf", reason="needs treadle[gguf]")
+    pytest.importorskip("gguf", reason="needs treadle[train]")
     from tests.gguf_files import write_gguf
 
     write_gguf(Path("tiny.gguf"))
@@ -84,8 +86,8 @@ def test_it_gives_exactly_what_the_run_recorded(temperature: float, checkpoint: 
         assert recorded == []  # greedily only before and after
         return
     before = files(finished.path)
-    words = ["--checkpoint", checkpoint] if checkpoint else []
-    done = treadle("eval", finished.path, f"evaluation.temperature={temperature}", "--json", *words)
+    address = f"{finished.path}@{update}" if checkpoint else finished.path
+    done = treadle("eval", address, f"evaluation.temperature={temperature}", "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert [found["result"]] == recorded
@@ -118,9 +120,10 @@ def test_several_attempts_give_pass_at_k_and_keep_the_first(finished: Trained, p
         found[attempts] = json.loads(done.out)["result"]
     played = {n: [json.loads(line) for line in dump.read_text().splitlines()] for n, dump in dumps.items()}
     assert (len(played[1]), len(played[4])) == (12, 48)
-    first = [t["steps"] for t in played[4] if t["attempt"] == 0]
-    assert first == [t["steps"] for t in played[1]]  # draws have addresses
-    assert any(a["steps"] != b["steps"] for a, b in itertools.pairwise(played[4]) if a["task_id"] == b["task_id"])
+    said = {n: [[step["completion_ids"] for step in t["steps"]] for t in rows] for n, rows in played.items()}
+    first = [steps for steps, t in zip(said[4], played[4], strict=True) if t["attempt"] == 0]
+    assert first == said[1]  # draws have addresses
+    assert any(len({str(steps) for steps in said[4][n : n + 4]}) > 1 for n in range(0, 48, 4))
     assert found[1]["pass_at"] == {} and found[1]["attempts"] == 1
     rewards = [t["reward"] for t in played[4]]
     solved = [max(rewards[n : n + 4]) >= 1 for n in range(0, 48, 4)]
@@ -138,10 +141,10 @@ def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
     played = [json.loads(line) for line in dump.read_text().splitlines()]
     assert len(played) == 12
     failed = [t for t in played if t["status"] == "failed"]
-    assert failed and all(t["reward"] is None and "ZeroDivisionError" in t["failure"] for t in failed)
+    assert failed and all(t["reward"] is None and "ZeroDivisionError" in t["failure"]["message"] for t in failed)
     tokenizer = AutoTokenizer.from_pretrained(next(troubled.path.glob("checkpoints/step-*")))
     for trajectory in played:
-        assert trajectory["task_id"] and trajectory["extras"]
+        assert trajectory["task_id"] and trajectory["task"]["extras"]
         assert sum(trajectory["components"].values()) == (trajectory["reward"] or 0)
         for step in trajectory["steps"]:
             assert step["prompt"] == tokenizer.decode(step["prompt_ids"])
@@ -162,7 +165,7 @@ def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finis
     done = treadle("export", finished.path, tmp_path / "models" / "demo")
     assert done.status == 0, done.err
     assert files(finished.path) == before
-    assert sorted(p.name for p in (tmp_path / "models" / "demo").iterdir()) == PLAIN
+    assert sorted(p.name for p in (tmp_path / "models" / "demo").iterdir()) == ["README.md", *PLAIN]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "demo")
     trained = json.loads((finished.path / "summary.json").read_text())["weights_sha256"]
     assert weights_sha256(unique_weights(loaded)) == trained
@@ -173,19 +176,50 @@ def test_an_export_is_the_checkpoints_model_to_transformers_and_to_treadle(finis
     assert done.status == 0, done.err
 
 
+def test_an_export_is_uploaded_in_another_dtype_with_its_card(
+    finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, served = tmp_path / "half", tmp_path / "served"
+    served.mkdir()
+    with serving_hub("acme/tiny", served) as (endpoint, _):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "wrong")
+        done = treadle("export", finished.path, tmp_path / "own", "--push", "acme/tiny")
+        assert done.status == 2 and "--push: 'acme/tiny'" in done.err and "HF_TOKEN" in done.err
+        monkeypatch.setenv("HF_TOKEN", "key")
+        done = treadle("export", finished.path, half, "--dtype", "bfloat16", "--push", "acme/tiny")
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-1] == f"uploaded: {endpoint}/acme/tiny/commit/{COMMIT}"
+    assert {path.name: path.read_bytes() for path in served.iterdir()} == {
+        path.name: path.read_bytes() for path in half.iterdir()
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(served, dtype="auto")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert loaded.dtype == torch.bfloat16
+    assert weights_sha256(unique_weights(loaded)) == weights_sha256(unique_weights(trained.bfloat16()))
+    assert f"{json.loads((finished.path / 'summary.json').read_text())['held_out_success_after']:.3f} |" in (
+        served / "README.md"
+    ).read_text(encoding="utf-8")
+    done = treadle("export", finished.path, tmp_path / "no", "--push", "tiny")
+    assert (done.status, (tmp_path / "no").exists()) == (2, False) and "give ORG/NAME" in done.error
+
+
 def test_which_checkpoint(finished: Trained, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
     figures = {r["update"]: r["success"] for r in rows if r["kind"] == "evaluation" and r["temperature"] == 1}
     best = max((2, 4), key=lambda update: (figures[update], -update))
-    for which, update in (("step-000002", 2), ("latest", 4), ("best", best)):
-        done = treadle("export", finished.path, tmp_path / which, "--checkpoint", which)
+    run = finished.path
+    addresses = {f"{run}@2": 2, f"{run}@latest": 4, f"{run}@best": best, f"{run}/checkpoints/step-000002": 2}
+    for which, (address, update) in enumerate(addresses.items()):
+        done = treadle("export", address, tmp_path / str(which))
         assert done.status == 0, done.err
         assert f"step-{update:06d}: " in done.out
         source = finished.path / "checkpoints" / f"step-{update:06d}" / "model.safetensors"
-        assert (tmp_path / which / "model.safetensors").read_bytes() == source.read_bytes()
-    done = treadle("eval", finished.path, "--checkpoint", "best", "--json")
+        assert (tmp_path / str(which) / "model.safetensors").read_bytes() == source.read_bytes()
+    done = treadle("eval", f"{run}@best", "--json")
     assert json.loads(done.out)["result"]["success"] == figures[best]
-    done = treadle("export", finished.path, tmp_path / "out", "--checkpoint", "step-000009")
+    done = treadle("export", f"{run}@9", tmp_path / "out")
     assert done.status == 1 and "it has step-000002, step-000004" in done.error
 
 
@@ -233,12 +267,12 @@ def test_a_checkpoint_that_vanishes_while_it_is_read(which: str, file: str, fini
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(finished.path, run)
     thread = removed_while_read(run / "checkpoints" / "step-000004", file)
-    done = treadle("export", run, out, "--checkpoint", which)
+    done = treadle("export", f"{run}@{which}", out)
     thread.join()
     assert checkpoint_updates(run / "checkpoints") == [2]
     if which == "latest":
         assert done.status == 0, done.err
-        assert "step-000002: " in done.out and sorted(p.name for p in out.iterdir()) == PLAIN
+        assert "step-000002: " in done.out and sorted(p.name for p in out.iterdir()) == ["README.md", *PLAIN]
     else:
         assert done.status == 1 and "has no checkpoint 'step-000004'; it has step-000002" in done.error
         assert not out.exists()

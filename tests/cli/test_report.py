@@ -222,7 +222,7 @@ def test_a_stopped_run_says_how_to_go_on(stopped: Trained) -> None:
     found = facts(stopped)
     assert (found["state"], found["update"], found["latest_checkpoint"]) == ("stopped", 3, "step-000003")
     assert states(found) == {("trained", None): 48}
-    command = f"treadle train tiny --resume --name run --runs {stopped.path.parent}"
+    command = f"treadle train {stopped.path} --resume"
     assert f"go on from step-000003 with: {command}\n" in treadle("report", stopped.path).out
 
 

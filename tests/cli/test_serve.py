@@ -20,7 +20,7 @@ from treadle.retrieval.client import RetrievalClient
 
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    model = sorted((finished.path / "checkpoints").iterdir())[-1]
+    model = f"{finished.path}@latest"
     with start_treadle("serve", model, "--port", "0", "--api-key-env=JUDGE_KEY", "--record", tmp_path) as server:
         try:
             assert server.stdout is not None
@@ -30,7 +30,7 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, m
             assert url.startswith("http://127.0.0.1:")
             assert "replies   read by auto\n" in told
             with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=300) as client:
-                assert [m["id"] for m in client.get("models").json()["data"]] == [model.name]
+                assert [m["id"] for m in client.get("models").json()["data"]] == ["run@latest"]
                 message = {"role": "user", "content": "say 1"}
                 asked = {"model": "any", "messages": [message], "max_tokens": 3, "temperature": 0.5}
                 answer = client.post("chat/completions", json={**asked, "return_token_ids": True}).json()

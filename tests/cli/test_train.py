@@ -149,16 +149,16 @@ def test_a_finished_run_is_given_more_updates_and_taken_back(finished: Trained, 
     assert done.status == 0, done.err
     assert "back from step-000006 to step-000004: 32 steps are dropped as rolled back" in done.out
     assert json.loads((run / "summary.json").read_text())["weights_sha256"] == longer["weights_sha256"]
-    done = place.train("--resume-from", "step-000001")
+    done = place.train("--resume-from", "1")
     assert done.status == 1 and "has no checkpoint 'step-000001'; it has step-000004, step-000006" in done.error
 
 
 def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:
     assert stopped.done.status == 130
-    command = f"treadle train {stopped.place.recipe} --resume --name run --runs {stopped.place.runs}"
+    command = f"treadle train {stopped.path} --resume"
     assert stopped.done.err == f"stopped after 3 updates; go on with: {command}\n"
     shutil.copytree(stopped.path, tmp_path / "runs" / "run")
-    done = treadle("train", stopped.place.recipe, "--resume", "--name", "run", "--runs", tmp_path / "runs")
+    done = treadle("train", tmp_path / "runs" / "run", "--resume")  # without its recipe
     assert done.status == 0, done.err
     assert "after 3 of 6 updates" in done.out
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["updates"] == 6
@@ -216,8 +216,8 @@ def test_it_shows_prompt_memory_and_checks_and_leaves_nothing(
     assert lines[0].startswith("first prompt, task ") and lines[0].endswith(" tokens")
     assert lines[1] == "<|im_start|>user" and "<|im_start|>assistant" in lines
     assert any(line.startswith("AdamW's moments") for line in lines)
-    checks = [line.split()[0] for line in lines[-9:]]
-    assert checks == ["settings", "data", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
+    checks = [line.split()[0] for line in lines[-10:]]
+    assert checks == ["settings", "device", "data", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
     assert files(tmp_path) == before and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 

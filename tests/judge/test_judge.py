@@ -13,8 +13,8 @@ pytest.importorskip("httpx")
 from tests.judge.servers import TOKENS, judging
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.judge import Criterion, Judge, Limits
-from treadle.judge import judge as module
 from treadle.judge.prompt import messages, quote
+from treadle.rollout import chat_endpoint
 from treadle.rollout.isolation.user_code import UserCode
 
 POLITE = Criterion("polite", "Is the agent polite?")
@@ -23,7 +23,7 @@ YES = "It is.\nANSWER: yes"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ async def test_calls_begin_at_the_rate_that_is_allowed() -> None:
 async def test_a_judge_that_fails_is_a_failure_of_the_verifier(
     answer: Any, options: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE", 60.0)  # no time for another call
+    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)  # no time for another call
     with judging(lambda m: answer) as server, pytest.raises(TrajectoryFailure, match=re.escape(message)) as caught:
         await Judge(server.url, "m", [POLITE], limits=Limits(**options)).grade("Hello.")
     assert caught.value.cause is Cause.VERIFIER

@@ -18,6 +18,7 @@ from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError
 from treadle.data.table import rows_of
 from treadle.orchestration.reporting.callbacks import NotebookProgress
+from treadle.orchestration.store.recorded import RecordedTrajectory
 
 
 class Short(Environment):
@@ -150,6 +151,27 @@ def test_what_a_recipe_could_name_is_named_and_can_be_resumed_from_the_command_l
     train(tmp_path / "run", f"{__name__}:Short", file)
     more = ["--resume", "--runs", str(tmp_path), "--name", "run", "orchestration.updates=3"]
     assert main(["train", "x", *more]) == 0, capsys.readouterr().err
+
+
+def test_a_run_by_its_address(tmp_path: Path) -> None:
+    """Gone on with by its own configuration, evaluated, exported, learned from and read."""
+    run, rows = tmp_path / "run", write_rows(tmp_path / "train.jsonl", ROWS)
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": [user("be brief")], "task_id": "h"}])
+    train(run, f"{__name__}:Short", rows, held_out=str(other), settings={"orchestration.checkpoint_every": 1})
+    longer = treadle.resume(run, settings={"orchestration.updates": 3}, progress=Quiet())
+    assert longer["updates"] == 3
+    sampled = [row for row in longer["evaluations"] if row["temperature"] > 0]
+    assert treadle.evaluate(f"{run}@latest", progress=Quiet()).result.reward_mean == sampled[-1]["reward_mean"]
+    assert (treadle.export(f"{run}@2", tmp_path / "model") / "model.safetensors").is_file()
+    report = treadle.sft(run, tmp_path / "best", select="best_of=1", settings={"warm_start.steps": 2}, progress=Quiet())
+    assert (report.trajectories, report.steps) == (3, 2)
+    recorded = treadle.load_run(run)
+    first = recorded[0]
+    assert isinstance(first, RecordedTrajectory) and len(first.trajectory.steps[0].completion_ids)
+    table = recorded.table()
+    assert table.num_rows == len(recorded) == query(run, "SELECT count(*) AS n FROM trajectories")[0]["n"]
+    assert set(table["split"].to_pylist()) == {"train", "held_out"}
+    assert recorded.dataframe()["reward"].mean() == pytest.approx(sum(t.reward or 0 for t in recorded) / len(recorded))
 
 
 def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path:
         process.send_signal(signal.SIGINT)
         output = expect(process, 130)
     assert "stopping: finishing this update" in output
-    assert "--resume --name run" in output
+    assert "/run --resume" in output
     done = len(updates(run))
     assert 1 <= done < 8
     assert (run / "checkpoints" / f"step-{done:06d}" / "model.safetensors").is_file()
@@ -136,7 +136,7 @@ def test_an_asynchronous_run_leaves_at_once_when_asked(number: signal.Signals, s
         else:
             wait_until(lambda: (run / "checkpoints" / "step-000000").exists() or process.poll() is not None)
         process.send_signal(number)
-        assert "--resume --name run" in expect(process, 130)
+        assert "/run --resume" in expect(process, 130)
     quick = f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny(*options))}"  # an environment that has become quick
     put_config(run, quick)
     put_data(run, tiny(*options))

@@ -25,6 +25,7 @@ from treadle.envs.base import EnvStep
 from treadle.models.chat import load_chat
 from treadle.orchestration.config import SCHEMA_VERSION
 from treadle.orchestration.reporting.metrics import DECLARED
+from treadle.orchestration.setup.device import settled
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable
@@ -424,7 +425,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint_of_another_model_is_refused(stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
-    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{dump_yaml(tiny('model.build.hidden_size=64'))}")
+    config = dump_yaml(settled(tiny("model.build.hidden_size=64")))
+    put_config(tmp_path / "run", f"schema_version: {SCHEMA_VERSION}\n{config}")
     with pytest.raises(CheckpointError, match="another model: hidden_size is 32 there, 64 in the configured"):
         resume(tmp_path / "run")
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -42,6 +42,7 @@ from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
+from treadle.training.teacher_prompts import TeacherPrompts
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -89,13 +90,22 @@ def make_learner(
     reference: PreTrainedModel | None = None,
     traced: TracedGroups | None = None,
     teacher: PreTrainedModel | None = None,
+    prompts: TeacherPrompts | None = None,
     **training: Any,
 ) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
     algorithm = algorithm or AlgorithmConfig()
     learner = Learner(
-        copy.deepcopy(model), config, algorithm, updates, reference, ranks, traced, teacher=copy.deepcopy(teacher)
+        copy.deepcopy(model),
+        config,
+        algorithm,
+        updates,
+        reference,
+        ranks,
+        traced,
+        teacher=copy.deepcopy(teacher),
+        teacher_prompts=prompts,
     )
     if learner.value_head is not None:
         with torch.no_grad():
@@ -386,16 +396,34 @@ def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 
     return logp + np.random.default_rng(seed).normal(0, 0.3, len(logp))
 
 
+class OtherPrompts(TeacherPrompts):
+    """Each step's prompt backwards, with something before it; nothing for every third step."""
+
+    def __init__(self) -> None: ...
+
+    def of(self, batch: FlatBatch) -> list[Ids | None]:
+        return [None if n % 3 == 2 else np.append(s.prompt_ids, 7)[::-1].copy() for n, s in enumerate(batch.steps)]
+
+
 def taught_advantages(
-    policy: PreTrainedModel, teacher: PreTrainedModel, groups: Sequence[Group], section: DistillationConfig
+    policy: PreTrainedModel,
+    teacher: PreTrainedModel,
+    groups: Sequence[Group],
+    section: DistillationConfig,
+    prompts: TeacherPrompts | None = None,
 ) -> Doubles:
     """[N], by hand: rewards A + coef (log-probability of the teacher less the policy's), by steps and in float64."""
     batch = flatten(groups)
+    seen = [step.prompt_ids for step in batch.steps] if prompts is None else prompts.of(batch)
     models = [keep_norms_in_float64(copy.deepcopy(model)) for model in (policy, teacher)]
+    differences = []
     with torch.no_grad():
-        mine, theirs = (np.concatenate([full(step_logprobs(m, s)[0]) for s in batch.steps]) for m in models)
-    difference = np.where(batch.mask, theirs - mine, 0.0)
-    return np.asarray(section.rewards * advantages(batch, AlgorithmConfig()) + section.coef * difference)
+        for step, ids in zip(batch.steps, seen, strict=True):
+            mine = full(step_logprobs(models[0], step)[0])
+            theirs = mine if ids is None else full(step_logprobs(models[1], replace(step, prompt_ids=ids))[0])
+            differences.append(theirs - mine)
+    difference = np.where(batch.mask, np.concatenate(differences), 0.0)
+    return np.asarray(section.rewards * advantages(batch, AlgorithmConfig()) + section.coefs[0] * difference)
 
 
 def scale(batch: FlatBatch, algorithm: AlgorithmConfig) -> float:

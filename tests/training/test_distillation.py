@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.models import distance, exact, full, gradients, norm, random_groups, step_logprobs, tiny
+from tests.models import VOCABULARY, distance, exact, full, gradients, norm, random_groups, step_logprobs, tiny
 from tests.training.reference import (
     LAYOUTS,
     accumulated,
@@ -22,11 +23,14 @@ from tests.training.reference import (
     taught_advantages,
 )
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig, KlConfig
+from treadle.algorithms.distillation import top_k_divergence
 from treadle.algorithms.reductions import token_weights
 from treadle.core.errors import ConfigError
+from treadle.core.types import Step
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_teacher
 from treadle.packing.flat import flatten
+from treadle.training import lm_head
 from treadle.training.config import OptimizerConfig, TrainingConfig, check_algorithm
 from treadle.training.objective import TracedGroups
 
@@ -68,9 +72,10 @@ def test_the_gradient_is_that_of_each_step_alone(
     distillation, batch = section(form=form, rewards=0.7), flatten(groups)
     algorithm = AlgorithmConfig(distillation=distillation, policy_loss="reinforce")
     learner = make_learner(model, algorithm, teacher=teacher, max_tokens_per_microbatch=budget, **layout)
-    assert learner.teacher is not None
-    theirs = full(learner._scores(learner.teacher, batch).logp)
-    learner.accumulate(batch, advantage_of(batch, algorithm), logp_teacher=theirs)
+    scores = learner.teacher_scores(batch)
+    assert scores is not None
+    theirs = full(scores.logp)
+    learner.accumulate(batch, advantage_of(batch, algorithm), teacher=scores)
 
     logp = torch.cat([step_logprobs(model, step)[0] for step in batch.steps])
     difference = torch.from_numpy(theirs) - logp
@@ -82,13 +87,85 @@ def test_the_gradient_is_that_of_each_step_alone(
     assert norm(expected) > 1e-2
 
 
+@pytest.mark.parametrize("budget", [9, 8192])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("form", ["reverse_top_k", "forward_top_k"])
+def test_the_gradient_of_top_k_is_that_of_each_step_alone(
+    form: Literal["reverse_top_k", "forward_top_k"], layout: dict[str, Any], budget: int
+) -> None:
+    groups, model, teacher = forked_groups(groups=1), exact(), exact(seed=5)
+    batch = flatten(groups)
+    algorithm = AlgorithmConfig(distillation=section(form=form, top_k=3, rewards=0.0))
+    learner = make_learner(model, algorithm, teacher=teacher, max_tokens_per_microbatch=budget, **layout)
+    learner.accumulate(batch, advantage_of(batch, algorithm), teacher=learner.teacher_scores(batch))
+
+    lessons = []
+    for step in batch.steps:
+        mine, theirs = step_distributions(model, step), step_distributions(teacher, step).detach()
+        logp, ids = theirs.topk(3)
+        outcomes = [torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (mine.gather(1, ids), logp)]
+        of, to = outcomes if form == "reverse_top_k" else reversed(outcomes)
+        lessons.append((of.exp() * (of - to)).sum(-1))
+    (torch.from_numpy(token_weights(batch, algorithm)) * 0.5 * torch.cat(lessons)).sum().backward()
+    expected = gradients(model)
+    assert distance(learner_gradients(learner), expected) <= 1e-11 * norm(expected)
+    assert norm(expected) > 1e-2
+
+
+def step_distributions(model: PreTrainedModel, step: Step) -> torch.Tensor:
+    """Log-probabilities [C, V] of each completion token's alternatives, at its temperature."""
+    ids = torch.from_numpy(step.full_ids.astype(np.int64))[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(step.prompt_ids) - 1 : -1]
+    found: torch.Tensor = (logits / float(np.float32(step.sampling.temperature or 1.0))).log_softmax(-1)
+    return found
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_divergence_of_the_top_k_grows_to_that_of_the_whole_distribution(reverse: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    policy, teacher = (torch.randn(5, 40, generator=random, dtype=torch.float64).mul(2).log_softmax(-1) for _ in "ab")
+    of, to = (policy, teacher) if reverse else (teacher, policy)
+    whole = (of.exp() * (of - to)).sum(-1)
+    found = []
+    for k in range(1, 41):
+        logp, ids = teacher.topk(k)
+        found.append(top_k_divergence(policy.gather(1, ids), logp, reverse))
+    assert all(bool((b >= a - 1e-12).all()) for a, b in pairwise([torch.zeros(5), *found, whole]))
+    assert found[0].sum() < 0.9 * whole.sum()
+    torch.testing.assert_close(found[-1], whole, rtol=0, atol=1e-12)
+
+
+def test_the_top_k_are_the_same_in_chunks_and_only_ids_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, algorithm = flatten(random_groups(0)), AlgorithmConfig(distillation=section(form="reverse_top_k", top_k=50))
+    found = []
+    for size in (lm_head.CHUNK_BYTES, 1):
+        monkeypatch.setattr(lm_head, "CHUNK_BYTES", size)
+        learner = make_learner(exact(), algorithm, teacher=exact(seed=5, vocab_size=VOCABULARY + 9))
+        scores = learner.teacher_scores(batch)
+        assert scores is not None and scores.top_ids is not None
+        assert scores.top_ids.shape == (len(batch), min(50, VOCABULARY)) and scores.top_ids.max() < VOCABULARY
+        learner.accumulate(batch, advantage_of(batch, algorithm), teacher=scores)
+        found.append(learner_gradients(learner))
+    assert distance(*found) <= 1e-12 * norm(found[0])
+
+
+def test_the_coefficient_moves_linearly_over_the_run() -> None:
+    algorithm, batch = AlgorithmConfig(distillation=section(coef=(0.4, 0.0), form="loss")), flatten(random_groups(0))
+    learner = make_learner(tiny(), algorithm, updates=4, teacher=tiny(seed=5))
+    found = []
+    for learner.updates_done in range(4):
+        found.append(learner.objective(batch, advantage_of(batch, algorithm)).teacher_coef)
+    assert found == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert DistillationConfig(teacher="T", coef=0.4).coefs == (0.4, 0.4)
+
+
 def test_without_rewards_both_forms_begin_with_the_same_gradient() -> None:
-    groups, theirs = random_groups(0), full(make_learner(exact(seed=5)).logprobs(flatten(random_groups(0))))
+    groups, theirs = random_groups(0), make_learner(exact(seed=5)).scores(flatten(random_groups(0)))
     found = []
     for form in ("advantage", "loss"):
         algorithm = AlgorithmConfig(distillation=section(form=form, rewards=0.0))
         learner, batch = make_learner(exact(), algorithm), flatten(groups)
-        learner.accumulate(batch, advantage_of(batch, algorithm), logp_teacher=theirs)
+        learner.accumulate(batch, advantage_of(batch, algorithm), teacher=theirs)
         found.append(learner_gradients(learner))
     assert distance(*found) <= 1e-12 * norm(found[0])
 

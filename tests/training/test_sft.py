@@ -16,6 +16,7 @@ from tests.models import distance, exact, tiny, weights_of
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
+from treadle.core.trainer import Conversation
 from treadle.core.types import Message, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.envs.lookup import demonstration
@@ -103,7 +104,12 @@ def warm(
     """Warm-start the model in place."""
     learner = Learner(model, TrainingConfig(max_tokens_per_microbatch=budget), AlgorithmConfig(), 1)
     trainer = EmbeddedTrainer(learner, TOKENIZER_DIRECTORY, Compute(None), section)
-    return asyncio.run(warm_start(trainer, renderer(), demonstrations, section, on_step))
+
+    def conversation(index: int) -> Conversation:
+        row = demonstrations(index)
+        return demonstrated_calls(row.messages, renderer(), row.tools)
+
+    return asyncio.run(warm_start(trainer, conversation, section, on_step))
 
 
 def small() -> Any:

@@ -6,11 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worlds import PLAIN, chatml, plain_ids, tool, user
+from tests.worlds import END, PLAIN, chatml, plain_ids, tool, user
 from treadle.core.types import Message, common_prefix
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
-from treadle.view.texts import Segment, TokenTexts, extended_spans, message_spans, prefix_segments
+from treadle.rendering.texts import TokenTexts, extended_spans, message_spans, messages_of
+from treadle.view.texts import Segment, prefix_segments
 
 TEXTS = TokenTexts(PLAIN.backend_tokenizer)
 
@@ -149,3 +150,11 @@ def test_every_sequence_is_in_the_tree_and_nothing_twice(sequences: list[tuple[l
     assert all(run.parent < at and len(run.ids) for at, run in enumerate(runs))
     children = [(run.parent, int(run.ids[0])) for run in runs]
     assert len(set(children)) == len(children)
+
+
+def test_messages_are_read_off_ids() -> None:
+    said = [user("a🧵"), user("<b>"), Message(role="assistant", content="<think>\nso</think>ab"), user("é")]
+    read = messages_of(plain_ids(chatml(said)), TEXTS)
+    thought = Message(role="assistant", content="ab", reasoning_content="so")
+    assert read == [user("a🧵"), user("<b>"), thought, user("é"), Message(role="assistant", content="")]
+    assert messages_of(plain_ids("ab"), TEXTS) == [user("ab")] and messages_of([END], TEXTS) == []

@@ -159,12 +159,38 @@ class KlConfig(Config):
 class DistillationConfig(Config):
     """Configures on-policy distillation: a teacher scores each sampled token that is trained."""
 
-    teacher: str = Field(description="directory of the teacher, whose ids of the model's tokens must be the model's")
-    coef: float = Field(1.0, gt=0, description="weight of each token's log-probability ratio, teacher to policy")
-    form: Literal["advantage", "loss"] = Field(
-        "advantage", description="the ratio is added to each token's advantage; or its square, halved, to its loss"
+    teacher: str | None = Field(
+        None,
+        description="directory of the teacher, whose ids of the model's tokens must be the model's; null: the policy "
+        "itself, with a context",
     )
+    context: str | None = Field(
+        None, description="module:function that makes the teacher's prompt of each step; null: the policy's own prompt"
+    )
+    weights: Literal["current", "start", "ema"] = Field(
+        "current", description="without teacher: the policy as it is, as it was before RL, or its moving average"
+    )
+    ema_decay: float = Field(0.99, ge=0, lt=1, description="share of the moving average that an update keeps")
+    coef: NonNegative | tuple[NonNegative, NonNegative] = Field(
+        1.0, description="weight of the teacher's part; or [from, to], linearly over the run"
+    )
+    form: Literal["advantage", "loss", "reverse_top_k", "forward_top_k"] = Field(
+        "advantage",
+        description="the ratio is added to each token's advantage; or its square, halved, to its loss; or KL over the "
+        "teacher's most probable tokens is",
+    )
+    top_k: int = Field(32, ge=1, description="how many those are (reverse_top_k, forward_top_k)")
     rewards: NonNegative = Field(1.0, description="weight of the advantage from rewards; 0: the teacher alone")
+
+    @property
+    def coefs(self) -> tuple[float, float]:
+        """Return the weight at the first update, and after the last one."""
+        return self.coef if isinstance(self.coef, tuple) else (self.coef, self.coef)
+
+    @property
+    def by_top_k(self) -> bool:
+        """Return whether the teacher's most probable tokens are compared, not only the sampled one."""
+        return self.form in ("reverse_top_k", "forward_top_k")
 
 
 class ValueConfig(Config):

@@ -2,11 +2,12 @@
 
     d = logp - logp_teacher of a token that the policy sampled; its mean over samples is KL(policy || teacher)
 
-Shapes: tensors [N] in, [N] out.
+Shapes: tensors [N] in, [N] out; k tokens that the teacher finds most probable.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +20,19 @@ def distilled(advantage: Tensor, logp_old: Tensor, logp_teacher: Tensor | None, 
     """
     weighted = rewards * advantage
     return weighted if logp_teacher is None else weighted + coef * (logp_teacher - logp_old)
+
+
+def top_k_divergence(logp: Tensor, logp_teacher: Tensor, reverse: bool) -> Tensor:
+    """Return KL(policy || teacher) if reverse, else KL(teacher || policy), [N], of k + 1 outcomes.
+
+    logp, logp_teacher [N, k]: of the teacher's k most probable tokens; "any other token" is the last outcome. So it is
+    never below 0, never above the KL of the whole distributions, and equal to it if k is the vocabulary.
+    """
+    policy, teacher = _with_rest(logp), _with_rest(logp_teacher)
+    of, to = (policy, teacher) if reverse else (teacher, policy)
+    return (of.exp() * (of - to)).sum(-1)
+
+
+def _with_rest(logp: Tensor) -> Tensor:
+    rest = 1 - logp.exp().sum(-1, keepdim=True)
+    return torch.cat([logp, rest.clamp(min=torch.finfo(logp.dtype).eps).log()], -1)

@@ -40,7 +40,9 @@ class Tokens:
 
     logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
     advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
-    logp_ref, logp_teacher [N]: of the reference model and of the teacher, if there is one.
+    logp_ref, logp_teacher [N]: of the reference model and of the teacher, if there is one. logp_top [N, k]: the
+    teacher's, of the k tokens that it finds most probable, if they are compared. Where the teacher was not asked, an
+    objective is made with NaN, and losses get the policy's own.
     """
 
     logp_old: Tensor
@@ -51,6 +53,7 @@ class Tokens:
     trajectory: Tensor
     logp_ref: Tensor | None = None
     logp_teacher: Tensor | None = None
+    logp_top: Tensor | None = None
 
     def unit(self, scope: Scope) -> Tensor:
         """Return the unit of each token under `scope`, int64[N]."""

@@ -79,7 +79,23 @@ def _kl(config: AlgorithmConfig) -> Iterator[str]:
 
 
 def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
-    if config.distillation is None or config.distillation.rewards > 0:
+    section = config.distillation
+    if section is None:
+        return
+    if section.teacher is None and section.context is None:
+        yield (
+            "distillation has neither teacher nor context, and from itself, asked the same, the policy learns nothing; "
+            "name a directory as teacher, or a function as context"
+        )
+    if not any(section.coefs):
+        yield "distillation.coef is 0, so that the teacher would teach nothing; raise it, or leave distillation out"
+    if section.teacher is not None and section.weights != "current":
+        yield f"distillation.weights is {section.weights!r}, but the teacher is a directory; leave one of them out"
+    if section.weights != "ema" and section.ema_decay != type(section).model_fields["ema_decay"].default:
+        yield f"distillation.ema_decay is {section.ema_decay:g}, but weights is {section.weights!r}; leave it out"
+    if section.top_k != type(section).model_fields["top_k"].default and not section.by_top_k:
+        yield f"distillation.top_k is {section.top_k}, but form {section.form!r} is of sampled tokens; leave it out"
+    if section.rewards > 0:
         return
     unread = "but distillation.rewards is 0, which leaves rewards out"
     if advantage.needs_values:

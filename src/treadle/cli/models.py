@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from treadle.orchestration.evaluation import (
     held_out_inputs,
 )
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.checkpoint_retention import find_checkpoint
+from treadle.orchestration.store.address import RunAddress, find_address
 
 _MODELS_EXAMPLES = """examples:
   treadle models                                 which models have a name, and which are in the cache
@@ -35,22 +36,35 @@ Use the model under the same name: treadle train RECIPE model.path=smollm2 model
 """
 _EVAL_EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
-  treadle eval runs/demo --checkpoint step-000030 data.held_out.options.count=64
+  treadle eval runs/demo@30 data.held_out.options.count=64    its checkpoint of update 30; or runs/demo@best
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
   treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
+  treadle eval demo --model runs/other@best                   or a checkpoint of another run
 
 Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
 """
 _EXPORT_EXAMPLES = """examples:
   treadle export runs/demo models/demo                        its latest checkpoint
-  treadle export runs/demo models/best --checkpoint best      the one with the best held-out evaluation
-  treadle export runs/demo models/early --checkpoint step-000030
+  treadle export runs/demo@best models/best                   the one with the best held-out evaluation
+  treadle export runs/demo@30 models/early                    the one of update 30
   treadle export runs/lora models/whole --merge               base and adapter in one
+  treadle export runs/demo models/half --dtype bfloat16       weights in another format than they were trained in
+  treadle export runs/demo models/demo --push ORG/NAME        and uploaded to the hub, with the key in HF_TOKEN
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
 Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
+README.md is a model card, with the run's results and settings. A repository that --push makes is private.
 The run may still be in progress.
+"""
+
+_TRACES_EXAMPLES = """examples:
+  treadle export-traces runs/demo                                      to demo.jsonl: a trajectory a line
+  treadle export-traces runs/demo best.parquet --format parquet --select "reward >= 1, best_of=2"
+  treadle export-traces runs/demo traces --format atif                 a directory of Harbor's trajectory files
+
+A line or row has task, messages, reward, and of each step the exact ids, mask and log-probabilities:
+`treadle sft --from` learns from it what it would learn from the run.
 """
 
 
@@ -64,19 +78,25 @@ def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands, "eval", run_eval, "play the held-out tasks with a run's checkpoint or a model", _EVAL_EXAMPLES
     )
-    parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run directory; or, with --model, a recipe")
+    parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run, RUN@best, RUN@40; or, with --model, a recipe")
     add_shared(parser, "overrides", "--json")
-    parser.add_argument("--checkpoint", metavar="NAME", help="of the run: step-000030, best or latest (the default)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="directory of a model or adapter, or as model.path")
+    parser.add_argument("--model", metavar="DIR", help="directory of a model or adapter, a run, or as model.path")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
 
     summary = "write a run's model as a plain Hugging Face directory"
-    parser = add_command(commands, "export", run_export, summary, _EXPORT_EXAMPLES, "run_directory")
+    parser = add_command(commands, "export", run_export, summary, _EXPORT_EXAMPLES)
+    parser.add_argument("run_address", metavar="RUN", help="a run, RUN@best or RUN@40 (default: its latest checkpoint)")
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
-    parser.add_argument(
-        "--checkpoint", default="latest", metavar="NAME", help="such as step-000030, best or latest (default: latest)"
-    )
     parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: as they were trained)")
+    parser.add_argument("--push", metavar="ORG/NAME", help="upload the directory to the hub, too")
+
+    summary = "write the trajectories of a run into a file, for others and for treadle sft"
+    parser = add_command(commands, "export-traces", run_export_traces, summary, _TRACES_EXAMPLES, "run_directory")
+    parser.add_argument("out", type=Path, nargs="?", metavar="FILE", help="to write; default: the run's name, here")
+    parser.add_argument("--format", choices=("jsonl", "parquet", "atif"), default="jsonl", help="default: jsonl")
+    parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
 
 
 def run_models(options: argparse.Namespace) -> int:
@@ -119,7 +139,7 @@ def run_get(options: argparse.Namespace) -> int:
 def run_eval(options: argparse.Namespace) -> int:
     if options.dump is not None:
         check_dump(options.dump)
-    subject = find_subject(options.subject, options.overrides, options.checkpoint, options.model)
+    subject = find_subject(options.subject, options.overrides, options.model)
     inputs = held_out_inputs(subject)
     with make_progress(subject.config, stderr=True) as progress:
         evaluation = evaluate_model(subject, inputs, progress, options.dump)
@@ -154,13 +174,39 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
 def run_export(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
-    find_checkpoint(options.run_directory, options.checkpoint)  # or an error, before torch is loaded
+    if options.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
+        raise ConfigError(f"--push {options.push!r} is no name of a repository; give ORG/NAME")
+    address = find_address(options.run_address) or RunAddress(Path(options.run_address))
+    address.model()  # or an error, before torch is loaded
 
     from treadle.orchestration.export import export_checkpoint
 
-    checkpoint = export_checkpoint(options.run_directory, options.out, options.checkpoint, options.merge)
+    checkpoint = export_checkpoint(address.run, options.out, address.checkpoint, options.merge, options.dtype)
     console = Console()
     console.line(f"model of {checkpoint}: {options.out}")
     where = "model.adapter" if is_adapter(options.out) else "model.path"
     console.line(f"train from it: treadle train RECIPE {shlex.quote(f'{where}={options.out}')} model.build=null")
+    if options.push:
+        from treadle.models.hub import upload
+
+        console.line(f"uploaded: {upload(options.out, options.push, '--push')}")
+    return 0
+
+
+def run_export_traces(options: argparse.Namespace) -> int:
+    from treadle.orchestration.store.recorded import read_run  # pyarrow
+    from treadle.orchestration.store.rollout_store import load_run_tokenizer
+    from treadle.orchestration.store.selection import Selection
+    from treadle.orchestration.store.trajectory_files import FORMATS, write_trajectories
+    from treadle.rendering.texts import TokenTexts
+
+    run, selection = options.run_directory, Selection.parse(options.select)
+    out = options.out or Path(f"{run.resolve().name}{FORMATS[options.format]}")
+    if out.exists():
+        raise ConfigError(f"{str(out)!r} exists already; choose another name")
+    trajectories = read_run(run)
+    chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all: failed ones, too
+    texts = TokenTexts(load_run_tokenizer(run))
+    count = write_trajectories(out, options.format, chosen, texts, str(run))
+    Console().line(f"{count:,} trajectories: {out}")
     return 0

@@ -16,6 +16,7 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError, TreadleError
 from treadle.core.registry import extra_of, how_to_install
 from treadle.core.text import escape_text
+from treadle.orchestration.store.address import run_path
 from treadle.rollout.config import GatewayConfig
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "key.path=value",
         "help": "configuration values to change (`treadle recipes show demo` lists them)",
     },
-    "run_directory": {"type": Path, "metavar": "RUN", "help": "a run directory, finished or not"},
+    "run_directory": {"type": run_path, "metavar": "RUN", "help": "a run directory, finished or not"},
     "--runs": {"type": Path, "default": Path("runs"), "help": "where run directories go (default: runs)"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }

@@ -17,6 +17,7 @@ from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.callbacks import update_line
 from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.store.address import run_path
 from treadle.orchestration.store.ledger_reader import no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -55,7 +56,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
 
     parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory, finished or not")
+    parser.add_argument("runs", type=run_path, nargs="+", metavar="RUN", help="a run directory, finished or not")
     parser.add_argument(
         "--output", type=Path, default=Path("plot.png"), metavar="FILE", help=".png, .pdf or .svg (default: plot.png)"
     )
@@ -93,10 +94,7 @@ def _print(console: Console, facts: Facts) -> None:
     )
     latest = facts["latest_checkpoint"]
     if facts["state"] == "stopped" and latest is not None:
-        path = Path(facts["run"])
-        runs = [] if str(path.parent) == "runs" else ["--runs", str(path.parent)]
-        command = ["treadle", "train", facts["recipe"], "--resume", "--name", path.name, *runs]
-        console.line(f"go on from {latest} with: {shlex.join(command)}")
+        console.line(f"go on from {latest} with: {shlex.join(['treadle', 'train', facts['run'], '--resume'])}")
     console.line()
     _print_last_update(console, facts["last_update"], facts["updates"])
     names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")

@@ -26,7 +26,9 @@ from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
 from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
+from treadle.orchestration.evaluation import find_subject
 from treadle.orchestration.setup.validation import check_engine_config
+from treadle.orchestration.store.address import find_address, model_path, run_path
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from treadle.training.trainer import EmbeddedSource
 
 _SERVE_EXAMPLES = """examples:
-  treadle serve runs/demo/checkpoints/step-000045
+  treadle serve runs/demo@best                       a run's checkpoint; runs/demo: the latest, runs/demo@40
   treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
   treadle serve models/warm engine.kind=vllm engine.options.servers=2
 
@@ -67,7 +69,7 @@ def add_commands(commands: Commands) -> None:
         commands, "serve", run_serve, "serve a model to OpenAI's and Anthropic's clients", _SERVE_EXAMPLES
     )
     parser.add_argument(
-        "model", metavar="MODEL_DIR", type=Path, help="directory of a model or adapter, or as model.path"
+        "model", metavar="MODEL", help="a run, RUN@best, RUN@40, directory of a model, or as model.path"
     )
     add_address(parser, 8000)
     parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
@@ -81,7 +83,7 @@ def add_commands(commands: Commands) -> None:
 
     parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(
-        "runs", type=Path, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
+        "runs", type=run_path, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
     )
     add_address(parser, 8321)
     parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")
@@ -96,7 +98,7 @@ class ServeConfig(Config):
 
 def run_serve(options: argparse.Namespace) -> int:
     config = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides)
-    model = ModelConfig(**located(options.model), chat_template=options.chat_template)
+    model = _model(options)
     _check(options, config.engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
@@ -111,14 +113,23 @@ def run_serve(options: argparse.Namespace) -> int:
         config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
         renderer, source = load_chat(model)[1], load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
-        gateway = Gateway(model=options.model.name)
+        gateway = Gateway(model=Path(options.model).name)
         asyncio.run(_serve(options, config, renderer, source, gateway, serving(gateway, address, listening)))
     return 0
 
 
+def _model(options: argparse.Namespace) -> ModelConfig:
+    """How the model is loaded: as its run does, if a run is addressed."""
+    template = {"chat_template": options.chat_template} if options.chat_template else {}
+    directory = require_model_or_adapter(str(model_path(options.model)), "MODEL")
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(f"MODEL: no tokenizer.json in {str(directory)!r}; add the model's tokenizer")
+    if directory != Path(options.model) and find_address(options.model) is not None:
+        return find_subject(options.model).model_config.model_copy(update=template)
+    return ModelConfig(**located(Path(options.model)), **template)
+
+
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
-    if not (require_model_or_adapter(str(options.model), "MODEL_DIR") / "tokenizer.json").is_file():
-        raise ConfigError(f"MODEL_DIR: no tokenizer.json in {str(options.model)!r}; add the model's tokenizer")
     require_template(options.chat_template, "--chat-template")
     if options.record is not None and options.record.exists() and not options.record.is_dir():
         raise ConfigError(f"--record {options.record}: not a directory")

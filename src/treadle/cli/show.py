@@ -43,6 +43,7 @@ _TOP_EXAMPLES = """examples:
   CPU, memory        of its process, if that is on this machine: 100% is one core
 """
 _NEWEST = 20
+_SHOWN = 60  # characters of the reply of another model
 _PERIOD = 1.0  # seconds between two looks
 _SAMPLE = 0.3  # seconds over which the first look measures CPU time
 _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version", "CPU", "memory")
@@ -125,6 +126,7 @@ def _step(
         "dropped": None if step.dropped is None else str(step.dropped),
         "rejection": rejection(step),
         "components": step.given.by_name,
+        "calls": [asdict(call) for call in step.calls],
         **{
             name: getattr(step, name)
             for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary")
@@ -243,8 +245,17 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
         console.line(f"{step['dropped']}{because}", style="red")
     if relation := relation_line(step["relation"], step["step"]):
         console.line(relation, style="yellow")
+    for call in step["calls"]:
+        console.line(call_line(call), style="magenta")
     console.text(indented(step["new_prompt_text"]), style="dim")
     console.table(_token_table(step["tokens"]))
+
+
+def call_line(call: dict[str, Any]) -> str:
+    """Return `user: 153 tokens read, 12 written, 0.41 s: 'Do you have it in blue?'`."""
+    text = call["reply"]["content"]
+    tokens = f"{call['prompt_tokens']} tokens read, {call['completion_tokens']} written"
+    return f"{call['model']}: {tokens}, {call['seconds']:.2f} s: {text[:_SHOWN]!r}{'...' * (len(text) > _SHOWN)}"
 
 
 def relation_line(relation: dict[str, Any], step: int) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
@@ -16,13 +17,12 @@ from treadle.cli.options import Commands, add_command
 from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.processes import environment
-from treadle.data.config import sources_of
 from treadle.models.model_files import check_model_files
-from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.setup.inputs import IN_MEMORY, load_inputs
-from treadle.orchestration.setup.validation import changes, check_changes, check_config
-from treadle.orchestration.store.checkpoint_retention import find_checkpoint
+from treadle.orchestration.setup.inputs import load_inputs, resumable_config
+from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.store.address import checkpoint_named, find_address
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory
 from treadle.training.demonstrations import load_demonstrations
 
@@ -34,8 +34,8 @@ _TRAIN_EXAMPLES = """examples:
   treadle train demo seed=3 orchestration.updates=100 --name short
   treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
   treadle train demo --resume                 the newest unfinished run of that recipe
-  treadle train runs/short --resume orchestration.updates=200             a certain run, with more updates
-  treadle train demo --resume-from step-000030 --name short               back to a checkpoint that was kept
+  treadle train runs/short --resume orchestration.updates=200     a certain run, with more updates; needs no recipe
+  treadle train runs/short --resume-from 30                       back to a checkpoint that was kept, of update 30
 
 Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Continue with --resume.
 """
@@ -43,7 +43,13 @@ Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. C
 _SFT_EXAMPLES = """examples:
   treadle sft demo --out models/warm
   treadle sft demo --out models/short warm_start.steps=200 seed=3
+  treadle sft --from runs/demo --select "reward >= 1, best_of=2" --out models/best    from what a run recorded
+  treadle sft demo --from runs/a runs/b --out models/both warm_start.learning_rate=1e-4
+  treadle sft models/warm --from chats.jsonl --out models/next     {"messages": [...]} a line, or ATIF: text
 
+With --from, recorded steps are learned exactly: their completion ids, after their prompt ids, where their masks say so.
+RECIPE is then a recipe, a run's checkpoint (RUN, RUN@best, RUN@40) or a model directory to start from; default: the
+first run's latest checkpoint. --select: comparisons of reward, its components, steps and status, and best_of=N a task.
 The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
 """
 
@@ -59,8 +65,12 @@ def add_commands(commands: Commands) -> None:
     what = "only check data, model, template, servers and memory, and show the first prompt"
     parser.add_argument("--dry-run", action="store_true", help=what)
 
-    summary = "supervised learning on demonstrations: a recipe's warm start alone"
-    parser = add_command(commands, "sft", run_sft, summary, _SFT_EXAMPLES, "recipe", "overrides")
+    summary = "supervised learning: a recipe's warm start alone, or of recorded trajectories"
+    parser = add_command(commands, "sft", run_sft, summary, _SFT_EXAMPLES)
+    # both kinds of words in one list: argparse would take a missing RECIPE for one that comes after an option
+    parser.add_argument("overrides", nargs="*", default=[], metavar="RECIPE, key.path=value", help="what to start from")
+    parser.add_argument("--from", dest="sources", nargs="+", metavar="SOURCE", help="runs and files to learn")
+    parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
 
 
@@ -82,8 +92,7 @@ def run_train(options: argparse.Namespace) -> int:
     check_config(config)
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
-        runs = [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
-        command = "treadle " + shlex.join(["train", options.recipe, "--resume", "--name", path.name, *runs])
+        command = shlex.join(["treadle", "train", str(path), "--resume"])
         try:
             with make_progress(config) as progress:
                 from treadle.orchestration.train import train_run
@@ -102,23 +111,18 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
-    path = Path(options.recipe)
-    if (path / "config.yaml").is_file():  # a run's directory in place of its recipe
-        options.runs, options.name, options.recipe = path.parent, path.name, RunDirectory.open(path).config().recipe
-    recipe = None if options.name else load_recipe(options.recipe).recipe
-    path = options.runs / options.name if recipe is None else find_run(options.runs, recipe)
-    run = RunDirectory.open(path)
-    if run.has_summary and not options.overrides and options.resume_from is None:
-        raise RunError(
-            f"run {str(path)!r} is finished; nothing to resume (see treadle report {path}); "
-            "give it more orchestration.updates, or --resume-from an earlier checkpoint"
-        )
-    config = run.config(options.overrides)
-    check_changes(changes(run.config(), config))
-    find_checkpoint(path, options.resume_from or "latest")  # or an error, before torch is loaded
-    if sources_of(config.data.train)[0].source == IN_MEMORY:
-        raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
-    return config, path
+    address = find_address(options.recipe)
+    if address is None:
+        by_name = options.runs / (options.name or "")
+        path = by_name if options.name else find_run(options.runs, load_recipe(options.recipe).recipe)
+    elif address.checkpoint == "latest":
+        path = address.run
+    else:
+        back = f"treadle train {address.run} --resume-from {address.checkpoint}"
+        raise ConfigError(f"{options.recipe}: a run goes on from its latest checkpoint; to go back to this one: {back}")
+    if options.resume_from is not None:
+        options.resume_from = checkpoint_named(options.resume_from)
+    return resumable_config(path, options.overrides, options.resume_from), path
 
 
 @contextmanager
@@ -236,11 +240,20 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
 
 
 def run_sft(options: argparse.Namespace) -> int:
-    config = load_recipe(options.recipe, options.overrides)
-    if config.warm_start is None:
-        raise ConfigError(f"recipe {options.recipe!r} has no warm_start section, so there is nothing to learn; add one")
+    words = [*options.overrides, *(word for word in options.sources or () if _is_override(word))]
+    starts, overrides = ([word for word in words if _is_override(word) is which] for which in (False, True))
+    if len(starts) > 1 or not (starts or options.sources):
+        raise ConfigError(f"name one recipe to learn, or --from a run (got {' and '.join(starts) or 'neither'})")
     if options.out.exists():
         raise ConfigError(f"--out {str(options.out)!r} exists already; choose another directory")
+    if options.sources:
+        return _learn_recorded(options, next(iter(starts), None), overrides)
+    recipe = starts[0]
+    if options.select:
+        raise ConfigError("--select chooses among recorded trajectories; add --from RUN")
+    config = load_recipe(recipe, overrides)
+    if config.warm_start is None:
+        raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     check_model_files(config.model)
     load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     with make_progress(config) as progress:
@@ -248,14 +261,45 @@ def run_sft(options: argparse.Namespace) -> int:
 
         report = make_warm_model(config, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
-    console = Console()
-    console.line(f"loss {report.loss:.3f} nats a token ({how})")
-    console.line(f"model directory: {options.out}")
-    evaluate = shlex.join(["eval", options.recipe, "--model", str(options.out)])
-    console.line(f"evaluate it: treadle {evaluate}")
-    adapted = config.training.lora is not None  # of a base, where the recipe may build a model
-    build = ["model.build=null"] if adapted or config.model.build is not None else []
-    where = "adapter" if adapted else "path"
-    train = shlex.join(["train", options.recipe, *build, f"model.{where}={options.out}", "warm_start=null"])
-    console.line(f"train from it: treadle {train}")
+    Console().line(f"loss {report.loss:.3f} nats a token ({how})")
+    _print_next(options.out, config, recipe, recipe)
     return 0
+
+
+def _is_override(word: str) -> bool:
+    return re.match(r"[\w.]+=", word) is not None
+
+
+def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: Sequence[str]) -> int:
+    from treadle.orchestration.sft import prepare  # pyarrow
+
+    sources = [word for word in options.sources if not _is_override(word)]
+    lesson = prepare(start, sources, options.select, overrides)
+    with make_progress(lesson.config) as progress:
+        from treadle.orchestration.setup.warm_start import learn_recorded
+
+        report = learn_recorded(lesson, options.out, progress)
+    console, exactly = Console(), "as recorded"
+    if report.inexact:
+        exactly = f"not exact: of {report.inexact:,} trajectories they are text that was tokenized now"
+    console.line(
+        f"learned {report.trajectories:,} of {lesson.recorded:,} trajectories: {report.calls:,} steps, "
+        f"{report.tokens:,} tokens, {exactly}"
+    )
+    console.line(f"loss {report.loss:.3f} nats a token ({report.steps} steps in {report.seconds:.0f} s)")
+    of_run = lesson.subject is None or find_address(lesson.subject) is not None
+    recipe = lesson.config.recipe if of_run else lesson.subject
+    is_known = not of_run or recipe in recipe_names()
+    _print_next(options.out, lesson.config, lesson.subject, str(recipe) if is_known else "RECIPE")
+    return 0
+
+
+def _print_next(out: Path, config: RunConfig, subject: str | None, recipe: str) -> None:
+    """Print where the model is, and what to do with it. subject: what it can be evaluated as, if known."""
+    console = Console()
+    console.line(f"model directory: {out}")
+    if subject is not None:
+        console.line(f"evaluate it: treadle {shlex.join(['eval', subject, '--model', str(out)])}")
+    where = "adapter" if config.training.lora is not None else "path"
+    train = shlex.join(["train", recipe, "model.build=null", f"model.{where}={out}", "warm_start=null"])
+    console.line(f"train from it: treadle {train}")

@@ -29,6 +29,7 @@ class Stream(IntEnum):
     DEMONSTRATE = 5
     SERVE = 6
     TRACE = 7
+    OTHER_MODEL = 8
 
 
 def philox4x32(

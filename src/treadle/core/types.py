@@ -1,4 +1,4 @@
-"""What is recorded: Task, Step, Trajectory, Group.
+"""What is recorded: Task, Step, ModelCall, Trajectory, Group.
 
 Legend of shapes: P prompt tokens, C completion tokens of one step, M layers with experts, k experts a token.
 
@@ -251,6 +251,23 @@ class Task:
         return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]  # several times as fast as deepcopy
 
 
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A call of a model beside the policy (`models` of a recipe). It is recorded, and never trained.
+
+    model: its name. messages: the whole conversation that it was sent. started: in seconds since 1970. seconds: until
+    it had answered.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    reply: Message
+    prompt_tokens: int
+    completion_tokens: int
+    started: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One LLM call, exactly as the engine saw and answered it.
@@ -273,6 +290,7 @@ class Step:
     routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
                     read the token before, so that the first row is of the prompt's last token. None, or fewer rows
                     than tokens: the engine did not report it, or not for the last tokens
+    calls           of other models, between this step and the next; those before the first step are with it, too
 
     Raises DataError, naming the field, where lengths, dtypes or values break this.
     """
@@ -295,6 +313,7 @@ class Step:
     started: float | None = None
     waited: float | None = None
     summary: bool = False
+    calls: tuple[ModelCall, ...] = ()
 
     def __post_init__(self) -> None:
         fix = object.__setattr__

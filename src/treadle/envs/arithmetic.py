@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from treadle.core.types import Message, Task
+from treadle.core.types import Message, Step, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.tasks import check_share, split_key
 
@@ -65,17 +66,31 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     ]
 
 
-def demonstration(index: int, seed: int, expert: float = 0.3) -> tuple[Message, ...]:
+def demonstration(index: int, seed: int, expert: float = 0.3, told: float = 0.0) -> tuple[Message, ...]:
     """Return conversation number `index` of a supervised warm start, about a pair of the train split only.
 
     A share `expert` gives the sum, the others any number from 0 to 18 (so one in nineteen of those is right
-    too). All draws come from (seed, index). Raises ConfigError where `expert` lies outside [0, 1].
+    too). In a share `told` the question comes with a number, which is the reply. All draws come from (seed, index).
+    Raises ConfigError where a share lies outside [0, 1].
     """
     check_share("expert", expert)
+    check_share("told", told)
     draws = random.Random(f"arithmetic/demonstration/{seed}/{index}")
     a, b = draws.choice(PAIRS["train"])
     answer = a + b if draws.random() < expert else draws.randint(0, _LARGEST_SUM)
-    return _question(a, b), Message(role="assistant", content=f"<answer> {answer}</answer>")
+    asked = [_question(a, b), _told(answer)] if draws.random() < told else [_question(a, b)]
+    return *asked, Message(role="assistant", content=f"<answer> {answer}</answer>")
+
+
+def with_answer(
+    task: Task, trajectory: Trajectory, step: Step, siblings: Sequence[Trajectory], messages: Callable[..., Any]
+) -> list[Message]:
+    """Tell the teacher the answer (`algorithm.distillation.context`)."""
+    return [*messages(step), _told(task.ground_truth)]
+
+
+def _told(answer: object) -> Message:
+    return Message(role="user", content=f"It is {answer}.")
 
 
 def _question(a: int, b: int) -> Message:

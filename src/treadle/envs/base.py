@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, ParamSpec, Protocol
 
+from treadle.core.errors import ConfigError
 from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Status, Task, ToolCall
@@ -55,6 +56,22 @@ class Reply(NamedTuple):
     tool_calls: Sequence[ToolCall] = ()
 
 
+class Model(Protocol):
+    """A model beside the policy."""
+
+    async def chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """Return the reply to a conversation. options: of sampling, `temperature=0.2`, `max_tokens=100`."""
+        ...
+
+
+class Models(dict[str, Model]):
+    """Models beside the policy, by the names that the recipe gives them. Raises ConfigError for another name."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        known = f"models names {', '.join(self)}" if self else "the recipe names none (models)"
+        raise ConfigError(f"there is no model {name!r} beside the policy; {known}")
+
+
 def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]:
     """Type a method so that a plain `def` may override it, and `await super()...` is no error."""
     return method
@@ -94,6 +111,7 @@ class Environment(Protocol):
     be lower.
     replayable: whether an attempt that was interrupted may go on where it was: another instance is reset and given the
     recorded replies. False where `step` leaves traces outside that a second time would meet.
+    models: those that the recipe names beside the policy, for `async` methods: `await self.models["user"].chat(...)`.
     tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
     API. `ToolEnvironment` makes them of functions.
     """
@@ -103,6 +121,7 @@ class Environment(Protocol):
     longest_wait: float = 0.0
     required_steps: int = 0
     replayable: ClassVar[bool] = True
+    models: Mapping[str, Model] = Models()
     tool_schemas: Sequence[Mapping[str, Any]] = ()
 
     @_or_plain

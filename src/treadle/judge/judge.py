@@ -9,20 +9,17 @@ import json
 import math
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
-
-from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import Reward
-from treadle.core.text import read_json
 from treadle.judge.prompt import TEMPLATE, Criterion, messages
+from treadle.rollout.chat_endpoint import ChatAnswer, ChatEndpoint
 from treadle.rollout.isolation.user_code import RUNNING
 
 CALLS = Metric("judge_calls", "trajectory", "sum", "calls", "calls that judges answered")
@@ -30,9 +27,6 @@ ERRORS = Metric("judge_errors", "trajectory", "sum", "calls", "calls that judges
 VERDICTS = Metric("judge_verdicts", "trajectory", "sum", "votes", "votes that were counted, from the cache or not")
 TOKENS = Metric("judge_tokens", "trajectory", "sum", "tokens", "tokens that judges read and wrote, as they report")
 SECONDS = Metric("judge_seconds", "trajectory", "sum", "seconds", "time that calls of judges took")
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
-_PASSING = (408, 409, 429, 500, 502, 503, 504, 529)  # statuses that may pass by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +83,19 @@ class Judge:
             raise ConfigError(f"votes is {votes}; it must be at least 1")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigError(f"api_key_env: the environment variable {api_key_env!r} is not set")
-        self._url, self._model, self._rubric = f"{url.rstrip('/')}/chat/completions", model, tuple(rubric)
-        self._votes, self._limits, self._options = votes, limits, dict(options or {})
-        self._cache, self._key_env = cache and Path(cache), api_key_env
-        self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
-        self._next_call = -math.inf
+        self._model, self._rubric, self._options = model, tuple(rubric), dict(options or {})
+        self._votes, self._tries, self._cache = votes, limits.tries, cache and Path(cache)
+        self._endpoint = ChatEndpoint(
+            url,
+            model,
+            concurrency=limits.concurrency,
+            per_second=limits.per_second,
+            timeout=limits.timeout,
+            patience=limits.patience,
+            api_key_env=api_key_env,
+            options=self._options,
+            on_try=_count_try,
+        )
 
     async def grade(self, transcript: str, *, task: str = "", reference: str = "") -> Reward:
         """Return the reward for a transcript: of each criterion a component, its weight times the mean vote.
@@ -112,11 +114,11 @@ class Judge:
         return Reward({c.name: c.weight * fmean(vote.result() for vote in votes[c.name]) for c in self._rubric})
 
     async def _vote(self, criterion: Criterion, number: int, transcript: str, task: str, reference: str) -> float:
-        asked = [self._url, self._model, self._options, TEMPLATE, criterion.prompt, criterion.form]
+        asked = [self._endpoint.url, self._model, self._options, TEMPLATE, criterion.prompt, criterion.form]
         content = json.dumps([*asked, number, transcript, task, reference], sort_keys=True)
         file = self._cache and self._cache / f"{hashlib.sha256(content.encode()).hexdigest()}.txt"
         cached = [file.read_text("utf-8", "replace")] if file and file.is_file() else []
-        for _ in range(len(cached) + self._limits.tries):
+        for _ in range(len(cached) + self._tries):
             known = bool(cached)
             reply = cached.pop() if known else await self._ask(messages(criterion, transcript, task, reference))
             try:
@@ -131,76 +133,20 @@ class Judge:
         raise self._failure(problem)
 
     async def _ask(self, request: list[dict[str, str]]) -> str:
-        """Return the reply to a request, made again until there is one. A pause takes no other call's place."""
-        loop, (_, http, places) = asyncio.get_running_loop(), self._opened()
-        left, pause = self._limits.patience, _FIRST_PAUSE  # waiting for a place tries nobody's patience
-        while True:
-            async with places:
-                began = max(loop.time(), self._next_call)
-                self._next_call = began + 1 / self._limits.per_second
-                await asyncio.sleep(began - loop.time())
-                reply, problem, least = await self._try(http, request, min(self._limits.timeout, left))
-            if reply is not None:
-                return reply
-            wait = max(pause, least)
-            left -= loop.time() - began + wait
-            if left <= 0:
-                raise self._failure(f"no answer within {self._limits.patience:g} s, at last: {problem}")
-            await asyncio.sleep(wait)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    async def _try(
-        self, http: httpx.AsyncClient, request: list[dict[str, str]], timeout: float
-    ) -> tuple[str | None, str, float]:
-        """Make one call: the reply, or None, the problem and the seconds that the server asks to wait."""
-        headers = {"Authorization": f"Bearer {os.environ[self._key_env]}"} if self._key_env else {}
-        body = {"model": self._model, "messages": request, **self._options}
-        began, counted = time.monotonic(), ERRORS
         try:
-            async with asyncio.timeout(timeout):
-                response = await http.post(self._url, json=body, headers=headers)
-            if response.status_code == 200:
-                reply, tokens = _reply(response.text)
-                counted = CALLS
-                _count(TOKENS, tokens)
-                return reply, "", 0.0
-        except TimeoutError:
-            return None, f"none within {timeout:.3g} s", 0.0
-        except (httpx.RequestError, ValueError) as error:
-            return None, str(error) or type(error).__name__, 0.0
-        finally:
-            _count(counted, 1)
-            _count(SECONDS, time.monotonic() - began)
-        if response.status_code not in _PASSING:
-            raise self._failure(f"status {response.status_code}: {response.text:.200}")
-        after = response.headers.get("Retry-After", "")
-        return None, f"status {response.status_code}", float(after) if after.isdecimal() else 0.0  # it may be a date
-
-    def _opened(self) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore]:
-        """Return what belongs to this event loop. No connection is kept, so that none needs to be closed."""
-        loop = asyncio.get_running_loop()
-        if self._open is None or self._open[0] is not loop:
-            limits = httpx.Limits(max_keepalive_connections=0)
-            secure = self._url.startswith("https")
-            http = httpx.AsyncClient(timeout=None, limits=limits, verify=secure, trust_env=secure)
-            self._open, self._next_call = (loop, http, asyncio.Semaphore(self._limits.concurrency)), -math.inf
-        return self._open
+            return (await self._endpoint.ask(request)).message["content"]
+        except EngineError as error:
+            raise self._failure(str(error)) from error
 
     def _failure(self, problem: str) -> TrajectoryFailure:
-        return TrajectoryFailure(Cause.VERIFIER, f"the judge {self._model!r} at {self._url}: {problem}")
+        return TrajectoryFailure(Cause.VERIFIER, f"the judge {self._model!r} at {self._endpoint.url}: {problem}")
 
 
-def _reply(text: str) -> tuple[str, int]:
-    """Return the reply in an answer, and the tokens that it cost. Raises ValueError."""
-    try:
-        answer = read_json(text)
-        reply, usage = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
-        tokens = usage.get("total_tokens") or 0
-        if not isinstance(reply, str) or not isinstance(tokens, int):
-            raise TypeError
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"the answer {text!r:.200} is no chat completion") from error
-    return reply, tokens
+def _count_try(answer: ChatAnswer | None, seconds: float) -> None:
+    if answer is not None:
+        _count(TOKENS, answer.prompt_tokens + answer.completion_tokens)
+    _count(ERRORS if answer is None else CALLS, 1)
+    _count(SECONDS, seconds)
 
 
 def _count(metric: Metric, value: float) -> None:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -70,6 +70,27 @@ def download(name: str, setting: str, weights: bool = True) -> Path:
             f"{missing}; run `treadle models get {name}` where the hub can be reached, or give a model directory"
         )
     return directory
+
+
+def upload(directory: Path, name: str, setting: str) -> str:
+    """Upload a directory's files as a model of the hub, in one commit; returns the commit's address.
+
+    A repository that is not there is made, and is private. Raises ConfigError, naming the setting, where the hub
+    refuses; DownloadError without a network.
+    """
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        message = f"Upload {directory.name}"
+        return str(api.upload_folder(repo_id=name, folder_path=directory, commit_message=message).commit_url)
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(
+            f"{setting}: {name!r}: {str(error).splitlines()[0]}; check the name, and HF_TOKEN, which must allow writing"
+        ) from error
+    except (OSError, HTTPError) as error:
+        raise DownloadError(
+            f"{setting}: the hub cannot be reached; {directory} is complete, upload it later"
+        ) from error
 
 
 def _missing(directory: Path, weights: bool) -> str | None:

@@ -8,12 +8,20 @@ rank's shards; published ones are whole, and gathered one after the other.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONFIG_NOT_COMPARED = {"architectures", "dtype", "transformers_version"}
+"""Fields of a model's configuration that are written for others, or by another transformers."""
 
 
 def unique_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -93,6 +101,12 @@ def whole(tensor: Tensor) -> Tensor:
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 (hex) of names, dtypes, shapes and bytes, in the order of names."""
     return weights_digest(sorted(weights.items()))
+
+
+def model_sha256(model: PreTrainedModel) -> str:
+    """Return the SHA-256 (hex) of what a model computes with, weights and configuration, wherever its files are."""
+    config = {k: v for k, v in json.loads(model.config.to_json_string()).items() if k not in CONFIG_NOT_COMPARED}
+    return hashlib.sha256(f"{weights_sha256(saved(model))} {json.dumps(config, sort_keys=True)}".encode()).hexdigest()
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,4 +1,4 @@
-"""`treadle.train`: training from Python, on your own environment or agent and tasks."""
+"""Python's side of the commands: `treadle.train`, on your own environment or agent and tasks, and what follows it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError
@@ -27,6 +28,7 @@ from treadle.envs.tasks import (
     made_class,
 )
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.evaluation import Evaluation, evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.reporting.callbacks import (
     Callback,
     NotebookProgress,
@@ -34,13 +36,28 @@ from treadle.orchestration.reporting.callbacks import (
     Progress,
     load_callbacks,
 )
-from treadle.orchestration.setup.inputs import IN_MEMORY, SPLITS, Split, load_split, make_inputs
+from treadle.orchestration.setup.inputs import (
+    IN_MEMORY,
+    SPLITS,
+    Inputs,
+    Split,
+    load_inputs,
+    load_split,
+    make_inputs,
+    resumable_config,
+)
+from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
+from treadle.orchestration.store.address import RunAddress, checkpoint_named, find_address, run_path
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
 from treadle.rollout.isolation.event_loop import paused_event_loop
+
+if TYPE_CHECKING:
+    from treadle.orchestration.setup.warm_start import RecordedReport
+    from treadle.orchestration.store.recorded import Trajectories
 
 Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
@@ -90,9 +107,7 @@ def train(
         "data": {"train": {"source": IN_MEMORY}, **sources},
         "model": {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model,
     }
-    data = apply_overrides(
-        data, [f"{path}={json.dumps(value, default=str)}" for path, value in (settings or {}).items()]
-    )
+    data = apply_overrides(data, _overrides(settings))
     config = build(RunConfig, data, "treadle.train")
     check_config(config)
     if config.environment_options:
@@ -109,20 +124,133 @@ def train(
         {name: player} if kind == "agent" else {},
         load_callbacks(config.callbacks, callbacks),
         {name: player} if kind == "driver" else {},
+        make_models(config.models),
     )
 
-    if progress is None:
-        shows = NotebookProgress if type(sys.stdout).__module__.startswith("ipykernel.") else PlainProgress
-        progress = shows(config.orchestration.updates, config.data.table_by)
+    progress = progress or _progress(config)
     if not wait_passively():
         progress.log(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
             "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
         )
+    return _run(config, inputs, Path(run), progress, resume=resume)
+
+
+def resume(
+    run: str | Path,
+    *,
+    settings: dict[str, Any] | None = None,
+    checkpoint: str | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Go on with a run by its own configuration; returns its summary. The recipe is not needed.
+
+    run: its directory. settings: that may change, as `{"orchestration.updates": 200}`. checkpoint: go back to it first
+    (`best`, `30`), and lose what came after.
+
+    Raises as `train`; RunError for a run of tasks or environments that were made in Python: `train(..., resume=True)`.
+    """
+    path = run_path(run)
+    which = None if checkpoint is None else checkpoint_named(checkpoint)
+    config = resumable_config(path, _overrides(settings), which)
+    check_config(config)
+    inputs = load_inputs(config)
+    inputs = replace(inputs, callbacks=inputs.callbacks | load_callbacks((), callbacks))
+    wait_passively()
+    return _run(config, inputs, path, progress or _progress(config), resume=True, checkpoint=which)
+
+
+def evaluate(
+    run_or_recipe: str | Path,
+    *,
+    model: str | Path | None = None,
+    settings: dict[str, Any] | None = None,
+    dump: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Play the held-out tasks of a run or recipe: `evaluate("runs/demo@best").result.success`.
+
+    run_or_recipe: `RUN`, `RUN@best`, `RUN@40`; or a recipe. model: another model, or a run's; a recipe needs one.
+    dump: a .jsonl file for all trajectories. Raises ConfigError, DataError or RunError.
+    """
+    subject = find_subject(str(run_or_recipe), _overrides(settings), None if model is None else str(model))
+    inputs = held_out_inputs(subject)
+    wait_passively()
+    shown = progress or PlainProgress(0, subject.config.data.table_by)
+    with paused_event_loop():  # a notebook's
+        return evaluate_model(subject, inputs, shown, None if dump is None else Path(dump))
+
+
+def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype: str | None = None) -> Path:
+    """Write the model of `RUN`, `RUN@best` or `RUN@40` as a plain Hugging Face directory, which must be new.
+
+    merge: an adapter and its base as one model. dtype: of the weights, such as `bfloat16`.
+    Raises RunError, CheckpointError or ConfigError.
+    """
+    address = find_address(run) or RunAddress(Path(run))
+    from treadle.orchestration.export import export_checkpoint  # torch
+
+    export_checkpoint(address.run, Path(directory), address.checkpoint, merge, dtype)
+    return Path(directory)
+
+
+def sft(
+    sources: str | Path | Sequence[str | Path],
+    directory: str | Path,
+    *,
+    start: str | Path | None = None,
+    select: str = "",
+    settings: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> RecordedReport:
+    """Train on recorded trajectories of runs or files, and write the model: `treadle sft --from`.
+
+    start: a recipe, run or model to start from; default: the first source's latest checkpoint. select: such as
+    `"reward >= 1, best_of=2"`. settings: `{"warm_start.steps": 100}`. Raises ConfigError, DataError or RunError.
+    """
+    from treadle.orchestration.sft import prepare  # pyarrow
+
+    names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    begin = None if start is None else str(start)
+    lesson = prepare(begin, [str(name) for name in names], select, _overrides(settings))
+    if Path(directory).exists():
+        raise ConfigError(f"{str(directory)!r} exists already; choose another directory")
+    wait_passively()
+    from treadle.orchestration.setup.warm_start import learn_recorded  # torch
+
+    shown = progress or PlainProgress(0)
+    with paused_event_loop():
+        return learn_recorded(lesson, Path(directory), shown)
+
+
+def load_run(source: str | Path) -> Trajectories:
+    """Read the recorded trajectories of a run, or of files: `load_run("runs/demo").dataframe()`.
+
+    Raises RunError, DamageError, or DataError for a malformed file.
+    """
+    from treadle.orchestration.sft import read_source  # pyarrow
+    from treadle.orchestration.store.recorded import Trajectories
+
+    return Trajectories(read_source(source))
+
+
+def _overrides(settings: Mapping[str, Any] | None) -> list[str]:
+    return [f"{path}={json.dumps(value, default=str)}" for path, value in (settings or {}).items()]
+
+
+def _progress(config: RunConfig) -> Progress:
+    shows = NotebookProgress if type(sys.stdout).__module__.startswith("ipykernel.") else PlainProgress
+    return shows(config.orchestration.updates, config.data.table_by)
+
+
+def _run(
+    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, resume: bool, checkpoint: str | None = None
+) -> dict[str, Any]:
     from treadle.orchestration.train import train_run  # torch
 
     with paused_event_loop():  # a notebook's
-        summary = train_run(config, inputs, Path(run), progress, resume=resume)
+        summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)
     if summary["stopped_early"]:
         progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; go on with resume=True")
     return summary

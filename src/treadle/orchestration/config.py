@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -22,6 +23,7 @@ from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.rollout.config import RolloutConfig
+from treadle.rollout.other_models import POLICY, OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
 
@@ -245,6 +247,10 @@ class RunConfig(Config):
     driver_options: dict[str, Any] = Field(default_factory=dict, description="its options")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
+    models: dict[str, OtherModelConfig] = Field(
+        default_factory=dict,
+        description="other models, which environments and agents call by name (docs/other-models.md)",
+    )
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
     rewards: RewardsConfig = Field(RewardsConfig(), description="from given rewards to trained ones")
@@ -269,6 +275,11 @@ class RunConfig(Config):
                 raise ValueError(
                     f"{kind}_options ({', '.join(options)}) are for the recipe's {kind}, and none is set; remove them, "
                     f"or set {kind}"
+                )
+        for name in self.models:
+            if name == POLICY or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(
+                    f"models: {name!r} is no name for a model beside the policy; use letters, digits, . _ -"
                 )
         if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
             raise ValueError(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
-from treadle.core.files import check_writable, write_atomically
-from treadle.core.outcomes import as_played
-from treadle.core.types import Group, Ids, Task, Trajectory
+from treadle.core.files import check_writable
+from treadle.core.types import Group, Task
 from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
@@ -26,7 +24,8 @@ from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.stopping import StopRequest
-from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
+from treadle.orchestration.store.address import find_address, model_path
+from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
@@ -35,6 +34,8 @@ from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from treadle.orchestration.reporting.reporter import Reporter
     from treadle.orchestration.store.run_store import RunStore
     from treadle.rendering.chat import ChatRenderer
@@ -184,30 +185,27 @@ class Evaluation:
     seconds: float
 
 
-def find_subject(
-    run_or_recipe: str, overrides: Sequence[str] = (), checkpoint: str | None = None, model: Path | None = None
-) -> Subject:
-    """Return a run's checkpoint (the latest unless named), or the directory `model` with a run's or recipe's config.
+def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str | Path | None = None) -> Subject:
+    """Return the checkpoint that `run_or_recipe` addresses; or a model, with a run's or recipe's configuration.
 
-    Needs no torch. Raises ConfigError or RunError for what is not there.
+    model: directory, or address of another run. Needs no torch. Raises ConfigError or RunError for what is not there.
     """
     if touched := [o for o in overrides if o.startswith("model.")]:
-        raise ConfigError(f"{' '.join(touched)}: the evaluated model is chosen with --checkpoint or --model")
-    if model is not None and checkpoint is not None:
-        raise ConfigError("give --checkpoint or --model, not both")
-    run = Path(run_or_recipe)
-    if (run / "config.yaml").is_file():
-        config = RunDirectory.open(run).config(overrides)
+        raise ConfigError(f"{' '.join(touched)}: the model is that of the run; choose it with RUN@NAME or --model")
+    address = find_address(run_or_recipe)
+    if address is not None:
+        config = RunDirectory.open(address.run).config(overrides)
     elif model is not None:
         config = load_recipe(run_or_recipe, overrides)
-    elif run_or_recipe in recipe_names() or run.suffix in (".yaml", ".yml"):
+    elif run_or_recipe in recipe_names() or Path(run_or_recipe).suffix in (".yaml", ".yml"):
         raise ConfigError(f"{run_or_recipe!r} is a recipe: add --model DIR, or give the directory of a run of it")
     else:
         raise RunError(f"{run_or_recipe!r} is not a run directory: it has no config.yaml")
-    if model is None:
-        directory = find_checkpoint(run, checkpoint or "latest").directory
-        return Subject(config, directory, checkpoint_update(directory), config.model.path)
-    return Subject(config, require_model_or_adapter(str(model), "--model"), 0)
+    if model is not None:
+        return Subject(config, require_model_or_adapter(str(model_path(model)), "--model"), 0)
+    assert address is not None
+    directory = address.model()
+    return Subject(config, directory, checkpoint_update(directory), config.model.path)
 
 
 def held_out_inputs(subject: Subject) -> Inputs:
@@ -239,7 +237,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
         if line := unused_gpus(config.device, config.engine):
             progress.log(line)
     subject, section, table_by = replace(subject, config=config), config.evaluation, config.data.table_by
-    renderer = load_chat(subject.model_config)[1]
+    tokenizer, renderer = load_chat(subject.model_config)
     source = load_source(subject.model_config, config.seed)
     use_threads(config.training.threads, source.model.parameters, device=config.device)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
@@ -248,7 +246,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
-        write_dump(dump, groups, renderer.decode)
+        _write_dump(dump, groups, tokenizer.backend_tokenizer)
     by_value: dict[str, list[Group]] = {}
     for group in groups:
         if table_by is not None:
@@ -300,41 +298,16 @@ def check_dump(path: Path) -> None:
         raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
 
 
-def write_dump(path: Path, groups: Sequence[Group], decode: Callable[[Ids], str]) -> None:
-    """Write the trajectories to a file, one a line, with their texts. Complete or absent.
+def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+    """Write the trajectories as `treadle export-traces` does. Raises RunError where the disk refuses."""
+    from treadle.orchestration.store.recorded import RecordedTrajectory, vocabulary_sha256  # pyarrow
+    from treadle.orchestration.store.trajectory_files import write_trajectories
+    from treadle.rendering.texts import TokenTexts
 
-    Raises RunError where the disk refuses.
-    """
-    records = [_record(group, trajectory, decode) for group in groups for trajectory in group.trajectories]
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    try:
-        write_atomically(path, "".join(lines).encode())
-    except OSError as error:
-        raise RunError(f"could not write {path}: {error}; choose another file or free disk space") from error
-
-
-def _record(group: Group, t: Trajectory, decode: Callable[[Ids], str]) -> dict[str, Any]:
-    return {
-        "task_id": t.task_id,
-        "trajectory_id": t.trajectory_id,
-        "attempt": t.attempt,
-        "extras": group.task.extras,
-        "reward": t.reward,
-        "components": as_played(t).components,
-        "status": str(t.status),
-        "failure": f"{t.failure.cause}: {t.failure.message}" if t.failure else None,
-        "traceback": t.failure.traceback if t.failure else None,
-        "seconds": t.seconds,
-        "steps": [
-            {
-                "prompt": decode(step.prompt_ids),
-                "completion": decode(step.completion_ids),
-                "prompt_ids": step.prompt_ids.tolist(),
-                "completion_ids": step.completion_ids.tolist(),
-                "logprobs": step.logprobs.tolist(),
-                "stop_reason": str(step.stop_reason),
-                "reward": step.reward,
-            }
-            for step in t.steps
-        ],
-    }
+    vocabulary = vocabulary_sha256(tokenizer)
+    recorded = [
+        RecordedTrajectory(str(path), "held_out", group.group_id, group.task, trajectory, vocabulary)
+        for group in groups
+        for trajectory in group.trajectories
+    ]
+    write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer))

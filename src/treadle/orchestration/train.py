@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -115,9 +115,10 @@ def _train(
             check_device(config.device, ranks)
         state = resumed.state if resumed else LoopState(began=datetime.now().isoformat(timespec="seconds"))
 
-        renderer = load_chat(config.model, datetime.fromisoformat(state.began))[1]
+        began = datetime.fromisoformat(state.began)
+        renderer = load_chat(config.model, began)[1]
         runtime = runtime or cleanup.enter_context(open_runtime(config, path, progress.log))
-        trainer = cleanup.enter_context(closing(runtime.make_trainer(config.trainer)))
+        trainer = cleanup.enter_context(closing(runtime.make_trainer(replace(config.trainer, began=began))))
         threads = use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
         config = _with_threads(config, threads)
 

@@ -21,7 +21,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,6 +107,11 @@ class Structure:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Decode, with structural tokens by their private names."""
+        runs = groupby(map(int, ids), key=self._name_of.get)
+        return "".join(name * len(list(run)) if name else self.decode(run) for name, run in runs)
 
     def ident(self, name: str) -> int:
         return self._ids[name]

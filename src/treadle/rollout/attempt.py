@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from treadle.core.draws import Stream
@@ -30,22 +31,24 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.gateway import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.other_models import AttemptModels, MakeModel, OtherModel, open_models
 from treadle.rollout.replay import AnsweredCall, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
 _CANCELLED = "the attempt was cancelled from within, by its driver"
-_CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # a driver's check, and the tokens of its calls
+CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # a driver's check, and the tokens of its calls
 
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """What plays tasks, by the names that tasks refer to."""
+    """What plays tasks, by the names that tasks refer to, and the models beside the policy that these may call."""
 
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
     drivers: Mapping[str, DriverFactory] = field(default_factory=dict)
+    models: Mapping[str, MakeModel] = field(default_factory=dict)
 
     @property
     def may_wait(self) -> bool:
@@ -85,7 +88,8 @@ class Rollouts:
     """Plays attempts, each by the driver of its task.
 
     drivers: for each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to each
-    attempt as it ends; shaping only to training attempts (`Address.stream`), and not before a group reward.
+    attempt as it ends; shaping only to training attempts (`Address.stream`), and not before a group reward. models:
+    open ones, which attempts may call beside the engine.
     """
 
     def __init__(
@@ -95,8 +99,9 @@ class Rollouts:
         drivers: Mapping[tuple[str, str], AttemptDriver[Any]],
         config: RolloutConfig,
         rewards: RewardsConfig = _AS_GIVEN,
+        models: Mapping[str, OtherModel] = MappingProxyType({}),
     ) -> None:
-        self.engine, self.renderer, self.config = engine, renderer, config
+        self.engine, self.renderer, self.config, self._models = engine, renderer, config, models
         self._drivers, self.sampling = drivers, config.sampling
         self._shaper = RewardShaper(rewards, config.environment_timeout)
 
@@ -117,7 +122,7 @@ class Rollouts:
         log = log if log is not None and driver.replays(task) else None
         specs = [self._spec(group_id, a, sampling or self.sampling, log) for a in addresses]
         attempts: list[asyncio.Future[Trajectory]] = []
-        for session, spec in [(driver.open_session(spec), spec) for spec in specs]:
+        for session, spec in [(self._open_session(driver, spec), spec) for spec in specs]:
             attempt = asyncio.ensure_future(self._attempt(driver, session, task, spec, log))
             # also if it is cancelled before it begins
             attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]
@@ -135,7 +140,7 @@ class Rollouts:
                 continue
             unchecked.discard(task.player)
             driver = self._drivers[task.player]
-            session = driver.open_session(self._spec("check", _CHECK, brief))
+            session = self._open_session(driver, self._spec("check", CHECK, brief))
             try:
                 await driver.check(session, task.copy())
             finally:
@@ -151,6 +156,12 @@ class Rollouts:
         prompt, whole = self.config.max_input_tokens, self.config.max_total_tokens
         replay = None if log is None else Replay(log.recorded(address), partial(log.add, address))
         return SessionSpec(name, self.engine, self.renderer, sampling, prompt, address, whole, replay)
+
+    def _open_session(self, driver: AttemptDriver[Any], spec: SessionSpec) -> Session:
+        session: Session = driver.open_session(spec)
+        if self._models:
+            session.models = AttemptModels(self._models, spec.name, spec.address, lambda: len(session.steps))
+        return session
 
     async def _attempt(
         self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, log: CallLog | None
@@ -170,7 +181,8 @@ class Rollouts:
                     user.release()
                     measured, user = user.measured, user_code(task, session.name)
                     user.measured = measured
-                    session = driver.open_session(replace(spec, replay=Replay((), partial(log.add, spec.address))))
+                    fresh = Replay((), partial(log.add, spec.address))
+                    session = self._open_session(driver, replace(spec, replay=fresh))
                     try:
                         played = await self._played(driver, session, task, spec.address, user)
                     finally:
@@ -208,11 +220,15 @@ class Rollouts:
         started = time.perf_counter()
         outcome = await self._outcome(driver, session, task.copy(), user)
         seconds = time.perf_counter() - started
+        steps = tuple(session.steps)
+        if session.models is not None:
+            steps = session.models.attach(steps)
+            user.measured += session.models.measured()
         return Trajectory(
             trajectory_id=session.name,
             task_id=task.task_id,
             attempt=address.attempt,
-            steps=tuple(session.steps),
+            steps=steps,
             reward=outcome.reward,
             status=outcome.status,
             failure=outcome.failure,
@@ -253,11 +269,14 @@ async def open_rollouts(
 
     log: gets warnings about what agents ask for in vain, and, from another thread, about user code that blocks the
     event loop. directory: the run's, for what drivers write. Raises ConfigError for a shaping hook or a reply parser
-    that does not exist, and what drivers raise when opened.
+    that does not exist, and what drivers and models raise when opened.
     """
-    async with open_drivers(renderer, players, config, directory, log) as drivers:
+    async with (
+        open_drivers(renderer, players, config, directory, log) as drivers,
+        open_models(players.models) as models,
+    ):
         with watched_event_loop(log):
-            yield Rollouts(engine, renderer, drivers, config, rewards)
+            yield Rollouts(engine, renderer, drivers, config, rewards, models)
 
 
 @asynccontextmanager

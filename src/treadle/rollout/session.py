@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import Prompt
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
 from treadle.rollout.replay import AnsweredCall, Replay, request_digest
+
+if TYPE_CHECKING:
+    from treadle.rollout.other_models import AttemptModels
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,6 +107,30 @@ class Reply:
         """The content with the stop string that ended it: what an environment acts on."""
         return self.message["content"] + (self.stop or "")
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.step.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.step.completion_ids)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self.step.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class OtherReply:
+    """The answer of a model beside the policy. step: its tokens, if the model is of this process; in no trajectory."""
+
+    message: Message
+    prompt_tokens: int
+    completion_tokens: int
+    stop_reason: StopReason
+    step: Step | None = None
+    stop: str | None = None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
@@ -124,6 +151,7 @@ class Session:
     parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
     strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
     bounds a call's `max_tokens`.
+    models: those beside the policy that the attempt may call; None if the recipe names none.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
     have no answered retry. said_used: whether an answer was used, by number, where the agent says so.
     """
@@ -137,6 +165,7 @@ class Session:
         context: int | None = None,
     ) -> None:
         self.name, self.renderer, self.parse = spec.name, spec.renderer, parse
+        self.models: AttemptModels | None = None
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []

@@ -2,11 +2,11 @@
 
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
               optimizer.safetensors  checkpoint.json             what resuming needs besides
-              value_head.safetensors  reference.safetensors      if there are any
+              value_head, reference, teacher .safetensors        if there are any that the run makes
               SHA256SUMS                                         the manifest (core.files)
 
-Several ranks write optimizer, value head and reference as directories of shards (`checkpoint_shards`), each rank its
-own; any number of ranks reads either. The model is one file in any case.
+Several ranks write what is beside the model as directories of shards (`checkpoint_shards`), each rank its own; any
+number of ranks reads either. The model is one file in any case.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_c
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.model_files import ADAPTER_WEIGHTS
 from treadle.models.tensor_file import write_tensors
-from treadle.models.weights import adapter_weights, gathered, saved, trained
+from treadle.models.weights import CONFIG_NOT_COMPARED, adapter_weights, gathered, saved, trained
 from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards
 from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
@@ -47,7 +47,7 @@ _OF_TOKENIZER = re.compile(
     r"chat_template\..*|additional_chat_templates/.*\.jinja"
 )
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ot|ckpt|nemo|npz|tflite)(\.index\.json)?$|^\.")
-_PARTS = ("optimizer", "value_head", "reference")  # of a checkpoint, beside the model
+_PARTS = ("optimizer", "value_head", "reference", "teacher")  # of a checkpoint, beside the model
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -143,10 +143,11 @@ def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The content of checkpoint.json."""
+    """The content of checkpoint.json. teacher_sha256: of a teacher that is no part of the checkpoint."""
 
     updates_done: int
     kl_coef: float | None
+    teacher_sha256: str | None = None
 
 
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
@@ -201,7 +202,8 @@ def _parts(learner: Learner) -> dict[str, dict[str, Tensor]]:
 
 
 def _facts(learner: Learner) -> bytes:
-    facts = _Facts(learner.updates_done, None if learner.kl is None else learner.kl.coef)
+    coef = None if learner.kl is None else learner.kl.coef
+    facts = _Facts(learner.updates_done, coef, learner.teacher_sha256)
     return json.dumps(asdict(facts), indent=2).encode()
 
 
@@ -209,7 +211,7 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
     """Restore a learner; an export, which is only a model, gives it the weights to start from and nothing else.
 
     Any number of ranks reads what any other number of them wrote.
-    Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model or tokenizer.
+    Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model, tokenizer or teacher.
     """
     where = checkpoint.directory
     _check_tokenizer(checkpoint, tokenizer)
@@ -228,6 +230,12 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
         learner.begin_here()
         return
     facts = _Facts(**json.loads(checkpoint.read(_FACTS)))
+    if facts.teacher_sha256 not in (None, learner.teacher_sha256):
+        raise CheckpointError(
+            f"checkpoint {where} learned from another teacher: weights or configuration in algorithm.distillation."
+            "teacher are not those that the run was started with; restore them, or start a new run (model.path may be "
+            "this checkpoint)"
+        )
     moments = read_part(checkpoint, "optimizer", learner.ranks)
     beside = {name: read_part(checkpoint, name, learner.ranks) for name in _beside(learner)}
     copy_weights(saved(learner.model), weights, str(where))
@@ -254,13 +262,10 @@ def _check_tokenizer(checkpoint: Manifest, tokenizer: Path) -> None:
             raise CheckpointError(f"checkpoint {checkpoint.directory} was made with another tokenizer than {path}")
 
 
-_NOT_COMPARED = {"architectures", "dtype", "transformers_version"}  # written for others, or by another transformers
-
-
 def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path) -> None:
     """Raise CheckpointError, naming the first difference, if the configured model would compute otherwise."""
     ours, theirs = (json.loads(c.to_json_string()) for c in (model.config, type(model.config).from_dict(recorded)))
-    for name in sorted((ours.keys() | theirs.keys()) - _NOT_COMPARED):
+    for name in sorted((ours.keys() | theirs.keys()) - CONFIG_NOT_COMPARED):
         if ours.get(name) != theirs.get(name):
             raise CheckpointError(
                 f"checkpoint {where} holds another model: {name} is {theirs.get(name)!r} there, {ours.get(name)!r} in "
@@ -281,7 +286,7 @@ def copy_weights(mine: Mapping[str, Tensor], weights: TensorSource, source: str)
 
 
 def checkpoint_bytes(learner: Learner) -> int:
-    """Return about how many bytes a checkpoint has: weights and two moments, value head and reference if any."""
+    """Return about how many bytes a checkpoint has: weights and two moments, and what is beside them if any."""
     moved = [parameter for _, parameter in trained(learner.trained)]
     tensors = [
         *saved(learner.trained).values(),
@@ -295,7 +300,7 @@ def checkpoint_bytes(learner: Learner) -> int:
 def _beside(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of what else a learner computes with, by the name of its file."""
     head = {} if learner.value_head is None else saved(learner.value_head)
-    parts = {"value_head": head, "reference": learner.reference_weights()}
+    parts = {"value_head": head, "reference": learner.reference_weights(), "teacher": learner.teacher_weights()}
     return {name: tensors for name, tensors in parts.items() if tensors}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -125,7 +126,8 @@ class TrainerSpec:
     """Picklable recipe of a trainer, so that each of several processes can make its own.
 
     updates: optimizer updates of the whole run, for schedules. max_staleness: 0 if nothing is sampled during training.
-    traced_groups: share of groups whose results have traces. device: of each rank, by torch's name.
+    traced_groups: share of groups whose results have traces. device: of each rank, by torch's name. began: when the run
+    did, for templates that write dates.
     """
 
     model: ModelConfig
@@ -138,6 +140,7 @@ class TrainerSpec:
     placement: LearnerPlacement
     traced_groups: float
     device: str = "cpu"
+    began: datetime | None = None
 
 
 def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:

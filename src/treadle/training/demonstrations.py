@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
@@ -18,6 +18,8 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import parsed
 from treadle.rendering.replies import Tool
+
+T = TypeVar("T")
 
 
 class Demonstration(NamedTuple):
@@ -43,7 +45,7 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
         inspect.signature(generate).bind(0, seed, **options)
     except TypeError as error:
         raise ConfigError(f"warm_start.options {options} do not fit {source!r}: {error}") from error
-    return lambda index: _made(generate(index, seed, **options), f"{source}, demonstration {index}")
+    return lambda index: checked_demonstration(generate(index, seed, **options), f"{source}, demonstration {index}")
 
 
 def _from_file(path: Path, seed: int) -> Demonstrations:
@@ -54,6 +56,11 @@ def _from_file(path: Path, seed: int) -> Demonstrations:
     rows = [_conversation(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not rows:
         raise DataError(f"{path} has no demonstrations")
+    return reshuffled(rows, seed)
+
+
+def reshuffled(rows: Sequence[T], seed: int) -> Callable[[int], T]:
+    """Return row number i >= 0 as a function of i: all rows again and again, each pass in an order of its own."""
     shuffle = lru_cache(maxsize=1)(partial(permutation, len(rows), seed, stream=Stream.DEMONSTRATE))
     return lambda index: rows[shuffle(index // len(rows))[index % len(rows)]]
 
@@ -63,10 +70,11 @@ def _conversation(line: bytes, where: str) -> Demonstration:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:  # bad UTF-8 or bad JSON
         raise DataError(f"{where}: not JSON: {error}") from error
-    return _made(row if isinstance(row, dict) else {}, where)
+    return checked_demonstration(row if isinstance(row, dict) else {}, where)
 
 
-def _made(row: Mapping[str, Any] | Sequence[Message], where: str) -> Demonstration:
+def checked_demonstration(row: Mapping[str, Any] | Sequence[Message], where: str) -> Demonstration:
+    """Return a demonstration of plain data, or of messages alone. Raises DataError that begins with `where`."""
     row = row if isinstance(row, Mapping) else {"messages": row}
     if not isinstance(row.get("messages"), list | tuple):
         raise DataError(f"{where}: needs a 'messages' list")

@@ -33,7 +33,8 @@ from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, KeysAndValues, KeyValueStore, Shape
 from treadle.training.attention.select import kernel_for
-from treadle.training.objective import Gradient, LossGradients, TokenScores
+from treadle.training.lm_head import MostProbable
+from treadle.training.objective import Gradient, LossGradients, TokenScores, joined
 from treadle.training.scorer import Pass, Scorer, rows
 
 
@@ -126,30 +127,39 @@ class Forward:
             self.exact_logprobs(ids)
         return torch.stack(chosen, 1)[: len(ids)].cpu().numpy().astype(np.int16)
 
-    def scores(self, tree: PrefixTree, temperature: Tensor, passes: int = 1) -> TokenScores:
+    def scores(
+        self, tree: PrefixTree, temperature: Tensor, passes: int = 1, top: Tensor | MostProbable | None = None
+    ) -> TokenScores:
         """Compute a tree without gradient. temperature [N]: of all pairs; its dtype is the result's.
 
         passes: to make at least, where several ranks must make equally many; a tree may then be empty.
+        top: other tokens to score, int64[N, k] of all pairs, or which to choose.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(), torch.no_grad():
-            return self._first_pass(parts, temperature, _store(parts))
+            return self._first_pass(parts, temperature, _store(parts), top)
 
     def backward(
-        self, tree: PrefixTree, temperature: Tensor, gradient: Gradient, entropy_grad: bool = False, passes: int = 1
+        self,
+        tree: PrefixTree,
+        temperature: Tensor,
+        gradient: Gradient,
+        entropy_grad: bool = False,
+        passes: int = 1,
+        top: Tensor | None = None,
     ) -> TokenScores:
         """Add a loss's gradient to the parameters' `.grad`; returns the scores that it was taken at.
 
-        temperature [N], passes: as for `scores`; several passes are made twice. gradient: scores of some tokens, or of
-        none -> the loss's gradient by them, which is all that is needed of the loss. entropy_grad: `gradient` gives one
-        by entropies, too.
+        temperature [N], passes, top: as for `scores`; several passes are made twice. gradient: scores of some tokens,
+        or of none -> the loss's gradient by them, which is all that is needed of the loss. entropy_grad: `gradient`
+        gives one by entropies, too.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(self.gradient_checkpointing):
             if len(parts) > 1:
-                return self._stream(parts, temperature, gradient, entropy_grad)
+                return self._stream(parts, temperature, gradient, entropy_grad, top)
             with self._replayed(parts[0]):
-                attached = self._pairs(parts[0], temperature, entropy_grad)
+                attached = self._pairs(parts[0], temperature, entropy_grad, top)
                 scores = attached.detached()
                 _propagate(attached, gradient(scores))
         return scores
@@ -162,36 +172,40 @@ class Forward:
 
     # --- streaming ---
 
-    def _first_pass(self, parts: Sequence[MicroBatch], temperature: Tensor, store: KeyValueStore) -> TokenScores:
+    def _first_pass(
+        self,
+        parts: Sequence[MicroBatch],
+        temperature: Tensor,
+        store: KeyValueStore,
+        top: Tensor | MostProbable | None,
+    ) -> TokenScores:
         """Compute without gradient, first chunk to last; if there are several, `store` then has all keys and values."""
         computed = []
         for part in parts:
             fresh: dict[int, KeysAndValues] | None = {} if len(parts) > 1 else None
             with self._replayed(part):
-                computed.append(self._pairs(part, temperature, False, store.at(part.context), fresh))
+                computed.append(self._pairs(part, temperature, False, top, store.at(part.context), fresh))
             store.put(part, fresh or {})
-        return TokenScores(
-            np.concatenate([part.flat for part in parts]),
-            torch.cat([scores.logp for scores in computed]),
-            torch.cat([scores.entropy for scores in computed]),
-            torch.cat([scores.value for scores in computed if scores.value is not None])
-            if self.scorer.value_head
-            else None,
-        )
+        return joined(computed)
 
     def _stream(
-        self, parts: Sequence[MicroBatch], temperature: Tensor, gradient: Gradient, entropy_grad: bool
+        self,
+        parts: Sequence[MicroBatch],
+        temperature: Tensor,
+        gradient: Gradient,
+        entropy_grad: bool,
+        top: Tensor | None,
     ) -> TokenScores:
         store = _store(parts)
         with torch.no_grad():
-            scores = self._first_pass(parts, temperature, store)
+            scores = self._first_pass(parts, temperature, store, top)
         slopes = gradient(scores)
         bounds = np.cumsum([0, *(len(part.flat) for part in parts)]).tolist()
         for part, (first, end) in reversed(list(zip(parts, pairwise(bounds), strict=True))):
             context = store.leaves(part.context)
             fresh: dict[int, KeysAndValues] = {}
             with self._replayed(part):
-                attached = self._pairs(part, temperature, entropy_grad, context, fresh)
+                attached = self._pairs(part, temperature, entropy_grad, top, context, fresh)
                 _propagate(attached, slopes.at(slice(first, end)), *store.pending(part, fresh))
             store.collect(part.context, context)
         return scores
@@ -220,6 +234,7 @@ class Forward:
         part: MicroBatch,
         temperature: Tensor,
         entropy_grad: bool,
+        top: Tensor | MostProbable | None,
         context: Mapping[int, KeysAndValues] | None = None,
         fresh: dict[int, KeysAndValues] | None = None,
     ) -> TokenScores:
@@ -231,8 +246,9 @@ class Forward:
             entropy_grad=entropy_grad,
             context=context,
             fresh=fresh,
+            top=top,
         )
-        return TokenScores(part.flat, *self.scorer(call))
+        return TokenScores(part.flat, **self.scorer(call))
 
     def _kernel(self, part: MicroBatch) -> Kernel | None:
         return (self._make_kernel or kernel_for(self.model.device))(Shape.of(part)) if self.shares else None
@@ -273,6 +289,7 @@ def _propagate(
         (scores.logp, slopes.logp),
         (scores.entropy, slopes.entropy),
         (scores.value, slopes.value),
+        (scores.top, slopes.top),
         *zip(more, by_more, strict=True),
     ]
     live = [(x, by_x) for x, by_x in roots if x is not None and by_x is not None and x.requires_grad]

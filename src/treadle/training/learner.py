@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,15 +36,15 @@ from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.processes import release_freed_memory
 from treadle.core.trainer import UpdateResult
-from treadle.core.types import Group
-from treadle.models.weights import adapter_weights, copy_by_name, replaced, saved
+from treadle.core.types import Group, Ids
+from treadle.models.weights import adapter_weights, copy_by_name, model_sha256, replaced, saved
 from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.layout import Slot, balance, slots
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig, check_algorithm
 from treadle.training.forward import Forward
-from treadle.training.lm_head import make_value_head
+from treadle.training.lm_head import MostProbable, make_value_head
 from treadle.training.metrics import (
     GRADIENT_NORM,
     KL_COEF,
@@ -60,6 +60,7 @@ from treadle.training.metrics import (
 from treadle.training.objective import Gradient, Objective, TokenScores, TracedGroups, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.ranks import OneRank, Ranks, ReadWeights
+from treadle.training.teacher_prompts import TeacherPrompts
 
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
@@ -78,9 +79,10 @@ class Learner:
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget affect cost and rounding only.
     reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now, of one with adapters that of
-    the adapters alone (`reference_adapter`). teacher: frozen model for `algorithm.distillation`. ranks: processes that
-    share the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights
-    of a model that is on the meta device on every rank.
+    the adapters alone (`reference_adapter`). teacher: frozen model for `algorithm.distillation`; default: the model, by
+    `distillation.weights`, its adapters alone where it has any (`teacher_adapter`). teacher_prompts: for
+    `distillation.context`. ranks: processes that share the model; default: this one. traced: groups whose results have
+    traces; default: none. read: loads the weights of a model that is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
@@ -96,6 +98,7 @@ class Learner:
         traced: TracedGroups | None = None,
         read: ReadWeights | None = None,
         teacher: PreTrainedModel | None = None,
+        teacher_prompts: TeacherPrompts | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
@@ -115,7 +118,17 @@ class Learner:
             frozen = (reference or copy.deepcopy(model)).requires_grad_(False)
             check_reference(algorithm, frozen, model)
             self.reference = Forward(frozen, budget, half=half)
-        self.teacher = None if teacher is None else Forward(teacher.requires_grad_(False), budget, half=half)
+        self.teacher_prompts = teacher_prompts
+        self.teacher: Forward | None = None
+        self.teacher_adapter: dict[str, Tensor] = {}
+        self.teacher_sha256: str | None = None
+        distillation = algorithm.distillation
+        keeps = distillation is not None and distillation.weights != "current"
+        self._own_teacher = distillation is not None and distillation.teacher is None
+        if teacher is not None:  # of several ranks, the first one has the weights
+            self.teacher_sha256 = self.ranks.every(lambda: "" if self.ranks.rank else model_sha256(teacher))[0]
+        if teacher is not None or (keeps and not adapted):
+            self.teacher = Forward((teacher or copy.deepcopy(model)).requires_grad_(False), budget, half=half)
         self.forward = Forward(
             model,
             budget,
@@ -128,11 +141,15 @@ class Learner:
         gathers_half = training.precision == "bfloat16_pure" and not (adapted and self.ranks.size == 1)
         for forward in (self.forward, self.reference, self.teacher):
             if forward is not None:
-                is_policy = forward is self.forward or (forward is self.reference and self._own_reference)
-                self.ranks.shard(forward, half=gathers_half, read=read if is_policy else None)
+                others = [] if self._own_reference else [self.reference]
+                others += [] if self._own_teacher else [self.teacher]
+                self.ranks.shard(forward, half=gathers_half, read=None if forward in others else read)
         if kl is not None and self.reference is None:  # the policy's own base, with the adapter as it is now
             self.reference = self.forward.choosing()
             self.reference_adapter = {name: tensor.clone() for name, tensor in adapter_weights(model).items()}
+        if self._own_teacher and self.teacher is None:
+            self.teacher = self.forward.choosing()
+            self.teacher_adapter = {n: t.clone() for n, t in adapter_weights(model).items()} if keeps else {}
         self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
@@ -180,11 +197,17 @@ class Learner:
         """Score every completion token [N] with the current policy, at its recorded temperature."""
         return self._scores(self.forward, batch)
 
-    def _scores(self, forward: Forward, batch: FlatBatch) -> TokenScores:
-        return self._scores_of(forward, self._slots(forward, batch), self._temperature(batch))
+    def _scores(self, forward: Forward, batch: FlatBatch, top: MostProbable | None = None) -> TokenScores:
+        return self._scores_of(forward, self._slots(forward, batch), self._temperature(batch), top)
 
-    def _scores_of(self, forward: Forward, laid_out: Sequence[Slot], temperature: Tensor) -> TokenScores:
-        parts = [forward.scores(slot.trees[self.ranks.rank], temperature, slot.passes) for slot in laid_out]
+    def _scores_of(
+        self,
+        forward: Forward,
+        laid_out: Sequence[Slot],
+        temperature: Tensor,
+        top: Tensor | MostProbable | None = None,
+    ) -> TokenScores:
+        parts = [forward.scores(slot.trees[self.ranks.rank], temperature, slot.passes, top) for slot in laid_out]
         return self.ranks.gather(parts, temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
@@ -202,13 +225,15 @@ class Learner:
             start = self.scores(batch)
         logp_old = None if start is None else start.logp.cpu().numpy()
         values = None if start is None or start.value is None else start.value.cpu().numpy()
-        logp_ref = self._reference_logprobs(batch)
-        logp_teacher = None if self.teacher is None else self._scores(self.teacher, batch).logp.cpu().numpy()
+        logp_ref = None
+        if self.reference is not None:
+            logp_ref = self._frozen_scores(self.reference, self.reference_adapter, batch).logp.cpu().numpy()
+        teacher = self.teacher_scores(batch)
 
         advantage = self._advantages(batch, logp_old, logp_ref, values)
-        objective = self.objective(batch, advantage, logp_old, logp_ref, values, logp_teacher)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values, teacher)
         scores, layout = self._backward(batch, objective)
-        if self.teacher is not None:
+        if teacher is not None:
             advantage = objective.advantage(scores).cpu().double().numpy()
         totals = objective.metrics(scores) + layout
         self._check_loss(totals["loss"], scores, objective)
@@ -216,6 +241,7 @@ class Learner:
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
 
         self.updates_done += 1
+        self._move_teacher()
         measures = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
         if self.kl is not None:
             measures[KL_COEF] = [self.kl.coef]
@@ -230,11 +256,39 @@ class Learner:
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
 
-    def _reference_logprobs(self, batch: FlatBatch) -> NDArray[np.floating] | None:
-        if self.reference is None:
+    def _frozen_scores(
+        self, forward: Forward, adapter: Mapping[str, Tensor], batch: FlatBatch, top: MostProbable | None = None
+    ) -> TokenScores:
+        """Score tokens by a frozen model, or by the policy's with another adapter, if there is one."""
+        with replaced(self.model, adapter) if adapter else nullcontext():
+            return self._scores(forward, batch, top)
+
+    def teacher_scores(self, batch: FlatBatch) -> TokenScores | None:
+        """Return the teacher's scores of all N tokens, NaN in steps that it is not asked about; None without a teacher.
+
+        Raises ConfigError for a log-probability that is not finite, and as `TeacherPrompts.of` does.
+        """
+        section = self.algorithm.distillation
+        if self.teacher is None or section is None:
             return None
-        with replaced(self.model, self.reference_adapter) if self.reference_adapter else nullcontext():
-            return self._scores(self.reference, batch).logp.cpu().numpy()
+        prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
+        if (made := self.teacher_prompts) is not None:  # the first rank's, should the function draw at random
+            prompts = self.ranks.every(lambda: [] if self.ranks.rank else made.of(batch))[0]
+        steps = (s if ids is None else replace(s, prompt_ids=ids) for s, ids in zip(batch.steps, prompts, strict=True))
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        top = MostProbable(min(section.top_k, vocabulary), vocabulary) if section.by_top_k else None
+        scores = self._frozen_scores(self.teacher, self.teacher_adapter, replace(batch, steps=tuple(steps)), top)
+        trained = scores.logp[torch.from_numpy(batch.mask).to(scores.logp.device)]
+        if not bool(trained.isfinite().all()):
+            raise ConfigError(
+                "algorithm.distillation: the teacher gives a sampled token the log-probability "
+                f"{trained[~trained.isfinite()][0].item()}; take another teacher"
+            )
+        unasked = np.array([ids is None for ids in prompts], np.bool_)[batch.step_id]
+        for tensor in (scores.logp, scores.top):
+            if tensor is not None:
+                tensor[torch.from_numpy(unasked).to(tensor.device)] = torch.nan
+        return scores
 
     def _advantages(
         self,
@@ -274,14 +328,14 @@ class Learner:
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
         values: NDArray[np.floating] | None = None,
-        logp_teacher: NDArray[np.floating] | None = None,
+        teacher: TokenScores | None = None,
     ) -> Measures:
         """Add the batch's gradient to the parameters' `.grad`; returns metrics of its tokens and of their layout.
 
         advantage float64[N], from rewards. logp_old [N], or None to compare with the policy as it is now. logp_ref [N],
-        for KL. values [N], at the batch's start: a value head learns values + advantage. logp_teacher [N].
+        for KL. values [N], at the batch's start: a value head learns values + advantage. teacher: `teacher_scores`.
         """
-        objective = self.objective(batch, advantage, logp_old, logp_ref, values, logp_teacher)
+        objective = self.objective(batch, advantage, logp_old, logp_ref, values, teacher)
         scores, layout = self._backward(batch, objective)
         return objective.metrics(scores) + layout
 
@@ -290,10 +344,16 @@ class Learner:
         laid_out, temperature = self._slots(self.forward, batch), self._temperature(batch)
         gradient: Gradient = objective.gradient
         if objective.couples:
-            gradient = lookup(objective.gradient(self._scores_of(self.forward, laid_out, temperature)))
+            scores = self._scores_of(self.forward, laid_out, temperature, objective.top_ids)
+            gradient = lookup(objective.gradient(scores))
         parts = [
             self.forward.backward(
-                slot.trees[self.ranks.rank], temperature, gradient, objective.entropy_coef > 0, slot.passes
+                slot.trees[self.ranks.rank],
+                temperature,
+                gradient,
+                objective.entropy_coef > 0,
+                slot.passes,
+                objective.top_ids,
             )
             for slot in laid_out
         ]
@@ -315,10 +375,10 @@ class Learner:
         logp_old: NDArray[np.floating] | None = None,
         logp_ref: NDArray[np.floating] | None = None,
         values: NDArray[np.floating] | None = None,
-        logp_teacher: NDArray[np.floating] | None = None,
+        teacher: TokenScores | None = None,
     ) -> Objective:
         """Return the batch's loss as a function of its log-probabilities; arguments as for `accumulate`."""
-        start, end = self.algorithm.entropy_bonus
+        section = self.algorithm.distillation
         device, correction, kl = self.model.device, self.algorithm.correction, self.algorithm.kl
         tokens = Tokens(
             logp_old=self._tensor(batch.logp_rollout if logp_old is None else logp_old),
@@ -328,7 +388,8 @@ class Learner:
             step=torch.from_numpy(batch.step_id).to(device),
             trajectory=torch.from_numpy(batch.trajectory_id).to(device),
             logp_ref=None if logp_ref is None else self._tensor(logp_ref),
-            logp_teacher=None if logp_teacher is None else self._tensor(logp_teacher),
+            logp_teacher=None if teacher is None else teacher.logp,
+            logp_top=None if teacher is None else teacher.top,
         )
         weight = self._tensor(token_weights(batch, self.algorithm))
 
@@ -343,7 +404,7 @@ class Learner:
             self.loss_options,
             tokens,
             weight,
-            entropy_coef=start + (end - start) * self.updates_done / max(self.updates, 1),
+            entropy_coef=self._scheduled(self.algorithm.entropy_bonus),
             anchored=logp_old is None,
             reduction=reduction,
             corrected=corrected(tokens, weight, correction, reduction) if correct_now else None,
@@ -351,8 +412,14 @@ class Learner:
             lag=torch.from_numpy(lag).to(device) if lag.any() else None,
             first=self.updates_done % self.training.updates_between_publications == 0,
             truncated=torch.from_numpy(batch.truncated).to(device) if batch.truncated.any() else None,
+            teacher_coef=0.0 if section is None else self._scheduled(section.coefs),
+            top_ids=None if teacher is None else teacher.top_ids,
             values=None if values is None else ValueTargets(self._tensor(values), self._tensor(values + advantage)),
         )
+
+    def _scheduled(self, ends: tuple[float, float]) -> float:
+        """Return a coefficient that moves linearly from the first update to the end of the run."""
+        return ends[0] + (ends[1] - ends[0]) * self.updates_done / max(self.updates, 1)
 
     def move(self, device: torch.device) -> None:
         """Move models, value head and the optimizer's moments, or this rank's shards of them, to another device."""
@@ -365,9 +432,10 @@ class Learner:
                     state[name] = value.to(device)
 
     def begin_here(self) -> None:
-        """Call after weights changed outside `update`; refreshes a reference that is a copy of the policy."""
+        """Call after weights changed outside `update`; refreshes what is a copy of the policy."""
         if self._own_reference:
             self._refresh_reference()
+        copy_by_name(self.teacher_weights(), saved(self.model))
 
     def _refresh_reference(self) -> None:
         copy_by_name(self.reference_weights(), saved(self.model))
@@ -375,6 +443,23 @@ class Learner:
     def reference_weights(self) -> dict[str, Tensor]:
         """Return name -> tensor, not copied, of what the reference computes with beside the base; {} without one."""
         return self.reference_adapter or ({} if self.reference is None else saved(self.reference.model))
+
+    @torch.no_grad()
+    def _move_teacher(self) -> None:
+        """Move a teacher that is the policy's moving average."""
+        section = self.algorithm.distillation
+        if section is None or section.weights != "ema":
+            return
+        policy = saved(self.model)
+        for name, tensor in self.teacher_weights().items():
+            tensor.mul_(section.ema_decay).add_(policy[name], alpha=1 - section.ema_decay)
+
+    def teacher_weights(self) -> dict[str, Tensor]:
+        """Return name -> tensor, not copied, of a teacher that is an earlier policy; {} for any other, or none."""
+        section = self.algorithm.distillation
+        if self.teacher is None or section is None or section.weights == "current":
+            return {}
+        return self.teacher_adapter or saved(self.teacher.model)
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
         # a greedy token is never trained; any temperature serves for its unused log-probability

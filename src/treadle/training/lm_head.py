@@ -1,11 +1,12 @@
 """From hidden states to log-probabilities, in row chunks, so that no [P, V] array of logits is ever whole.
 
-Shapes: P pairs, d hidden size, V vocabulary.
+Shapes: P pairs, d hidden size, V vocabulary, k tokens that are scored beside the sampled one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -53,29 +54,53 @@ def make_value_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+@dataclass(frozen=True, slots=True)
+class MostProbable:
+    """Asks for the `count` most probable tokens among the first `vocabulary` ids."""
+
+    count: int
+    vocabulary: int
+
+
 def pair_logprobs(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    entropy_grad: bool,
+    top: Tensor | MostProbable | None = None,
+) -> tuple[Tensor, ...]:
     """Return log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
 
-    hidden [P, d]; targets int64[P]. entropy_grad: the entropy carries a gradient. Where the logits need more than
+    hidden [P, d]; targets int64[P]. entropy_grad: the entropy carries a gradient. top: other tokens int64[P, k], or
+    which to choose: then also their log-probabilities [P, k], and ids int64[P, k]. Where the logits need more than
     `CHUNK_BYTES`, they are made chunk by chunk, and once more in the backward pass.
     """
     rows = max(1, CHUNK_BYTES // (head.vocabulary * temperature.element_size()))
     if len(hidden) <= rows:
-        return _chunk(head, hidden, targets, temperature, entropy_grad)
+        return _chunk(head, hidden, targets, temperature, entropy_grad, top)
+    split = (tensor.split(rows) for tensor in (hidden, targets, temperature))
+    tops = top.split(rows) if isinstance(top, Tensor) else repeat(top)
     parts = [
-        checkpoint(_chunk, head, h, target, t, entropy_grad, use_reentrant=False, preserve_rng_state=False)
-        for h, target, t in zip(hidden.split(rows), targets.split(rows), temperature.split(rows), strict=True)
+        checkpoint(_chunk, head, h, target, t, entropy_grad, among, use_reentrant=False, preserve_rng_state=False)
+        for (h, target, t), among in zip(zip(*split, strict=True), tops, strict=False)
     ]
-    return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def _chunk(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor, entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    entropy_grad: bool,
+    top: Tensor | MostProbable | None,
+) -> tuple[Tensor, ...]:
     distribution = (head(hidden).to(temperature.dtype) / temperature[:, None]).log_softmax(-1)
     logp = distribution.gather(1, targets[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(-1)
-    return logp, entropy
+    if top is None:
+        return logp, entropy
+    ids = distribution[:, : top.vocabulary].topk(top.count).indices if isinstance(top, MostProbable) else top
+    return logp, entropy, distribution.gather(1, ids), ids

@@ -21,6 +21,7 @@ from treadle.training.config import TrainerSpec
 from treadle.training.learner import Learner
 from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
+from treadle.training.teacher_prompts import TeacherPrompts
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]
@@ -55,14 +56,19 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
     reference = None if kl is None or kl.model is None else load_frozen(kl.model, "algorithm.kl.model", model, first)
     distillation = spec.algorithm.distillation
-    teacher = None if distillation is None else load_teacher(distillation.teacher, spec.model, model, first)
+    teacher = prompts = None
+    if distillation is not None and distillation.teacher is not None:
+        teacher = load_teacher(distillation.teacher, spec.model, model, first)
+    if distillation is not None and distillation.context is not None:
+        limit = int((teacher or model).config.get_text_config().max_position_embeddings)
+        prompts = TeacherPrompts(distillation.context, load_chat(spec.model, spec.began)[1], limit)
     if spec.placement.ranks == 1:
         for module in (model, reference, teacher):
             if module is not None:
                 module.to(spec.device)  # type: ignore[arg-type]  # a wrapper hides the signature
     share = spec.traced_groups if first else 0.0  # all ranks would trace the same
     traced = TracedGroups(spec.seed, share)
-    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read, teacher)
+    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read, teacher, prompts)
 
 
 def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:

@@ -24,6 +24,9 @@ TEACHER_KL = _trained(
     "nats",
     "reverse KL to `algorithm.distillation.teacher`: log-probability less the teacher's, below 0 by chance only",
 )
+TAUGHT = _trained(
+    "taught_fraction", "token", "mean", "share", "scored by the teacher, if `algorithm.distillation.context` is set"
+)
 RATIO_MEAN = _trained(
     "ratio_mean", "token", "mean", "", "probability before the update / at the start of its batch, if known"
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import Corrected, corrected
-from treadle.algorithms.distillation import distilled
+from treadle.algorithms.distillation import distilled, top_k_divergence
 from treadle.algorithms.kl import ESTIMATORS, k1, k2, k3
 from treadle.algorithms.losses import LOSS_FUNCTION, PolicyLoss, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
@@ -42,6 +42,7 @@ from treadle.training.metrics import (
     RATIO_MAX,
     RATIO_MEAN,
     RATIO_MIN,
+    TAUGHT,
     TEACHER_KL,
     TRAINABLE_FRACTION,
     TRAINABLE_TOKENS,
@@ -57,29 +58,40 @@ class TokenScores:
     """What the model computes of some tokens.
 
     flat int64[n]: their indices among all N. logp, entropy [n]: in nats. value [n]: of the state in which each was
-    sampled, if there is a value head.
+    sampled, if there is a value head. top [n, k], top_ids int64[n, k]: other tokens there, if they were asked for.
     """
 
     flat: Indices
     logp: Tensor
     entropy: Tensor
     value: Tensor | None = None
+    top: Tensor | None = None
+    top_ids: Tensor | None = None
 
     def detached(self) -> TokenScores:
-        value = None if self.value is None else self.value.detach()
-        return TokenScores(self.flat, self.logp.detach(), self.entropy.detach(), value)
+        return self.map(Tensor.detach)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenScores:
+        """Return the same with the function's result in the place of each tensor that there is."""
+        mapped: dict[str, Any] = {n: function(x) for n in SCORES if (x := getattr(self, n)) is not None}
+        return replace(self, **mapped)
+
+
+SCORES = ("logp", "entropy", "value", "top", "top_ids")
 
 
 class LossGradients(NamedTuple):
-    """A loss's gradient by log-probabilities [n], and by entropies [n] and values [n] if they matter."""
+    """A loss's gradient by log-probabilities [n]; by entropies, values [n] and other tokens [n, k] if they matter."""
 
     logp: Tensor
     entropy: Tensor | None = None
     value: Tensor | None = None
+    top: Tensor | None = None
 
     def at(self, index: Tensor | slice) -> LossGradients:
-        entropy = None if self.entropy is None else self.entropy[index]
-        return LossGradients(self.logp[index], entropy, None if self.value is None else self.value[index])
+        logp, *others = (None if x is None else x[index] for x in self)
+        assert logp is not None
+        return LossGradients(logp, *others)
 
 
 class TokenTrace(NamedTuple):
@@ -109,6 +121,8 @@ class Objective:
     `tokens.logp_ref`.
     values: what a value head learns, [N]. lag int32[N]: versions between sampling and this update, if there are any.
     truncated bool[N]: tokens whose `logp_rollout` compares with nothing, if there are any.
+    top_ids int64[N, k]: the teacher's most probable tokens, which all scores then have; `tokens.logp_top` is theirs.
+    teacher_coef: weight of the teacher's term.
     """
 
     config: AlgorithmConfig
@@ -125,6 +139,8 @@ class Objective:
     values: ValueTargets | None = None
     first: bool = True
     truncated: Tensor | None = None
+    top_ids: Tensor | None = None
+    teacher_coef: float = 0.0
 
     @property
     def couples(self) -> bool:
@@ -143,7 +159,10 @@ class Objective:
             each = each + self.kl_coef * self._kl(scores.logp, tokens)
         distillation = self.config.distillation
         if distillation is not None and distillation.form == "loss" and tokens.logp_teacher is not None:
-            each = each + distillation.coef * k2(scores.logp, tokens.logp_teacher)
+            each = each + self.teacher_coef * k2(scores.logp, tokens.logp_teacher)
+        if distillation is not None and tokens.logp_top is not None and scores.top is not None:
+            reverse = distillation.form == "reverse_top_k"
+            each = each + self.teacher_coef * top_k_divergence(scores.top, tokens.logp_top, reverse)
         if scores.logp.requires_grad and not each.requires_grad:
             raise ConfigError(self._refused(each, "without a gradient"))
         if self.values is not None and scores.value is not None:
@@ -170,10 +189,14 @@ class Objective:
 
     def gradient(self, scores: TokenScores) -> LossGradients:
         """Return the loss's gradient by these scores; the scores of all N if the objective couples tokens."""
-        logp, entropy = scores.logp.clone().requires_grad_(), scores.entropy.clone().requires_grad_()
-        value = None if self.values is None or scores.value is None else scores.value.clone().requires_grad_()
-        leaves = (logp, entropy) if value is None else (logp, entropy, value)
-        slopes = LossGradients(*torch.autograd.grad(self.loss(TokenScores(scores.flat, logp, entropy, value)), leaves))
+        leaves = {"logp": scores.logp, "entropy": scores.entropy}
+        if self.values is not None and scores.value is not None:
+            leaves["value"] = scores.value
+        if scores.top is not None:
+            leaves["top"] = scores.top
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in leaves.items()}
+        found = torch.autograd.grad(self.loss(TokenScores(scores.flat, **leaves)), list(leaves.values()))
+        slopes = LossGradients(**dict(zip(leaves, found, strict=True)))
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
 
     def advantage(self, scores: TokenScores) -> Tensor:
@@ -206,8 +229,11 @@ class Objective:
             values[CORRECTION_WEIGHT] = correction.factor[mask]
         if tokens.logp_ref is not None:
             values[KL] = self._kl(scores.logp, tokens)[mask]
-        if tokens.logp_teacher is not None:
-            values[TEACHER_KL] = k1(scores.logp, tokens.logp_teacher)[mask]
+        if tokens.logp_teacher is not None and self.tokens.logp_teacher is not None:
+            taught = ~self.tokens.logp_teacher[index].isnan()
+            values[TEACHER_KL] = k1(scores.logp, tokens.logp_teacher)[mask & taught]
+            if self.config.distillation is not None and self.config.distillation.context is not None:
+                values[TAUGHT] = taught[mask]
         of_values = Measures()
         if self.values is not None and scores.value is not None:
             clip, value, targets = self.config.value.clip, scores.value[mask], self.values.at(index[mask])
@@ -249,17 +275,22 @@ class Objective:
             return torch.where(tokens.mask, logp, now)
 
         old = now if self.anchored else known(tokens.logp_old)
-        reference, teacher = (None if x is None else known(x) for x in (tokens.logp_ref, tokens.logp_teacher))
-        advantage, section = tokens.advantage, self.config.distillation
+        advantage, section, teacher = tokens.advantage, self.config.distillation, tokens.logp_teacher
         if section is not None:
-            scored = teacher if section.form == "advantage" else None
-            advantage = distilled(advantage, old, scored, section.coef, section.rewards)
+            in_advantage = section.form == "advantage"
+            if teacher is not None:  # what it was not asked about is not to change
+                teacher = torch.where(tokens.mask & ~teacher.isnan(), teacher, old if in_advantage else now)
+            advantage = distilled(advantage, old, teacher if in_advantage else None, self.teacher_coef, section.rewards)
+        top = tokens.logp_top
+        if top is not None and scores.top is not None:
+            top = torch.where(tokens.mask[:, None] & ~top.isnan(), top, scores.top.detach())
         return index, replace(
             tokens,
+            logp_top=top,
             logp_old=old,
             logp_rollout=known(tokens.logp_rollout),
             advantage=advantage,
-            logp_ref=reference,
+            logp_ref=None if tokens.logp_ref is None else known(tokens.logp_ref),
             logp_teacher=teacher,
         )
 
@@ -269,12 +300,24 @@ def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
 
     like: a tensor of the dtype and device of the result, in case there are no parts.
     """
-    flat = np.concatenate([np.empty(0, np.int64), *(part.flat for part in parts)])
-    order = torch.from_numpy(np.argsort(flat))
-    logp, entropy = (torch.cat([like[:0], *(getattr(part, name) for part in parts)]) for name in ("logp", "entropy"))
-    values = [part.value for part in parts if part.value is not None]
-    value = torch.cat([like[:0], *values])[order.to(logp.device)] if len(values) == len(parts) else None
-    return TokenScores(np.arange(len(flat)), logp[order.to(logp.device)], entropy[order.to(logp.device)], value)
+    if not parts:
+        return TokenScores(np.empty(0, np.int64), like[:0], like[:0], like[:0])
+    scores = joined(parts)
+    order = torch.from_numpy(np.argsort(scores.flat)).to(like.device)
+    return replace(scores.map(lambda tensor: tensor[order]), flat=np.arange(len(order)))
+
+
+def joined(parts: Sequence[TokenScores]) -> TokenScores:
+    """Return the scores of all parts, one behind the other."""
+
+    def each(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if any(x is None for x in tensors) else torch.cat(tensors)
+
+    flat = np.concatenate([part.flat for part in parts])
+    logp, entropy, *others = map(each, SCORES)
+    assert logp is not None and entropy is not None
+    return TokenScores(flat, logp, entropy, *others)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -19,19 +19,20 @@ from treadle.models.support import slides, why_not_packable
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
 from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Tree
-from treadle.training.lm_head import Head, pair_logprobs
+from treadle.training.lm_head import Head, MostProbable, pair_logprobs
 
 
 class Pass:
     """The one argument of `Scorer.forward`: a micro-batch, and how it is computed.
 
     temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, of a model that shares prefixes.
-    context, fresh: see `Tree`. half: in bfloat16. entropy_grad: the entropy carries a gradient.
+    context, fresh: see `Tree`. half: in bfloat16. entropy_grad: the entropy carries a gradient. top: tokens that are
+    scored beside the sampled ones, int64[N, k] of all pairs, or which to choose.
 
     It is opaque to wrappers of modules, which look into dataclasses, dicts and lists (see `Tree`).
     """
 
-    __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "temperature")
+    __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "temperature", "top")
 
     def __init__(
         self,
@@ -43,7 +44,9 @@ class Pass:
         entropy_grad: bool = False,
         context: Mapping[int, KeysAndValues] | None = None,
         fresh: dict[int, KeysAndValues] | None = None,
+        top: Tensor | MostProbable | None = None,
     ) -> None:
+        self.top = top
         self.part, self.temperature, self.kernel = part, temperature, kernel
         self.half, self.entropy_grad, self.context, self.fresh = half, entropy_grad, context or {}, fresh
 
@@ -102,9 +105,11 @@ class Scorer(nn.Module):
             if not training:
                 model.eval()
 
-    def forward(self, call: Pass) -> tuple[Tensor, ...]:
-        """Return log-probabilities and entropies [P] in nats, and values [P] if there is a value head."""
+    def forward(self, call: Pass) -> dict[str, Tensor]:
+        """Return what `TokenScores` has of the pairs, by name."""
         part, device = call.part, self.model.device
+        flat = torch.from_numpy(part.flat)
+        top = call.top[flat].to(device) if isinstance(call.top, Tensor) else call.top
         # cached copies would hold all weights that several ranks gather layer by layer; each is used once a pass
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=call.half, cache_enabled=False):
             hidden = self._hidden_rows(part) if call.kernel is None else self._hidden(call, call.kernel)
@@ -113,12 +118,15 @@ class Scorer(nn.Module):
                 self._head,
                 sources,
                 torch.from_numpy(part.target_ids).long().to(device),
-                call.temperature[torch.from_numpy(part.flat)].to(device),
+                call.temperature[flat].to(device),
                 call.entropy_grad,
+                top,
             )
-        head = self.value_head
-        outputs = scores if head is None else (*scores, head(sources.to(head.weight.dtype))[:, 0])
-        return tuple(score.clone() for score in outputs)  # not views, on which hooks of a wrapper could be lost
+        outputs = dict(zip(("logp", "entropy", "top", "top_ids"), scores, strict=False))
+        if (head := self.value_head) is not None:
+            outputs["value"] = head(sources.to(head.weight.dtype))[:, 0]
+        # not views, on which hooks of a wrapper could be lost
+        return {name: score.clone() for name, score in outputs.items()}
 
     def logits(self, part: MicroBatch, kernel: Kernel | None) -> Tensor:
         """Return logits [P, V], for comparison with the model's own while nothing wraps this module."""

@@ -13,9 +13,7 @@ from treadle.core.errors import TrainingStopped
 from treadle.core.trainer import Conversation, Trainer
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, slots
-from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
-from treadle.training.demonstrations import Demonstrations, demonstrated_calls
 from treadle.training.forward import Forward
 from treadle.training.objective import LossGradients, TokenScores
 from treadle.training.optimizer import learning_rate, make_optimizer, step
@@ -32,24 +30,20 @@ class WarmStartResult:
 
 async def warm_start(
     trainer: Trainer,
-    renderer: ChatRenderer,
-    demonstrations: Demonstrations,
+    conversations: Callable[[int], Conversation],
     config: WarmStartConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> WarmStartResult:
     """Run the steps of the warm start on the trainer, each on the next `batch_size` conversations.
 
+    conversations: number i as a function of i, from 0.
     on_step(step, loss) is called after each step. Raises TrainingStopped if the final loss is above `config.max_loss`.
     """
     losses: list[float] = []
     for number in range(config.steps):
         first = number * config.batch_size
-        rows = [demonstrations(i) for i in range(first, first + config.batch_size)]
-        losses.append(
-            await trainer.supervised_step(
-                [demonstrated_calls(row.messages, renderer, row.tools) for row in rows], number
-            )
-        )
+        rows = [conversations(i) for i in range(first, first + config.batch_size)]
+        losses.append(await trainer.supervised_step(rows, number))
         on_step(number + 1, losses[-1])
         await asyncio.sleep(0)  # a trainer that computes inline would otherwise never let Ctrl-C through
     final = float(np.mean(losses[-max(1, config.steps // 10) :]))
@@ -63,7 +57,7 @@ async def warm_start(
 
 
 class Supervised:
-    """Makes the steps of a warm start, with its optimizer: loss on assistant tokens only, `token_mean` in each step."""
+    """Makes the steps of a warm start, with its optimizer: loss on the completions only, `token_mean` in each step."""
 
     def __init__(self, forward: Forward, config: WarmStartConfig, ranks: Ranks | None = None) -> None:
         self.config, self._ranks = config, ranks or OneRank()

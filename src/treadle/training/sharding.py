@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.models.loading import compute_buffers
 from treadle.training.forward import Forward
-from treadle.training.objective import TokenScores
+from treadle.training.objective import SCORES, TokenScores
 from treadle.training.ranks import Item, OneRank, Ranks, ReadWeights, Result
 from treadle.training.scorer import Scorer
 
@@ -119,20 +119,18 @@ class ShardedRanks:
 
     def gather(self, parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
         """Return the scores of all N tokens: each rank writes its own into zeros, so that their sum has no rounding."""
-        every = like.new_zeros(3, len(like))
-        for part in parts:
-            index = torch.from_numpy(part.flat).to(like.device)
-            every[0, index], every[1, index] = part.logp, part.entropy
-            if part.value is not None:
-                every[2, index] = part.value.to(like.dtype)
-        dist.all_reduce(every)
-        logp, entropy, value = every.unbind()
-        return TokenScores(
-            torch.arange(len(like)).numpy(),
-            logp,
-            entropy,
-            value if all(part.value is not None for part in parts) else None,
-        )
+        # each rank has a part of every slot, so that all find the same ones missing
+        summed = {} if parts else {name: torch.zeros_like(like) for name in SCORES[:3]}
+        for name in SCORES:
+            tensors = [getattr(part, name) for part in parts]
+            if any(tensor is None for tensor in tensors) or not parts:
+                continue
+            width, dtype = tensors[0].shape[1:], torch.int64 if name == "top_ids" else like.dtype
+            summed[name] = torch.zeros(len(like), *width, dtype=dtype, device=like.device)
+            for part, tensor in zip(parts, tensors, strict=True):
+                summed[name][torch.from_numpy(part.flat).to(like.device)] = tensor.to(dtype)
+            dist.all_reduce(summed[name])
+        return TokenScores(torch.arange(len(like)).numpy(), **summed)
 
     def add(self, number: float) -> float:
         """Return the sum of the ranks' numbers, in float64."""

@@ -18,7 +18,8 @@ from treadle.orchestration.store.group_search import LARGEST
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
 from treadle.orchestration.store.rollout_store import load_run_tokenizer
 from treadle.orchestration.store.run_directory import JsonLog, RunDirectory
-from treadle.view.texts import Json, TokenTexts
+from treadle.rendering.texts import TokenTexts
+from treadle.view.texts import Json
 
 T = TypeVar("T")
 Number = Annotated[int, Query(ge=0, le=LARGEST)]

@@ -13,25 +13,17 @@ from fastapi import Query
 from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Ids, Step, StepState, common_prefix
+from treadle.core.types import Ids, ModelCall, Step, StepState, common_prefix
 from treadle.orchestration.reporting.report import PackingCount
 from treadle.orchestration.store.group_search import Split
 from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.packing.breaks import Relation
 from treadle.packing.compactions import compactions, recorded_calls
 from treadle.packing.flat import PackedCall
+from treadle.rendering.texts import Span, TokenTexts, extended_spans, message_spans
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
-from treadle.view.texts import (
-    Json,
-    Span,
-    TokenTexts,
-    columns_of,
-    extended_spans,
-    message_spans,
-    prefix_segments,
-    step_columns,
-)
+from treadle.view.texts import Json, clipped, columns_of, prefix_segments, step_columns
 
 _SNIPPET = 60  # characters on either side of what was found
 _MAX_FOUND = 200
@@ -120,6 +112,7 @@ def _tokens(
                 "reward": step.reward,
                 "shaping": step.shaping,
                 "components": dict(step.given.by_name),
+                "calls": [_call(call) for call in step.calls],
                 "seconds": step.seconds,
                 "versions": sorted({int(version) for version in step.policy_versions}),
                 "has_experts": step.routing is not None,
@@ -131,6 +124,11 @@ def _tokens(
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     made = {"columns": columns, "cost": cost, "compactions": compactions(recorded_calls(steps), related)}
     return {**tree, "steps": views, **made, "problem": problem}
+
+
+def _call(call: ModelCall) -> Json:
+    tokens = {"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens}
+    return {"model": call.model, **tokens, "seconds": call.seconds, "reply": clipped(call.reply["content"])}
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:

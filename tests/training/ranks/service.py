@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.models import distance, exact, norm, random_groups, tiny
-from tests.training.reference import accumulated, adapted, earlier_policy, make_learner
+from tests.training.reference import OtherPrompts, accumulated, adapted, earlier_policy, make_learner
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import TrainingStopped
 from treadle.core.processes import parent_has_ended
@@ -32,7 +32,8 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm
 @dataclass(frozen=True)
 class Case:
     """A batch and how it is trained. old: another policy's log-probabilities are compared with, not the model's own.
-    reference: KL is to another policy than the model's own. teacher: there is one, another model; all is traced."""
+    reference: KL is to another policy than the model's own. teacher: there is one, another model; all is traced.
+    context: the teacher is asked otherwise."""
 
     groups: Sequence[Group]
     family: str = "qwen3"
@@ -40,6 +41,7 @@ class Case:
     old: bool = False
     reference: bool = False
     teacher: bool = False
+    context: bool = False
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -171,12 +173,14 @@ class Parity:
         of_one = {**training, "precision": "bfloat16"} if training.get("precision") == "bfloat16_pure" else training
         teacher = (exact if case.double else tiny)(seed=5) if case.teacher else None
         traced = TracedGroups(share=float(case.teacher))
-        alone = make_learner(model, algorithm, teacher=teacher, **of_one)
+        prompts = OtherPrompts() if case.context else None
+        alone = make_learner(model, algorithm, teacher=teacher, prompts=prompts, **of_one)
         for module in (model, teacher) if self.ranks.rank else ():
             if module is not None:
                 module.to("meta")  # type: ignore[arg-type]  # the first rank's weights are everybody's
                 module.tie_weights()  # which that has undone
-        return alone, make_learner(model, algorithm, self.ranks, traced=traced, teacher=teacher, **training)
+        beside: dict[str, Any] = {"traced": traced, "teacher": teacher, "prompts": prompts}
+        return alone, make_learner(model, algorithm, self.ranks, **beside, **training)
 
     # what goes wrong
 

@@ -216,8 +216,14 @@ TRAINED = {
             training=budget(25, updates_per_batch=2),
             algorithm={"distillation": DistillationConfig(teacher="T", coef=0.5, form=form)},
         )
-        for form in ("advantage", "loss")
+        for form in ("advantage", "loss", "reverse_top_k", "forward_top_k")
     },
+    "its own teacher, by moving average": Case(
+        MANY[:4],
+        context=True,
+        training=budget(25, updates_per_batch=2),
+        algorithm={"distillation": DistillationConfig(context="tests:context", weights="ema", ema_decay=0.5)},
+    ),
 }
 
 

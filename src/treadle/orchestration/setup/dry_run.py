@@ -100,6 +100,7 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     result, config = DryRun(), settled(config)
     kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
     distillation = config.algorithm.distillation
+    taught_by = None if distillation is None else distillation.teacher
     result.attempt("settings", lambda: _settings(config))
     result.attempt("device", lambda: _device(config))
     inputs = result.attempt("data", lambda: _data(config))
@@ -108,7 +109,7 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     result.renderer = renderer = result.attempt("tokenizer", lambda: _chat(config))
     model = result.attempt("model", lambda: _model(config, renderer))
     reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
-    teacher = result.attempt("teacher", lambda: _teacher(config, distillation.teacher, model)) if distillation else None
+    teacher = result.attempt("teacher", lambda: _teacher(config, taught_by, model)) if taught_by else None
     result.attempt("engine", lambda: _engine(config, model, log))
     if inputs is not None and inputs.players.drivers and renderer is not None:
         result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
@@ -116,7 +117,7 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
         result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
     if (section := config.warm_start) is not None and renderer is not None:
         result.attempt("warm start", lambda: _demonstrations(config, section, renderer))
-    if model is not None and (reference is not None or not kl_model) and (teacher is not None or not distillation):
+    if model is not None and (reference is not None or not kl_model) and (teacher is not None or not taught_by):
         prompt = _longest_prompt(config, inputs, renderer)
         result.memory = estimate_memory(config, model, reference, teacher, prompt)
         result.attempt("memory", lambda: _memory(result.memory, config.placement.learner.ranks))
@@ -341,17 +342,25 @@ def estimate_memory(
         parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
     if teacher is not None:
         parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
+    elif _keeps_teacher(config):
+        parts.append(MemoryPart("teacher", served, f"4 bytes x {letter}, a copy"))
     engine, staged = _engine_parts(config, model, base, served, prompt)
     parts += [*engine, *_activations(config, model, prompt)]
     return [*host, *staged, *(replace(part, on_gpu=on_gpu) for part in parts)]
 
 
 def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
-    """About how many bytes a checkpoint takes on disk: weights, two moments, the reference if there is one."""
+    """About how many bytes a checkpoint takes on disk: weights, two moments, the reference and teacher that it has."""
     beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
-    modules = (model, *beside)
+    modules = (model, *beside, *([model] * _keeps_teacher(config)))
     moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
     return _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
+
+
+def _keeps_teacher(config: RunConfig) -> bool:
+    """Whether the teacher is an earlier policy, which memory and checkpoints hold."""
+    section = config.algorithm.distillation
+    return section is not None and section.teacher is None and section.weights != "current"
 
 
 def machine_memory() -> int:

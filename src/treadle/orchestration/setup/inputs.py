@@ -6,27 +6,32 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.errors import ConfigError, DataError, RunError, TrajectoryFailure
 from treadle.core.files import read_proven
 from treadle.core.types import Ids, Message, Task
+from treadle.data.config import sources_of
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
-from treadle.orchestration.setup.validation import check_context
+from treadle.orchestration.setup.other_models import make_models
+from treadle.orchestration.setup.validation import changes, check_changes, check_context
+from treadle.orchestration.store.checkpoint_retention import find_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rendering.replies import Tool
 from treadle.rollout.agents.agent import Agent, load_agent
-from treadle.rollout.attempt import Players, open_drivers, user_code
+from treadle.rollout.attempt import CHECK, Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
 from treadle.rollout.isolation.event_loop import run, watched_event_loop
+from treadle.rollout.other_models import AttemptModels, MakeModel
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")
@@ -49,6 +54,26 @@ class Inputs:
     callbacks: dict[str, Callback] = field(default_factory=dict)
 
 
+def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
+    """Return the configuration with which a run goes on, from the latest checkpoint or the one that is named.
+
+    Raises RunError for a run that is finished or has no such checkpoint, or whose tasks only a program can make;
+    ConfigError for what may not change.
+    """
+    run = RunDirectory.open(path)
+    if run.has_summary and not overrides and checkpoint is None:
+        raise RunError(
+            f"run {str(path)!r} is finished; nothing to resume (see treadle report {path}); "
+            "give it more orchestration.updates, or --resume-from an earlier checkpoint"
+        )
+    config = run.config(overrides)
+    check_changes(changes(run.config(), config))
+    find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
+    if sources_of(config.data.train)[0].source == IN_MEMORY:
+        raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
+    return config
+
+
 def load_inputs(config: RunConfig) -> Inputs:
     """Load tasks, what plays them, and callbacks as configured, and check the first demonstration. Needs no torch.
 
@@ -59,7 +84,8 @@ def load_inputs(config: RunConfig) -> Inputs:
     environments = configured_environments(config)
     train, held_out = (load_split(config, split, environments) for split in SPLITS)
     drivers = configured_drivers(config)
-    inputs = make_inputs(train, held_out, environments, callbacks=load_callbacks(config.callbacks), drivers=drivers)
+    callbacks, models = load_callbacks(config.callbacks), make_models(config.models)
+    inputs = make_inputs(train, held_out, environments, callbacks=callbacks, drivers=drivers, models=models)
     kind, name = ("reward", config.reward) if config.reward else config.player
     if name and kind != "environment" and config.player not in players(train):
         first = train[0]
@@ -76,7 +102,7 @@ def load_held_out(config: RunConfig) -> Inputs:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
     environments = configured_environments(config)
     held_out = load_split(config, "held_out", environments)
-    configured = Players(environments, drivers=configured_drivers(config))
+    configured = Players(environments, drivers=configured_drivers(config), models=make_models(config.models))
     return Inputs([], held_out, load_players(held_out, loaded=configured))
 
 
@@ -99,6 +125,7 @@ def make_inputs(
     agents: Mapping[str, Agent] = MappingProxyType({}),
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
     drivers: Mapping[str, DriverFactory] = MappingProxyType({}),
+    models: Mapping[str, MakeModel] = MappingProxyType({}),
 ) -> Inputs:
     """Return the inputs of tasks in memory; environments, agents and drivers not given are looked up in the registry.
 
@@ -111,7 +138,7 @@ def make_inputs(
     by_kind = {"environment": environments, "agent": agents, "driver": drivers}
     default = next(((kind, name) for kind, named in by_kind.items() for name in named), ("environment", ""))
     train, held_out = (with_players(tasks, default) for tasks in (train, held_out))
-    loaded = load_players(train, held_out, loaded=Players(environments, agents, drivers))
+    loaded = load_players(train, held_out, loaded=Players(environments, agents, drivers, models))
     return Inputs(train, held_out, loaded, dict(callbacks))
 
 
@@ -130,7 +157,7 @@ def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
     environments = of_kind("environment", loaded.environments, load_environment)
     check_metrics(environments)
     agents = of_kind("agent", loaded.agents, load_agent)
-    return Players(environments, agents, of_kind("driver", loaded.drivers, load_driver))
+    return Players(environments, agents, of_kind("driver", loaded.drivers, load_driver), loaded.models)
 
 
 def load_split(
@@ -194,7 +221,7 @@ def first_prompt(
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
     for task in islice(tasks, 3):
         try:
-            messages, tools, parsed = run(_first(inputs.players.environments[task.environment], task, config, log), log)
+            messages, tools, parsed = run(_first(inputs.players, task, config, log), log)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
@@ -226,11 +253,13 @@ def first_prompt(
 
 
 async def _first(
-    factory: EnvironmentFactory, task: Task, config: RunConfig, log: Callable[[str], None]
+    players: Players, task: Task, config: RunConfig, log: Callable[[str], None]
 ) -> tuple[list[Message], Sequence[Tool], bool]:
     """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
     user = user_code(task, "as a check")
-    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout)
+    factory, models = players.environments[task.environment], {name: make() for name, make in players.models.items()}
+    called = AttemptModels(models, "check", CHECK)
+    environment = IsolatedEnvironment(task.environment, factory, user, config.rollout, called)
     with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)
@@ -239,6 +268,8 @@ async def _first(
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()
+            for model in models.values():
+                await model.close()
 
 
 async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from treadle.core.config import as_override, describe
@@ -13,10 +14,12 @@ from treadle.engines.config import EngineConfig, VLLMConfig
 from treadle.engines.vllm.launch import check_reports_experts, find_python
 from treadle.models.model_files import check_model_files, require_model
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.other_models import check_models
 from treadle.rendering.replies import AUTO, reply_parser
 from treadle.rollout.config import listen
 from treadle.rollout.rewards import load_group_reward, load_shaping
 from treadle.training.config import check_algorithm
+from treadle.training.teacher_prompts import load_context
 
 
 def check_config(config: RunConfig) -> None:
@@ -25,8 +28,8 @@ def check_config(config: RunConfig) -> None:
     check_model_files(config.model)
     if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
         require_model(config.algorithm.kl.model, "algorithm.kl.model")
-    if config.algorithm.distillation is not None:
-        require_model(config.algorithm.distillation.teacher, "algorithm.distillation.teacher")
+    if (section := config.algorithm.distillation) is not None and section.teacher is not None:
+        require_model(section.teacher, "algorithm.distillation.teacher")
     context = (config.model.build or {}).get("max_position_embeddings")
     if isinstance(context, int):
         check_context(config, context)
@@ -46,6 +49,8 @@ def check_settings(config: RunConfig) -> None:
                 "of them to another"
             )
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
+    if (section := config.algorithm.distillation) is not None and section.context is not None:
+        load_context(section.context)
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     _check_rollout(config)
@@ -63,6 +68,7 @@ def _check_rollout(config: RunConfig) -> None:
     if config.rollout.reply_parser != AUTO:
         reply_parser(config.rollout.reply_parser)
     listen(config.rollout.gateway).close()
+    check_models(config)
 
 
 def check_context(config: RunConfig, context: int) -> None:
@@ -117,6 +123,7 @@ CHANGEABLE = (
     *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
     *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
+    *(f"models.*.{name}" for name in ("url", "api_key_env", "timeout")),
     "training.threads",
     "training.packing",
     "training.sharing",
@@ -160,6 +167,9 @@ def leaves(config: RunConfig) -> dict[str, Any]:
     for line in describe(config):
         if isinstance(line.value, dict) and line.path.endswith("options"):
             values |= {f"{line.path}.{name}": value for name, value in line.value.items()}
+        elif line.path == "models":
+            each = ((name, leaf) for name, model in config.models.items() for leaf in describe(model))
+            values |= {f"models.{name}.{leaf.path}": leaf.value for name, leaf in each}
         else:
             values[line.path] = line.value
     return values
@@ -182,4 +192,4 @@ def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
 
 
 def _may_change(path: str) -> bool:
-    return any(path.startswith(a[:-1]) if a.endswith("*") else path == a for a in CHANGEABLE)
+    return any(fnmatchcase(path, changeable) for changeable in CHANGEABLE)

@@ -1,4 +1,7 @@
-"""The warm start of a run, cached: it is run once for the same demonstrations, model, seed and software."""
+"""Supervised learning: of recorded trajectories, and a run's warm start.
+
+A warm start is cached: it is run once for the same demonstrations, model, seed and software.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
@@ -18,10 +21,10 @@ from pathlib import Path
 
 import torch
 
-from treadle.core.errors import CheckpointError, RunError
+from treadle.core.errors import CheckpointError, DataError, RunError
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
-from treadle.core.trainer import Trainer
+from treadle.core.trainer import Conversation, Trainer
 from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
@@ -29,9 +32,11 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.setup.device import check_device, settled
 from treadle.orchestration.setup.engines import use_threads
+from treadle.orchestration.sft import Lesson
+from treadle.orchestration.store.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
 from treadle.rendering.chat import ChatRenderer
 from treadle.training.config import WarmStartConfig
-from treadle.training.demonstrations import demonstrated_calls, load_demonstrations
+from treadle.training.demonstrations import demonstrated_calls, load_demonstrations, reshuffled
 from treadle.training.make import make_trainer
 from treadle.training.sft import warm_start
 
@@ -56,10 +61,8 @@ def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
 
 def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
-    renderer, config, ranks = load_chat(config.model)[1], settled(config), config.placement.learner.ranks
-    check_device(config.device, ranks)
-    with closing(make_trainer(config.trainer)) as trainer:
-        use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
+    renderer, config = load_chat(config.model)[1], settled(config)
+    with _trainer(config) as trainer:
 
         async def work() -> WarmStartReport | None:
             report = await run_warm_start(trainer, renderer, config, progress)
@@ -69,6 +72,71 @@ def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> W
         report = asyncio.run(work())
     assert report is not None, "the configuration has a warm start"
     return report
+
+
+@contextmanager
+def _trainer(config: RunConfig) -> Iterator[Trainer]:
+    config, ranks = settled(config), config.placement.learner.ranks
+    check_device(config.device, ranks)
+    with closing(make_trainer(config.trainer)) as trainer:
+        use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
+        yield trainer
+
+
+RECORD = "sft.json"
+"""File of a model directory that says what the model learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedReport:
+    """What a model learned from recorded trajectories. tokens: targets of one pass.
+
+    inexact: trajectories of text that was tokenized here, so that their ids need not be those that were sampled.
+    """
+
+    sources: tuple[str, ...]
+    select: str
+    trajectories: int
+    calls: int
+    tokens: int
+    inexact: int
+    steps: int
+    loss: float
+    seconds: float
+
+
+def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> RecordedReport:
+    """Write the lesson's model, trained on its trajectories by the section `warm_start`, into a new directory.
+
+    Raises ConfigError for ids of another vocabulary, DataError if there is nothing to learn, TrainingStopped.
+    """
+    config, trajectories = lesson.config, lesson.trajectories
+    assert config.warm_start is not None, "the configuration has a warm start"
+    section, started = config.warm_start, time.perf_counter()
+    tokenizer, renderer = load_chat(config.model)
+    check_vocabulary(trajectories, vocabulary_sha256(tokenizer.backend_tokenizer), tokenizer_directory(config.model))
+    made = [(trajectory, trajectory.calls(renderer)) for trajectory in trajectories]
+    rows = [calls for _, calls in made if calls]
+    if not rows:
+        raise DataError("nothing to learn: no selected trajectory has trainable tokens (greedy ones are none)")
+    inexact = sum(isinstance(trajectory, LoggedConversation) for trajectory, calls in made if calls)
+    counts = (len(rows), sum(map(len, rows)), sum(len(target) for calls in rows for _, target in calls))
+    with _trainer(config) as trainer:
+
+        async def work() -> RecordedReport:
+            result = await warm_start(
+                trainer,
+                reshuffled(rows, config.seed),
+                section,
+                lambda step, loss: progress.phase("sft", step, section.steps, f"loss {loss:.3f}"),
+            )
+            seconds = time.perf_counter() - started
+            learned = (lesson.sources, lesson.select, *counts, inexact)
+            report = RecordedReport(*learned, result.steps, result.loss, seconds)
+            await trainer.export(directory, {RECORD: json.dumps(asdict(report), indent=2).encode()})
+            return report
+
+        return asyncio.run(work())
 
 
 async def run_warm_start(
@@ -93,13 +161,17 @@ async def run_warm_start(
     section = config.warm_start
     demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
 
+    def conversation(index: int) -> Conversation:
+        row = demonstrations(index)
+        return demonstrated_calls(row.messages, renderer, row.tools)
+
     def advance(step: int, loss: float) -> None:
         progress.phase("warm start", step, section.steps, f"loss {loss:.3f}")
         phase("warm start", step, section.steps)
 
     progress.phase("warm start", 0, section.steps)
     phase("warm start", 0, section.steps)
-    result = await warm_start(trainer, renderer, demonstrations, section, advance)
+    result = await warm_start(trainer, conversation, section, advance)
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
@@ -115,7 +187,7 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
     try:
         cached = Manifest.load(entry, remedy="it is learned again")
         report = WarmStartReport(**json.loads(cached.read("report.json")))
-        cached.prove(("model.safetensors", "config.json"))
+        cached.prove(cached.sha256)
     except RunError as error:
         progress.log(f"the warm start in the cache is not used: {error}")
         shutil.rmtree(entry, ignore_errors=True)

@@ -264,6 +264,14 @@ class LedgerReader:
             "groups JOIN trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
         )
 
+    def sampled_once(self) -> list[Row]:
+        """Trajectories with their groups' task and split, in order of groups, without those that were sampled again."""
+        return self.query(
+            "SELECT t.*, g.task, g.split FROM groups g JOIN trajectories t USING (group_id) WHERE NOT EXISTS (SELECT 1 "
+            "FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.reason = 'resampled') "
+            "ORDER BY g.split DESC, g.idx, g.rowid, t.attempt"
+        )
+
     # --- trajectories and groups -------------------------------------------------------------------------------------
 
     def newest(self, count: int) -> list[Row]:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treadle.core.errors import Cause, DamageError
-from treadle.core.metrics import Measures
-from treadle.core.outcomes import interrupted_reason, reason_on_record
-from treadle.core.types import DropReason, Failure, Group, Status, Step, Task, Trajectory
+from treadle.core.errors import DamageError
+from treadle.core.outcomes import interrupted_reason
+from treadle.core.types import DropReason, Group, Step, Task
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
 from treadle.orchestration.store.ledger import AttemptKey, Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader, LoopState
 from treadle.orchestration.store.open_calls import restorable_calls
+from treadle.orchestration.store.recorded import trajectory_on_record
 from treadle.orchestration.store.rollout_store import read_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.replay import AnsweredCall
@@ -109,23 +109,5 @@ def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
 def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]]) -> Group:
     first = rows[0]
     task = Task(**json.loads(first["task"]))
-    trajectories = tuple(_trajectory(row, task.task_id, played) for row, played in zip(rows, steps, strict=True))
-    return Group(first["group_id"], first["idx"], first["epoch"], first["position"], task, trajectories)
-
-
-def _trajectory(row: Mapping[str, Any], task_id: str, steps: Sequence[Step]) -> Trajectory:
-    cause = row["failure_cause"]
-    return Trajectory(
-        trajectory_id=row["trajectory_id"],
-        task_id=task_id,
-        attempt=row["attempt"],
-        steps=tuple(steps),
-        reward=row["reward"],
-        status=Status(row["status"]),
-        failure=Failure(Cause(cause), row["failure_message"], row["failure_traceback"]) if cause else None,
-        warning=row["warning"],
-        seconds=row["seconds"],
-        metrics=Measures.from_json(json.loads(row["metrics"])),
-        dropped=reason_on_record(row["reward"], row["trained_reward"]),
-        blocked_seconds=row["blocked_seconds"],
-    )
+    attempts = [trajectory_on_record(row, task.task_id, played) for row, played in zip(rows, steps, strict=True)]
+    return Group(first["group_id"], first["idx"], first["epoch"], first["position"], task, tuple(attempts))

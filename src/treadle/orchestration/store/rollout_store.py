@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from treadle.core.files import WrittenFile, read_proven, write_atomically
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
-from treadle.core.types import BreakCause, DropReason, Group, SamplingParams, Step, StopReason
+from treadle.core.types import BreakCause, DropReason, Group, ModelCall, SamplingParams, Step, StopReason
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.store.checkpoint_retention import read_checkpoint
 from treadle.orchestration.store.ledger_reader import trace_file
@@ -51,19 +53,18 @@ _SAMPLING = {
     "top_p": pa.float64(),
     "min_p": pa.float64(),
 }
-_SCHEMA = pa.schema(
+STEP_SCHEMA = pa.schema(
     {
-        "group_id": pa.string(),
-        "trajectory_id": pa.string(),
-        "step": pa.int32(),
         **_STEP,
         **_SAMPLING,
         "routing": pa.binary(),  # int16, little-endian: as a list, reading makes a Python object of every number
         "routing_shape": pa.list_(pa.int32()),
         "components": pa.map_(pa.string(), pa.float64()),
         "token_rewards": pa.list_(pa.float32()),
+        "calls": pa.list_(pa.string()),  # of other models, each as JSON; runs of before have no such column
     }
 )
+_SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
 _TOKENS: Mapping[str, type[np.generic]] = {
     "prompt_ids": np.int32,
     "completion_ids": np.int32,
@@ -76,7 +77,7 @@ _TOKENS: Mapping[str, type[np.generic]] = {
 def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
     """Write the groups' steps durably; return the file. Complete or absent. Raises RunError if the disk refuses."""
     rows = [
-        _row(group.group_id, trajectory.trajectory_id, number, step)
+        {"group_id": group.group_id, "trajectory_id": trajectory.trajectory_id, "step": number, **step_row(step)}
         for group in groups
         for trajectory in group.trajectories
         for number, step in enumerate(trajectory.steps)
@@ -109,14 +110,14 @@ def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
 def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
     """Steps of one trajectory, in call order. Raises as `open_shard`."""
     table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
-    return [_step(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
+    return [step_of(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
 
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
     """All steps of a shard, in call order, by trajectory_id. Raises as `open_shard`."""
     trajectories: dict[str, list[Step]] = {}
     for row in _rows(pq.read_table(open_shard(directory, shard))):
-        trajectories.setdefault(row["trajectory_id"], []).append(_step(row))
+        trajectories.setdefault(row["trajectory_id"], []).append(step_of(row))
     return trajectories
 
 
@@ -140,24 +141,25 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
             yield {**row, **dict(zip(_TOKENS, tokens, strict=True))}
 
 
-def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:
+def step_row(step: Step) -> dict[str, Any]:
+    """Return a step as a row of `STEP_SCHEMA`; `step_of` reads it."""
     routing = step.routing
     return {
-        "group_id": group_id,
-        "trajectory_id": trajectory_id,
-        "step": number,
         **{name: getattr(step, name) for name in _STEP},
         **{name: getattr(step.sampling, name) for name in _SAMPLING},
         "routing": None if routing is None else routing.astype("<i2").tobytes(),
         "routing_shape": None if routing is None else routing.shape,
         "components": list(step.given.components.items()),
         "token_rewards": step.given.tokens,
+        "calls": [json.dumps(asdict(call)) for call in step.calls],
     }
 
 
-def _step(row: dict[str, Any]) -> Step:
+def step_of(row: Mapping[str, Any]) -> Step:
+    """Return the step in a row, which may lack its routing."""
     plain = {name: row[name] for name in _STEP.keys() - _TOKENS.keys()}
-    routing = None if row["routing"] is None else np.frombuffer(row["routing"], "<i2").reshape(row["routing_shape"])
+    recorded = row.get("routing")
+    routing = None if recorded is None else np.frombuffer(recorded, "<i2").reshape(row["routing_shape"])
     converted = {
         **{name: np.array(row[name], dtype) for name, dtype in _TOKENS.items()},
         "stop_reason": StopReason(row["stop_reason"]),
@@ -169,7 +171,13 @@ def _step(row: dict[str, Any]) -> Step:
         sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
         routing=None if routing is None else routing.astype(np.int16),
         given=Reward(dict(row["components"]), row["token_rewards"]),
+        calls=tuple(map(_call, row.get("calls") or ())),
     )
+
+
+def _call(text: str) -> ModelCall:
+    fields = json.loads(text)
+    return ModelCall(**{**fields, "messages": tuple(fields["messages"])})
 
 
 _OF_TOKENS: Mapping[str, type[np.generic]] = {

@@ -23,7 +23,7 @@ from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Message, Status, StopReason, Task, as_messages
 from treadle.core.user_functions import described, name_of
-from treadle.envs.base import Environment, EnvStep, Finish, Reply
+from treadle.envs.base import Environment, EnvStep, Finish, Model, Reply
 from treadle.envs.tasks import REWARD_FUNCTION, SingleTurn, made_class
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
@@ -55,7 +55,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
         """Play an attempt and close its environment. A `close` that fails is a warning and takes no reward away."""
         factory = self._environments[task.environment]
-        environment = IsolatedEnvironment(task.environment, factory, user, self._config)
+        environment = IsolatedEnvironment(task.environment, factory, user, self._config, session.models)
         ended_by: AttemptError | None
         try:
             ended_by = await self._play(environment, task, session)
@@ -64,6 +64,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         finally:
             session.close()
             warning = await environment.close()
+        if session.models is not None:
+            ended_by = session.models.failure_of(ended_by)
         outcome = outcome_of(session.steps, ended_by, user.cause)
         return replace(
             outcome, warning=warning, metrics=Measures() if outcome.failure else environment.metrics.measured()
@@ -142,12 +144,19 @@ class IsolatedEnvironment:
     `async` methods run on the event loop, others on the attempt's thread. An environment given by its class is made
     there, too, if its `step` is not `async`.
 
-    longest_wait: set by `make`. tools, takes_reply (whether `step` takes a parsed `Reply`), required_steps: set by
-    `reset`.
+    models: those beside the policy that it may call. longest_wait: set by `make`. tools, takes_reply (whether `step`
+    takes a parsed `Reply`), required_steps: set by `reset`.
     """
 
-    def __init__(self, name: str, factory: EnvironmentFactory, user: UserCode, config: RolloutConfig) -> None:
-        self._name, self._factory, self._user, self._config = name, factory, user, config
+    def __init__(
+        self,
+        name: str,
+        factory: EnvironmentFactory,
+        user: UserCode,
+        config: RolloutConfig,
+        models: Mapping[str, Model] | None = None,
+    ) -> None:
+        self._name, self._factory, self._user, self._config, self._models = name, factory, user, config, models
         self._environment: Environment | None = None
         self.metrics: EnvMetrics
         self.longest_wait, self.required_steps, self.takes_reply = 0.0, 0, False
@@ -213,6 +222,8 @@ class IsolatedEnvironment:
 
     def _make(self) -> None:
         self._environment = self._factory()
+        if self._models:
+            self._environment.models = self._models
         self.metrics = EnvMetrics(self._name, self._environment)
         self.longest_wait = float(getattr(self._environment, "longest_wait", 0.0))
 

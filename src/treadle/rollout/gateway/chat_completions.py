@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from treadle.core.types import Message
 from treadle.rendering.structure import offsets
 from treadle.rollout.gateway import request as api
-from treadle.rollout.session import CallOptions, Reply
+from treadle.rollout.session import CallOptions
 
 _ROLES = {"developer": "system", "function": "tool"}
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -190,20 +190,20 @@ def _head(answer: api.Answer, kind: str) -> api.Json:
 
 
 def _prompt_ids(answer: api.Answer) -> api.Json:
-    return {"prompt_token_ids": answer.replies[0].step.prompt_ids.tolist()} if answer.request.token_ids else {}
+    return {"prompt_token_ids": api.step_of(answer.replies[0]).prompt_ids.tolist()} if answer.request.token_ids else {}
 
 
-def _tokens(answer: api.Answer, reply: Reply) -> api.Json:
+def _tokens(answer: api.Answer, reply: api.AnyReply) -> api.Json:
     logprobs = {"content": token_logprobs(answer, reply), "refusal": None} if answer.request.logprobs else None
-    ids = {"token_ids": reply.step.completion_ids.tolist()} if answer.request.token_ids else {}
+    ids = {"token_ids": api.step_of(reply).completion_ids.tolist()} if answer.request.token_ids else {}
     return {"logprobs": logprobs, **ids}
 
 
-def token_logprobs(answer: api.Answer, reply: Reply) -> list[api.Json]:
+def token_logprobs(answer: api.Answer, reply: api.AnyReply) -> list[api.Json]:
     """List each sampled token with its bytes and log-probability, in OpenAI's form."""
     return [
         {"token": piece.decode(errors="replace"), "bytes": list(piece), "logprob": logprob, "top_logprobs": []}
-        for piece, logprob in zip(answer.bytes_of(reply), reply.step.logprobs.tolist(), strict=True)
+        for piece, logprob in zip(answer.bytes_of(reply), api.step_of(reply).logprobs.tolist(), strict=True)
     ]
 
 
@@ -301,8 +301,8 @@ def _choices(answer: api.Answer) -> Iterator[api.Json]:
         }
 
 
-def _logprobs(answer: api.Answer, reply: Reply) -> api.Json:
-    pieces, logprobs = answer.bytes_of(reply), reply.step.logprobs.tolist()
+def _logprobs(answer: api.Answer, reply: api.AnyReply) -> api.Json:
+    pieces, logprobs = answer.bytes_of(reply), api.step_of(reply).logprobs.tolist()
     texts = [piece.decode(errors="replace") for piece in pieces]
     top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets(pieces)}

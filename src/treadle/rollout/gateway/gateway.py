@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from treadle.core.types import Message
 from treadle.rollout.config import GatewayConfig
-from treadle.rollout.gateway.request import Answer, ApiError, CompletionRequest
+from treadle.rollout.gateway.request import Answer, AnyReply, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
+from treadle.rollout.other_models import POLICY, AttemptModel
 from treadle.rollout.session import Reply, Session
 
 
@@ -63,7 +64,10 @@ class Attached:
         self.session.said_used |= verdicts
 
     async def answer(self, request: CompletionRequest, ident: str) -> Answer:
-        """Sample every choice of every prompt, each recorded as a step. Raises as `Session.chat` does."""
+        """Sample every choice of every prompt: each of the policy's is recorded as a step. Raises as `Session.chat`
+        does, and ApiError for a model that there is not.
+        """
+        other = self._other(request)
         previous: tuple[Message, ...] = ()
         if request.previous is not None:
             if request.previous not in self._responses:
@@ -74,26 +78,45 @@ class Attached:
         opening = (Message(role="system", content=request.instructions),) if request.instructions else ()
         whole = replace(request, messages=(*opening, *history))
         samples = request.choices * (1 if request.prompts is None else len(request.prompts))
-        replies = await self._gather([self._call(whole, number) for number in range(samples)])
+        replies = await self._gather([self._call(whole, number, other) for number in range(samples)])
         for kind in request.left_out:
             self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
         for note in self.session.notes.values():
             self._note(note)
-        self._numbers[ident] = [reply.number for reply in replies]
+        self._numbers[ident] = [reply.number for reply in replies if isinstance(reply, Reply)]
         if request.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
-        return Answer(ident, int(time.time()), request, replies, self.session.renderer)
+        renderer = (other and other.renderer) or self.session.renderer
+        return Answer(ident, int(time.time()), request, replies, renderer)
 
-    def _call(self, request: CompletionRequest, number: int) -> Coroutine[Any, Any, Reply]:
+    def _other(self, request: CompletionRequest) -> AttemptModel | None:
+        """Return the model beside the policy that a request names, if the recipe names any."""
+        models, name = self.session.models, request.model
+        if models is None or name in ("", POLICY):
+            return None
+        if name not in models:
+            known = ", ".join((POLICY, *models))
+            raise ApiError(404, f"model: there is no {name!r:.60} here; ask for one of {known}", "model")
+        other = models.called(name)
+        if request.prompts is not None or (other.renderer is None and (request.logprobs or request.token_ids)):
+            what = "raw prompts" if request.prompts is not None else "ids and log-probabilities of tokens"
+            raise ApiError(400, f"model: {what} are not for {name!r}; ask it for chat completions", "model")
+        return other
+
+    def _call(
+        self, request: CompletionRequest, number: int, other: AttemptModel | None
+    ) -> Coroutine[Any, Any, AnyReply]:
         (prompt, choice), options = divmod(number, request.choices), request.options
         if choice and "seed" in options.sampling_overrides:
             seed = (options.sampling_overrides["seed"] + choice) % 2**63
             options = replace(options, sampling_overrides={**options.sampling_overrides, "seed": seed})
+        if other is not None:
+            return other.ask(request.messages, request.tools, options)
         if request.prompts is not None:
             return self.session.complete(request.prompts[prompt], options)
         return self.session.chat(request.messages, request.tools, options)
 
-    async def _gather(self, calls: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    async def _gather(self, calls: Sequence[Coroutine[Any, Any, AnyReply]]) -> list[AnyReply]:
         """Return all replies. If a call fails, the others are aborted, and replies already recorded are dropped."""
         if len(calls) == 1:
             return [await calls[0]]
@@ -107,9 +130,9 @@ class Attached:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _drop(self, call: asyncio.Task[Reply]) -> None:
-        if not call.cancelled() and call.exception() is None:
-            self.session.set_delivered(call.result().number, False)
+    def _drop(self, call: asyncio.Task[AnyReply]) -> None:
+        if not call.cancelled() and call.exception() is None and isinstance(reply := call.result(), Reply):
+            self.session.set_delivered(reply.number, False)
 
 
 class Gateway:
@@ -126,7 +149,7 @@ class Gateway:
     def __init__(
         self,
         *,
-        model: str = "policy",
+        model: str = POLICY,
         grace: float = 5.0,
         max_in_flight: int = 256,
         max_body: int = 16 * 2**20,

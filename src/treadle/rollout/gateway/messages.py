@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from treadle.core.types import Message, StopReason
 from treadle.rendering.replies import Tool
 from treadle.rollout.gateway import request as api
-from treadle.rollout.session import CallOptions, Reply
+from treadle.rollout.session import CallOptions
 
 _ERRORS = {
     401: "authentication_error",
@@ -193,8 +193,8 @@ def _head(answer: api.Answer, output_tokens: int) -> api.Json:
     return {**head, "usage": {**usage, "output_tokens": output_tokens}}
 
 
-def _stop(reply: Reply) -> api.Json:
-    if reply.step.stop_reason is not StopReason.STOP:
+def _stop(reply: api.AnyReply) -> api.Json:
+    if reply.stop_reason is not StopReason.STOP:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if reply.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}

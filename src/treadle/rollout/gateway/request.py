@@ -11,11 +11,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Strict, 
 from pydantic_core import PydanticCustomError
 
 from treadle.core.errors import TreadleError
-from treadle.core.types import FunctionCall, Message, StopReason, ToolCall, arguments_text
+from treadle.core.types import FunctionCall, Message, Step, StopReason, ToolCall, arguments_text
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
-from treadle.rollout.session import CallOptions, Reply
+from treadle.rollout.session import CallOptions, OtherReply, Reply
 
+AnyReply = Reply | OtherReply
 Json = dict[str, Any]
 
 
@@ -63,26 +64,28 @@ class Answer:
     ident: str
     created: int
     request: CompletionRequest
-    replies: Sequence[Reply]
+    replies: Sequence[AnyReply]
     renderer: ChatRenderer
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens, each distinct prompt counted once."""
-        return sum(len(reply.step.prompt_ids) for reply in self.replies[:: self.request.choices])
+        return sum(reply.prompt_tokens for reply in self.replies[:: self.request.choices])
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(reply.step.completion_ids) for reply in self.replies)
+        return sum(reply.completion_tokens for reply in self.replies)
 
-    def bytes_of(self, reply: Reply) -> list[bytes]:
+    def bytes_of(self, reply: AnyReply) -> list[bytes]:
         """Return the bytes of each sampled token."""
-        return self.renderer.token_bytes.of(reply.step.completion_ids.tolist())
+        return self.renderer.token_bytes.of(step_of(reply).completion_ids.tolist())
 
-    def ids_of(self, reply: Reply) -> Json:
+    def ids_of(self, reply: AnyReply) -> Json:
         """Return the fields with the ids of prompt and completion, if the client asks for them."""
-        ids = {"prompt_token_ids": reply.step.prompt_ids.tolist(), "token_ids": reply.step.completion_ids.tolist()}
-        return ids if self.request.token_ids else {}
+        if not self.request.token_ids:
+            return {}
+        step = step_of(reply)
+        return {"prompt_token_ids": step.prompt_ids.tolist(), "token_ids": step.completion_ids.tolist()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,15 @@ class Dialect:
     error_event: Callable[[ApiError], str]
 
 
-def finish_reason(reply: Reply) -> str:
+def step_of(reply: AnyReply) -> Step:
+    """Return what is known token by token; requests for it are refused where a model does not tell."""
+    assert reply.step is not None
+    return reply.step
+
+
+def finish_reason(reply: AnyReply) -> str:
     """Return OpenAI's word for why a completion ended."""
-    if reply.step.stop_reason is not StopReason.STOP:
+    if reply.stop_reason is not StopReason.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
 

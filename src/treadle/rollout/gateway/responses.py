@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -158,7 +159,7 @@ def _add(message: Message, item: MessageItem | ReasoningItem | CallItem) -> None
 
 def write(answer: api.Answer) -> api.Json:
     [reply] = answer.replies
-    cut = reply.step.stop_reason is not StopReason.STOP
+    cut = reply.stop_reason is not StopReason.STOP
     return {
         **_head(answer),
         "status": "incomplete" if cut else "completed",
@@ -176,7 +177,8 @@ def write(answer: api.Answer) -> api.Json:
 
 
 def _head(answer: api.Answer) -> api.Json:
-    request, sampling = answer.request, answer.replies[0].step.sampling
+    request, step = answer.request, answer.replies[0].step
+    sampling = request.options.sampling_overrides if step is None else asdict(step.sampling)
     return {
         "id": answer.ident,
         "object": "response",
@@ -185,20 +187,20 @@ def _head(answer: api.Answer) -> api.Json:
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions or None,
-        "max_output_tokens": sampling.max_tokens,
+        "max_output_tokens": sampling.get("max_tokens"),
         "metadata": {},
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.options.parallel_tool_calls,
         "previous_response_id": request.previous,
         "store": True,
-        "temperature": sampling.temperature,
+        "temperature": sampling.get("temperature", 1.0),
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto" if request.options.tool_calls else "none",
         "tools": [
             {"strict": False, "parameters": {}, **tool["function"], "type": "function"} for tool in request.tools
         ],
-        "top_p": sampling.top_p,
+        "top_p": sampling.get("top_p", 1.0),
         "truncation": "disabled",
         "usage": None,
     }

@@ -21,7 +21,7 @@ from typing import Any
 
 from treadle.core.errors import ContextExceeded, StepsExceeded
 from treadle.rollout.gateway.request import Answer, ApiError
-from treadle.rollout.session import Session, Unanswered
+from treadle.rollout.session import Reply, Session, Unanswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,8 @@ class Exchanges:
     def _set_delivered(self, exchange: Exchange, delivered: bool) -> None:
         if exchange.task.done() and not exchange.task.cancelled() and exchange.task.exception() is None:
             for reply in exchange.task.result().replies:
-                self._session.set_delivered(reply.number, delivered)
+                if isinstance(reply, Reply):
+                    self._session.set_delivered(reply.number, delivered)
 
     def _forget(self, exchange: Exchange) -> None:
         same = self._by_body.get(exchange.origin.body, [])

@@ -137,10 +137,12 @@ async def _count_tokens(gateway: Gateway, request: Request) -> Response:
 
 
 async def _list_models(gateway: Gateway, request: Request) -> Response:
-    _session(gateway, request)
+    session = _session(gateway, request).session
     openai = {"object": "model", "created": 0, "owned_by": "treadle"}
-    anthropic = {"type": "model", "display_name": gateway.model, "created_at": "1970-01-01T00:00:00Z"}
-    return JSONResponse({"object": "list", "data": [{"id": gateway.model, **openai, **anthropic}], "has_more": False})
+    anthropic = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+    names = (gateway.model, *(session.models or ()))
+    listed = [{"id": name, **openai, **anthropic, "display_name": name} for name in names]
+    return JSONResponse({"object": "list", "data": listed, "has_more": False})
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:

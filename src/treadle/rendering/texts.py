@@ -1,0 +1,186 @@
+"""Texts of tokens, and the messages that they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel
+
+from treadle.core.text import escape_text
+from treadle.core.types import Ids, Message
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_PIECE = "\ufffd"  # what an unfinished character decodes to
+_LONGEST = 4  # bytes of a character
+
+
+class Span(BaseModel):
+    """Tokens [start, end) of a step with one role and kind: template, text, thought or call."""
+
+    start: int
+    end: int
+    role: str
+    kind: str
+
+
+class TokenTexts:
+    """Texts of tokens as a page shows them: control characters and bidirectional marks as escapes."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._cache: dict[int, str] = {}
+        self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids) if tokenizer else []
+        self._before = len(self._decode(self._anchor)) if tokenizer else 0
+        added = tokenizer.get_added_tokens_decoder() if tokenizer else {}
+        self.special = {int(ident) for ident, token in added.items() if token.special}
+
+    def of(self, ident: int) -> str:
+        """Return the text of one token; of a piece of a character, what the vocabulary writes; without any, its id."""
+        if ident not in self._cache:
+            text = self.raw(ident)
+            if not text or _PIECE in text:
+                text = (self._tokenizer and self._tokenizer.id_to_token(ident)) or f"[{ident}]"
+            self._cache[ident] = escape_text(_writable(text))
+        return self._cache[ident]
+
+    def raw(self, ident: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._decode([ident]) if ident in self.special else self.text([ident])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens that others may stand before."""
+        return self._decode([*self._anchor, *ids])[self._before :]
+
+    def all(self, ids: Iterable[int]) -> dict[int, str]:
+        return {ident: self.of(ident) for ident in dict.fromkeys(ids)}
+
+    def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Return (start, count, text) of runs of tokens that only together are text."""
+        joined = []
+        at = 0
+        while at < len(ids):
+            count = 1
+            if self._tokenizer is not None and _PIECE in self.raw(ids[at]):
+                for length in range(2, min(_LONGEST, len(ids) - at) + 1):
+                    text = self._decode(ids[at : at + length])
+                    if _PIECE not in text:
+                        joined.append((at, length, escape_text(_writable(text))))
+                        count = length
+                        break
+            at += count
+        return joined
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of tokens in a row; without a tokenizer, their ids."""
+        numbers = ids.tolist()
+        return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _writable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+# Messages, recognized by the special tokens around them.
+
+_ROLES = "system|user|assistant|tool|observation|developer"
+_HEADERS = re.compile(
+    r"<\|im_start\|>(\w*)\n?|<\|start_header_id\|>(\w*)<\|end_header_id\|>\n*|<start_of_turn>(\w*)\n?"
+    rf"|<\|({_ROLES})\|>\n?"
+)
+_ENDS = re.compile(r"(?:<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|</s>)\n?")
+_FOLDED = re.compile(r"(?P<thought><think>.*?(?:</think>|\Z))|(?P<call><tool_call>.*?(?:</tool_call>|\Z))", re.DOTALL)
+
+
+def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list[Span]:
+    """Return the spans of some tokens, in order and without gaps. role: of the message that they go on with.
+
+    A marker counts only as a special token: one that a model or a tool wrote as text does not begin a message. A blank
+    before a message belongs to the one before, if there is any.
+    """
+    pieces = [texts.raw(ident) for ident in ids]
+    starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
+    text = "".join(pieces)
+    is_mark = {int(starts[at]) for at, ident in enumerate(ids) if ident in texts.special}
+    parts: list[tuple[int, str, str]] = []  # where each begins, its kind and role
+    at = 0
+    for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda mark: mark.start()):
+        if mark.start() not in is_mark:
+            continue
+        opened = next((name for name in mark.groups() if name), "") if mark.re is _HEADERS else role
+        if text[at : mark.start()].strip():
+            parts += [(begin, kind, role) for begin, kind in _folded(text, at, mark.start())]
+            at = mark.start()
+        elif role and at < mark.start():
+            parts.append((at, "template", role))
+            at = mark.start()
+        parts.append((at, "template", opened))
+        role, at = opened, mark.end()
+    parts += [(begin, kind, role) for begin, kind in _folded(text, at, len(text))]
+    parts = parts or [(0, "text", role)]  # ids without a text
+    part_of = np.searchsorted([begin for begin, _, _ in parts], starts[:-1], side="right") - 1
+    labels = [
+        ("template" if ident in texts.special else parts[part][1], parts[part][2])
+        for ident, part in zip(ids, part_of.tolist(), strict=True)
+    ]
+    spans: list[Span] = []
+    for (kind, role), members in groupby(range(len(ids)), key=labels.__getitem__):
+        start, *rest = members
+        spans.append(Span(start=start, end=start + len(rest) + 1, role=role, kind=kind))
+    return spans
+
+
+def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
+    for match in _FOLDED.finditer(text, start, end):
+        if match.start() > start:
+            yield start, "text"
+        yield match.start(), str(match.lastgroup)
+        start = match.end()
+    if start < end:
+        yield start, "text"
+
+
+def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:
+    """Return the spans of a sequence whose first `shared` tokens are those of one with the spans `base`."""
+    if shared and ids[shared - 1] in texts.special and not _ENDS.match(texts.raw(ids[shared - 1])):
+        shared -= 1  # another role may follow the marker
+    kept = [s.model_copy(update={"end": min(s.end, shared)}) for s in base if s.start < shared]
+    role = kept[-1].role if kept else ""
+    new = message_spans(ids[shared:], texts, role)
+    return kept + [s.model_copy(update={"start": s.start + shared, "end": s.end + shared}) for s in new]
+
+
+_MODEL_ROLES, _TOOL_ROLES = ("model",), ("ipython", "observation")
+
+
+def messages_of(ids: Sequence[int], texts: TokenTexts) -> list[Message]:
+    """Return the messages that ids make up, as far as special tokens show them; calls of tools are part of the text.
+
+    Where no token shows a role, all is one message of a user.
+    """
+    messages: list[Message] = []
+    for span in message_spans(ids, texts):
+        text = texts.text(ids[span.start : span.end])
+        if span.kind == "template":
+            if _HEADERS.search(text):
+                role = "assistant" if span.role in _MODEL_ROLES else "tool" if span.role in _TOOL_ROLES else span.role
+                messages.append(Message(role=role or "user", content=""))
+            continue
+        if not messages:
+            messages.append(Message(role="user", content=""))
+        if span.kind == "thought":
+            thought = text.removeprefix("<think>").removesuffix("</think>").strip()
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
+        else:
+            messages[-1]["content"] += text
+    return messages

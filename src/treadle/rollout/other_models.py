@@ -1,0 +1,227 @@
+"""Models beside the policy, which an environment or an agent program calls by name.
+
+Environment.models["user"].chat --+
+gateway, model="user" ------------+-> AttemptModel.ask -> Chat -> OtherReply
+                                             '-> ModelCall, kept with the step before it, never trained
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields, replace
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from pydantic import Field, model_validator
+
+from treadle.core.config import Config
+from treadle.core.draws import Stream
+from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
+from treadle.core.metrics import Measures, Metric, Tally
+from treadle.core.types import Message, ModelCall, SamplingParams, Step, as_messages
+from treadle.envs.base import Models
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.replies import Tool
+from treadle.rollout.drivers.outcome import AttemptError
+from treadle.rollout.session import Address, CallOptions, OtherReply
+
+POLICY = "policy"
+CALLS = Metric("model_*_calls", "trajectory", "sum", "calls", "calls that a model beside the policy answered")
+TOKENS = Metric("model_*_tokens", "trajectory", "sum", "tokens", "tokens that a model beside the policy read and wrote")
+SECONDS = Metric("model_*_seconds", "trajectory", "sum", "seconds", "time until a model beside the policy had answered")
+
+_SAMPLING = {f.name for f in fields(SamplingParams)}
+_NOTHING = CallOptions()
+
+
+class OtherModelConfig(Config):
+    """Configures a model beside the policy: behind a URL, or one whose files are here."""
+
+    url: str | None = Field(None, description="base URL of an API like OpenAI's: http://127.0.0.1:8000/v1")
+    model: str | None = Field(None, description="its name there")
+    api_key_env: str | None = Field(None, description="environment variable that has the key")
+    path: str | None = Field(None, description="instead of url: a model directory, or a name as of model.path")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="of its sampling: {temperature: 0.7, max_tokens: 200}; of a URL, any"
+    )
+    timeout: float = Field(
+        45.0,
+        gt=0,
+        description="url: seconds after which a call without an answer is given up; until then it is repeated",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> OtherModelConfig:
+        if (self.url is None) == (self.path is None):
+            raise ValueError("give exactly one of url and path")
+        if self.url is not None and (self.model is None or not self.url.startswith(("http://", "https://"))):
+            raise ValueError(f"url {self.url!r} needs model, its name there, and begins with http:// or https://")
+        if self.path is not None:
+            if self.model is not None or self.api_key_env is not None:
+                raise ValueError("model and api_key_env are of a url; leave them out")
+            if unknown := sorted(self.options.keys() - (_SAMPLING - {"seed"})):
+                raise ValueError(f"options: {unknown[0]!r} is none of {', '.join(sorted(_SAMPLING - {'seed'}))}")
+            _ = self.sampling
+        return self
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of a model in this process."""
+        return SamplingParams(**{**self.options, "stop": tuple(self.options.get("stop", ()))})
+
+
+Chat = Callable[[Sequence[Message], Sequence[Tool], CallOptions], Awaitable[OtherReply]]
+"""Answers a conversation. Raises EngineError, DataError or ContextExceeded."""
+
+
+class OtherModel(Protocol):
+    """A model beside the policy, for all attempts of a run. renderer: of one whose tokens are known."""
+
+    renderer: ChatRenderer | None
+
+    async def open(self) -> None:
+        """Load it, unless it is loaded. Raises ConfigError."""
+
+    async def close(self) -> None: ...
+
+    def chat(self, session: str, address: Address) -> Chat:
+        """Return what an attempt calls it by. address: keys the draws of the attempt's calls of this model."""
+
+
+MakeModel = Callable[[], OtherModel]
+
+
+@asynccontextmanager
+async def open_models(make: Mapping[str, MakeModel]) -> AsyncIterator[Mapping[str, OtherModel]]:
+    async with AsyncExitStack() as opened:
+        models = {name: one() for name, one in make.items()}
+        for model in models.values():
+            opened.push_async_callback(model.close)
+            await model.open()
+        yield models
+
+
+class UrlModel:
+    """A model behind a URL."""
+
+    renderer: ChatRenderer | None = None
+
+    def __init__(self, config: OtherModelConfig) -> None:
+        from treadle.rollout.chat_endpoint import ChatEndpoint  # httpx
+
+        assert config.url is not None and config.model is not None
+        limit, key = config.timeout, config.api_key_env
+        self._endpoint = ChatEndpoint(
+            config.url, config.model, timeout=limit, patience=limit, api_key_env=key, options=config.options
+        )
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def chat(self, session: str, address: Address) -> Chat:
+        return self._chat
+
+    async def _chat(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
+        asked = dict(options.sampling_overrides)
+        if unknown := sorted(asked.keys() - _SAMPLING):
+            raise DataError(f"{unknown[0]} is {asked[unknown[0]]}; write it into the recipe's models, or leave it out")
+        if tools:
+            asked |= {"tools": list(tools), "tool_choice": "auto" if options.tool_calls else "none"}
+        answer = await self._endpoint.ask(messages, **asked)
+        return OtherReply(answer.message, answer.prompt_tokens, answer.completion_tokens, answer.stop_reason)
+
+
+def address_of(address: Address, model: str) -> Address:
+    """Return what keys the draws of an attempt's calls of another model: as `address`, and by the model's name."""
+    name = blake2b(f"{int(address.stream)} {model}".encode(), digest_size=6).digest()
+    return replace(address, seed=address.seed ^ int.from_bytes(name, "big"), stream=Stream.OTHER_MODEL)
+
+
+class AttemptModels(Models):
+    """The models beside the policy as one attempt calls them, and the record of its calls.
+
+    session: the attempt's name. steps: counts its steps so far. failure: of a call that got no answer, which fails the
+    attempt whatever its code does next.
+    """
+
+    def __init__(
+        self, models: Mapping[str, OtherModel], session: str, address: Address, steps: Callable[[], int] = lambda: 0
+    ) -> None:
+        for name, model in models.items():
+            chat = model.chat(f"{session}/{name}", address_of(address, name))
+            self[name] = AttemptModel(self, name, chat, model.renderer)
+        self.steps = steps
+        self.failure: TrajectoryFailure | None = None
+        self.begun = 0
+        self.calls: dict[int, tuple[int, ModelCall]] = {}  # in order of asking -> steps before it, call
+
+    def called(self, name: str) -> AttemptModel:
+        model = self[name]
+        assert isinstance(model, AttemptModel)
+        return model
+
+    def failure_of(self, ended_by: AttemptError | None) -> AttemptError | None:
+        """Return what ended an attempt: the failed call, unless that is what its code has raised."""
+        if self.failure is None or (isinstance(ended_by, TrajectoryFailure) and ended_by.cause is self.failure.cause):
+            return ended_by
+        return self.failure
+
+    def attach(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """Return the steps with the calls that came after each; those before the first step are with that one."""
+        calls: dict[int, list[ModelCall]] = {}
+        for _, (before, call) in sorted(self.calls.items()):
+            calls.setdefault(max(before, 1) - 1, []).append(call)
+        return tuple(replace(s, calls=tuple(calls[n])) if n in calls else s for n, s in enumerate(steps))
+
+    def measured(self) -> Measures:
+        return Measures(
+            Tally.over(metric.of(call.model), [value])
+            for _, call in self.calls.values()
+            for metric, value in (
+                (CALLS, 1),
+                (TOKENS, call.prompt_tokens + call.completion_tokens),
+                (SECONDS, call.seconds),
+            )
+        )
+
+
+class AttemptModel:
+    """A model beside the policy as one attempt calls it (a `treadle.envs.base.Model`)."""
+
+    def __init__(self, models: AttemptModels, name: str, chat: Chat, renderer: ChatRenderer | None) -> None:
+        self._models, self._name, self._chat, self.renderer = models, name, chat, renderer
+
+    async def chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """Return the reply to a conversation, for an environment.
+
+        Raises TrajectoryFailure, of cause engine if there is no answer, or context if the conversation is too long: the
+        attempt then fails, whatever its code does.
+        """
+        asked = as_messages(messages, f"models[{self._name!r}].chat")
+        try:
+            reply = await self.ask(asked, (), CallOptions(sampling_overrides=options))
+        except EngineError as error:
+            self._models.failure = TrajectoryFailure(Cause.ENGINE, str(error))
+            raise self._models.failure from error
+        except ContextExceeded as error:
+            self._models.failure = TrajectoryFailure(Cause.CONTEXT, f"the model {self._name!r}: {error}")
+            raise self._models.failure from error
+        return reply.message["content"]
+
+    async def ask(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _NOTHING
+    ) -> OtherReply:
+        """Return the reply to a conversation, and record the call. Raises EngineError, DataError, ContextExceeded."""
+        number, before, started, clock = self._models.begun, self._models.steps(), time.time(), time.perf_counter()
+        self._models.begun += 1
+        try:
+            reply = await self._chat(messages, tools, options)
+        except EngineError as error:
+            raise EngineError(f"the model {self._name!r}: {error}") from error
+        tokens, seconds = (reply.prompt_tokens, reply.completion_tokens), time.perf_counter() - clock
+        call = ModelCall(self._name, tuple(messages), reply.message, *tokens, started, seconds)
+        self._models.calls[number] = before, call
+        return reply

@@ -1,0 +1,71 @@
+"""The examples run as they stand, with two small updates each.
+
+Cells of notebooks run as code, in order and beside an event loop as in Jupyter; no kernel is needed.
+"""
+
+import asyncio
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "small.py")
+SMALL = {
+    "warm_start.steps": 20,
+    "training.tasks_per_update": 2,
+    "training.group_size": 2,
+    "evaluation.greedy_too": False,
+    "orchestration.traced_groups": 1,
+}
+
+pytestmark = pytest.mark.xdist_group("examples")  # the model is made once
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory to run in, in which an example needs little time."""
+    path = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREADLE_CACHE", str(path / "cache"))
+        patch.setenv("MPLBACKEND", "agg")
+        patch.syspath_prepend(EXAMPLES)
+        patch.chdir(path)
+        shared = pytest.importorskip("small")
+        for key, value in SMALL.items():
+            section, _, name = key.partition(".")
+            where, name = (shared.SETTINGS[section], name) if section in shared.SETTINGS else (shared.SETTINGS, key)
+            patch.setitem(where, name, value)
+        yield path
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_says_what_it_shows_and_runs(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert text.startswith('"""') and f"    python examples/{name}" in text.partition('\n"""')[0]
+    assert len(text.splitlines()) <= 60
+    monkeypatch.setattr("sys.argv", [name, "--updates", "2"])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert " -> " in capsys.readouterr().out  # before and after
+
+
+def cells(name: str) -> list[str]:
+    notebook = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebooks_run(place: Path) -> None:
+    """The second looks into the run of the first."""
+
+    async def run(name: str) -> None:
+        space: dict[str, object] = {}
+        for cell in cells(name):
+            exec(compile(cell.replace("UPDATES = 20", "UPDATES = 2"), name, "exec"), space)
+
+    for name in ("first_steps.ipynb", "look_into_a_run.ipynb"):
+        asyncio.run(run(name))
