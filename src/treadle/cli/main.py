@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import treadle
-from treadle.cli import completion, models, recipes, report, serve, show, train
+from treadle.cli import completion, documentation, models, recipes, report, serve, show, train
 from treadle.cli.options import Parser, exit_status
 from treadle.orchestration.setup.thread_count import wait_passively
 
@@ -30,7 +30,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"treadle {treadle.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (train, models, report, show, serve, recipes, completion):
+    for module in (train, models, report, show, serve, recipes, completion, documentation):
         module.add_commands(commands)
     words = sys.argv[1:] if arguments is None else arguments
     options, rest = parser.parse_known_args(words or ["--help"])
