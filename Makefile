@@ -2,6 +2,7 @@
 PYTHON ?= python3
 SEED ?= 0
 DIST ?= dist
+PYTHONS ?= 3.11 3.12 3.13
 ARGS ?=
 
 VENV := .venv
@@ -27,11 +28,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' DIST=$(DIST) PYTHON=$(PYTHON)"
+	@echo "  variables: SEED=$(SEED) ARGS='key.path=value ...' DIST=$(DIST) PYTHONS='$(PYTHONS)' PYTHON=$(PYTHON)"
 
 demo: train-env ## train a small agent on the lookup task, on this machine's CPU
 	@$(BIN)/treadle train demo seed=$(SEED) $(ARGS)
@@ -106,6 +107,9 @@ format: dev-env ## rewrite the sources as ruff wants them
 dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
 	@$(BIN)/python -m hatchling build --directory $(DIST)
 
+release: tools-env ## a wheel and an sdist in DIST, checked and tried in empty environments of PYTHONS (half an hour)
+	@$(BIN)/python scripts/release.py $(UV) $(DIST) $(PYTHONS)
+
 clean: ## remove .venv, .venv-* and caches; run directories stay
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist .set-up.lock .locks-*
 
@@ -143,7 +147,7 @@ $(TRAIN): pyproject.toml $(TOOLS)
 
 $(DEV): $(TRAIN)
 	@echo "set-up: installing the development tools"
-	@$(UV_INSTALL) --editable '.[train,gateway,dev]'
+	@$(UV_INSTALL) --editable '.[dev]'
 	@touch $@
 
 # Other environments. Locks name every package, so that nothing is resolved.

@@ -43,7 +43,7 @@ def test_an_empty_cache_lists_the_models_with_a_name_and_is_not_made(own_cache: 
 
 
 def test_a_gguf_file_is_converted_once_listed_and_evaluated(own_cache: Path) -> None:
-    pytest.importorskip("gguf", reason="needs treadle[gguf]")
+    pytest.importorskip("gguf", reason="needs treadle[train]")
     from tests.gguf_files import write_gguf
 
     write_gguf(Path("tiny.gguf"))

@@ -143,7 +143,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
 
     monkeypatch.setattr("treadle.orchestration.setup.inputs.load_agent", without)
     found = tried(load_recipe("lookup_agent"))
-    assert missing(found) == {"data": "openai is not installed; pip install 'treadle[agents]'"}
+    assert missing(found) == {"data": "openai is not installed; pip install 'treadle[train]'"}
 
 
 # Models without weights

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-gguf = pytest.importorskip("gguf", reason="needs treadle[gguf]")
+gguf = pytest.importorskip("gguf", reason="needs treadle[train]")
 
 import numpy as np  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
@@ -158,7 +158,7 @@ def test_a_missing_extra_and_a_missing_pip_are_named_before_anything_is_download
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name))
-    with pytest.raises(ConfigError, match=r"needs accelerate; pip install 'treadle\[gguf\]'"):
+    with pytest.raises(ConfigError, match=r"needs accelerate; pip install 'treadle\[train\]'"):
         get_model("tiny", print)
     assert [path.name for path in cache.iterdir()] == [".lock"]
     monkeypatch.setattr(importlib.util, "find_spec", found)

@@ -127,3 +127,14 @@ def test_pinned_attempts_have_one_version(base: Path, tmp_path: Path, where: lis
         assert (max(map(len, versions)) == 1) == pin
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         assert max(row.get("trained_staleness_max") or 0 for row in rows) in (1, 2)
+
+
+def test_a_warm_start_of_adapters_is_read_from_the_cache(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    warm = ("warm_start.demonstrations=tests.worlds:vowel_demonstration", "warm_start.steps=3", "data.held_out=null")
+    settings = adapted(base, *warm, "warm_start.batch_size=4", "evaluation={}", "orchestration.updates=1")
+    first, second = (start(tmp_path / name, *settings) for name in ("first", "second"))
+    assert [summary["warm_start"]["cached"] for summary in (first, second)] == [False, True]
+    assert first["weights_sha256"] == second["weights_sha256"]

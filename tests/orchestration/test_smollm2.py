@@ -28,7 +28,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("orchestration_smollm2")]  # what its tests share is made once
-pytest.importorskip("gguf", reason="needs treadle[gguf]")
+pytest.importorskip("gguf", reason="needs treadle[train]")
 SMOLLM2 = ModelConfig(path="smollm2")
 
 

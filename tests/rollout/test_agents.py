@@ -448,5 +448,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="No module named 'no_such_package'; install the package that has 'no_such"):
         load_agent("needs_a_package:solve")
     monkeypatch.setattr("treadle.rollout.agents.agent._PACKAGES", ("openai", "no_such_package"))
-    with pytest.raises(ConfigError, match=r"needs no_such_package; pip install 'treadle\[agents\]'"):
+    with pytest.raises(ConfigError, match=r"needs no_such_package; pip install 'treadle\[train\]'"):
         check_agent(once, "mine:it")

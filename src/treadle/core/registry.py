@@ -30,8 +30,8 @@ _BRINGS = {  # imported package -> the package of an extra that it comes with, o
     "omegaconf": "skyrl-gym",
     "reasoning_gym": "reasoning-gym",
 }
-# package -> the extra to name, though a smaller one (`search`, `view`) brings it, too
-_PREFERRED = {"httpx": "vllm", "tokenizers": "train", "pyarrow": "train"}
+# package -> the extra to name, though others bring it, too
+_PREFERRED = {"fastapi": "view", "uvicorn": "view", "httpx": "train", "tokenizers": "train", "pyarrow": "train"}
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
@@ -127,7 +127,7 @@ def _load(target: str, where: str) -> Any:
 
 
 def extra_of(module: str) -> str | None:
-    """Return the smallest extra of Treadle that brings a module: "agents" for `openai`; None if there is none."""
+    """Return the smallest extra of Treadle that brings a module: "train" for `openai`; None if there is none."""
     try:
         requirements = importlib.metadata.requires("treadle") or []
     except importlib.metadata.PackageNotFoundError:  # running from a source tree
@@ -136,14 +136,14 @@ def extra_of(module: str) -> str | None:
     for requirement in requirements:
         if match := _REQUIREMENT.fullmatch(requirement):
             members[match[2]].add(match[1])
-    package = module.partition(".")[0]
+    package = _BRINGS.get(name := module.partition(".")[0], name)
     if (preferred := _PREFERRED.get(package)) in members:
         return preferred
-    extras = [extra for extra, packages in members.items() if _BRINGS.get(package, package) in packages]
+    extras = [extra for extra, packages in members.items() if package in packages]
     return min((e for e in extras if e != "dev"), key=lambda extra: (len(members[extra]), extra), default=None)
 
 
 def how_to_install(module: str) -> str:
-    """Return what to do about a missing module: "pip install 'treadle[agents]'" for `openai`."""
+    """Return what to do about a missing module: "pip install 'treadle[train]'" for `openai`."""
     extra = extra_of(module)
     return f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {module.partition('.')[0]!r}"

@@ -185,7 +185,8 @@ def evaluate(
 def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype: str | None = None) -> Path:
     """Write the model of `RUN`, `RUN@best` or `RUN@40` as a plain Hugging Face directory, which must be new.
 
-    merge: an adapter and its base as one model. dtype: of the weights, such as `bfloat16`. Raises RunError, CheckpointError or ConfigError.
+    merge: an adapter and its base as one model. dtype: of the weights, such as `bfloat16`.
+    Raises RunError, CheckpointError or ConfigError.
     """
     address = find_address(run) or RunAddress(Path(run))
     from treadle.orchestration.export import export_checkpoint  # torch

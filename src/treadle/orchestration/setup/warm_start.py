@@ -187,7 +187,7 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
     try:
         cached = Manifest.load(entry, remedy="it is learned again")
         report = WarmStartReport(**json.loads(cached.read("report.json")))
-        cached.prove(("model.safetensors", "config.json"))
+        cached.prove(cached.sha256)
     except RunError as error:
         progress.log(f"the warm start in the cache is not used: {error}")
         shutil.rmtree(entry, ignore_errors=True)

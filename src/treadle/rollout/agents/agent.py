@@ -76,7 +76,7 @@ def check_agent(candidate: object, name: str) -> Agent:
     where = f"agents: {name!r}"
     check_function(candidate, where, AGENT_FUNCTION)
     if missing := [package for package in _PACKAGES if importlib.util.find_spec(package) is None]:
-        raise ConfigError(f"{where} needs {', '.join(missing)}; pip install 'treadle[agents]'")
+        raise ConfigError(f"{where} needs {', '.join(missing)}; pip install 'treadle[train]'")
     return cast(Agent, candidate)
 
 
