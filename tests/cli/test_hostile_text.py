@@ -183,7 +183,7 @@ def test_errors(words: list[str], trained: Trained) -> None:
 @pytest.mark.slow
 def test_serving(trained: Trained, tmp_path: Path) -> None:
     check(treadle("export", trained.run, tmp_path / f"m{EVIL}"))
-    process = start_treadle("serve", tmp_path / f"m{EVIL}", "--port", "0", "--record", tmp_path / EVIL)
+    process = start_treadle("serve", tmp_path / f"m{EVIL}", "--port", "0", "--record", tmp_path / f"{EVIL}.jsonl")
     assert process.stdout is not None
     head = process.stdout.readline()
     process.send_signal(signal.SIGINT)

@@ -1,27 +1,32 @@
 """`treadle serve`: a process that clients talk to, until Ctrl-C; unmodified ones: tests/rollout/gateway."""
 
 import asyncio
+import json
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.cli.conftest import Trained
-from tests.cli.worlds import start_treadle
+from tests.cli.worlds import ROOT, start_treadle, treadle
 from tests.retrieval.servers import port_of, serving, write_corpus
 from treadle.cli.retrieve import main
-from treadle.core.files import WrittenFile
-from treadle.models.loading import file_sha256
-from treadle.orchestration.store.rollout_store import read_shard
+from treadle.orchestration.api import load_run
+from treadle.orchestration.store.recorded import RecordedTrajectory
 from treadle.retrieval.client import RetrievalClient
 
 
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     model = f"{finished.path}@latest"
-    with start_treadle("serve", model, "--port", "0", "--api-key-env=JUDGE_KEY", "--record", tmp_path) as server:
+    file = tmp_path / "new" / "calls.jsonl"
+    with start_treadle("serve", model, "--port", "0", "--api-key-env=JUDGE_KEY", "--record", file) as server:
         try:
             assert server.stdout is not None
             told = "".join(server.stdout.readline() for _ in range(4))
@@ -46,11 +51,80 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, m
         server.send_signal(signal.SIGINT)
         rest, errors = server.communicate()
     assert (server.returncode, errors) == (0, "")
-    assert re.search(r"^steps: 1, in .*serve-000000.parquet$", rest.strip())
-    name = "serve-000000.parquet"
-    [steps] = read_shard(tmp_path, WrittenFile(name, file_sha256(tmp_path / name))).values()
-    assert [step.completion_ids.tolist() for step in steps] == [answer["choices"][0]["token_ids"]]
-    assert (steps[0].sampling.temperature, steps[0].sampling.max_tokens) == (0.5, 3)
+    assert rest == f"recorded: 1 calls of 1 trajectories, in {file}\n"
+    [recorded] = load_run(file)
+    assert isinstance(recorded, RecordedTrajectory) and recorded.reward is None
+    [step] = recorded.trajectory.steps
+    assert step.completion_ids.tolist() == answer["choices"][0]["token_ids"]
+    assert (step.sampling.temperature, step.sampling.max_tokens) == (0.5, 3)
+
+
+@pytest.mark.slow
+def test_what_was_answered_survives_a_kill(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documentation's client; two sessions of OpenAI's, interleaved; killed while it samples; and learned."""
+    monkeypatch.setenv("TREADLE_KEY", "secret")
+    file, page = tmp_path / "sessions.jsonl", (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    served: dict[str, list[tuple[list[int], list[int]]]] = {}
+    with (
+        start_treadle("serve", finished.path, "--port", "0", "--api-key-env=TREADLE_KEY", "--record", file) as process,
+        ThreadPoolExecutor() as threads,
+    ):
+        try:
+            assert process.stdout is not None
+            [url] = re.findall(r"base URL +(\S+)", "".join(process.stdout.readline() for _ in range(4)))
+            [program] = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "/sessions" in b)
+            names: dict[str, Any] = {}
+            exec(program.replace("http://127.0.0.1:8000/v1", url), names)
+            server: httpx.Client = names["server"]
+            sessions = [server.post("/sessions", json={"task_id": "sum"}).json() for _ in range(2)]
+            with ExitStack() as stack:
+                stack.callback(server.close)
+                stack.callback(names["client"].close)
+                clients = [
+                    stack.enter_context(openai.OpenAI(base_url=s["base_url"], api_key="unused", max_retries=0))
+                    for s in sessions
+                ]
+                talks: list[list[Any]] = [[{"role": "user", "content": f"say {n}"}] for n in range(2)]
+
+                def ask(n: int, **more: Any) -> None:
+                    extra = {"return_token_ids": True}
+                    got: Any = clients[n].chat.completions.create(
+                        model="any", messages=talks[n], extra_body=extra, **{"max_tokens": 4, **more}
+                    )
+                    ids = (got.prompt_token_ids, got.choices[0].token_ids)
+                    served.setdefault(sessions[n]["id"], []).append(ids)
+                    talks[n] += [got.choices[0].message, {"role": "user", "content": "again"}]
+
+                for n in (0, 1, 1, 0, 1):
+                    ask(n)
+                for n, client in enumerate(clients):
+                    assert client.post("/reward", body={"reward": n}, cast_to=object) == {}
+                last = threads.submit(ask, 0, max_tokens=60)
+                process.kill()
+                with suppress(openai.APIConnectionError):
+                    last.result()
+        except BaseException:
+            process.kill()
+            raise
+        process.communicate()
+    recorded = load_run(file)
+    assert all(isinstance(t, RecordedTrajectory) for t in recorded) and len(recorded) == 6
+    found = {t.trajectory.trajectory_id: t for t in recorded if isinstance(t, RecordedTrajectory)}
+    for n, session in enumerate(sessions):
+        t = found[session["id"]]
+        steps = [(step.prompt_ids.tolist(), step.completion_ids.tolist()) for step in t.trajectory.steps]
+        assert steps[: len(served[session["id"]])] == served[session["id"]]
+        assert (t.task_id, t.attempt, t.reward) == ("sum", n, n)
+        assert all(len(step.logprobs) == len(step.completion_ids) for step in t.trajectory.steps)
+    assert {t.task_id: t.attempt for t in recorded} == {"where-anna-lives": 3, "sum": 1}
+    done = treadle(
+        *("sft", finished.path, "--from", file, "--select", "reward >= 1", "--out", tmp_path / "better"),
+        "warm_start.steps=1",
+    )
+    assert done.status == 0, done.err
+    learned = json.loads((tmp_path / "better" / "sft.json").read_text())
+    assert (learned["trajectories"], learned["inexact"]) == (1, 0)
+    assert learned["tokens"] == sum(len(completion) for _, completion in served[sessions[1]["id"]])
 
 
 pytest.importorskip("bm25s")

@@ -105,7 +105,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "serve served --host 203.0.113.1": ("--host 203.0.113.1: cannot listen there: ",),
     "serve served --temperature -1": ("--temperature -1.0: must be",),
     "serve served --max-tokens 0": ("--max-tokens 0: must be at least 1",),
-    "serve served --record train.jsonl": ("--record train.jsonl: not a directory",),
+    "serve served --record traces": ("--record traces: must be a file that ends in .jsonl",),
     "serve served engine.batch=0": ("engine.batch=0: got 0, expected greater than or equal to 1",),
     "sft tiny.yaml --out new warm_start.options={} warm_start.demonstrations=empty.jsonl": ("has no demonstrations",),
     "plot nowhere --output curves.jpg": ("--output 'curves.jpg' must end in one of .png, .pdf, .svg",),

@@ -24,7 +24,7 @@ from treadle.orchestration.evaluation import (
     held_out_inputs,
 )
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.address import RunAddress, find_address
+from treadle.orchestration.store.address import RunAddress, find_address, run_path
 
 _MODELS_EXAMPLES = """examples:
   treadle models                                 which models have a name, and which are in the cache
@@ -62,6 +62,7 @@ _TRACES_EXAMPLES = """examples:
   treadle export-traces runs/demo                                      to demo.jsonl: a trajectory a line
   treadle export-traces runs/demo best.parquet --format parquet --select "reward >= 1, best_of=2"
   treadle export-traces runs/demo traces --format atif                 a directory of Harbor's trajectory files
+  treadle export-traces sessions.jsonl whole.parquet --format parquet  of what treadle serve --record wrote
 
 A line or row has task, messages, reward, and of each step the exact ids, mask and log-probabilities:
 `treadle sft --from` learns from it what it would learn from the run.
@@ -93,7 +94,9 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--push", metavar="ORG/NAME", help="upload the directory to the hub, too")
 
     summary = "write the trajectories of a run into a file, for others and for treadle sft"
-    parser = add_command(commands, "export-traces", run_export_traces, summary, _TRACES_EXAMPLES, "run_directory")
+    parser = add_command(commands, "export-traces", run_export_traces, summary, _TRACES_EXAMPLES)
+    help_of_run = "a run directory, finished or not, or a file that treadle serve --record wrote"
+    parser.add_argument("run_directory", type=run_path, metavar="RUN", help=help_of_run)
     parser.add_argument("out", type=Path, nargs="?", metavar="FILE", help="to write; default: the run's name, here")
     parser.add_argument("--format", choices=("jsonl", "parquet", "atif"), default="jsonl", help="default: jsonl")
     parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
@@ -197,16 +200,24 @@ def run_export_traces(options: argparse.Namespace) -> int:
     from treadle.orchestration.store.recorded import read_run  # pyarrow
     from treadle.orchestration.store.rollout_store import load_run_tokenizer
     from treadle.orchestration.store.selection import Selection
-    from treadle.orchestration.store.trajectory_files import FORMATS, write_trajectories
+    from treadle.orchestration.store.trajectory_files import FORMATS, read_records, write_records, write_trajectories
     from treadle.rendering.texts import TokenTexts
 
     run, selection = options.run_directory, Selection.parse(options.select)
-    out = options.out or Path(f"{run.resolve().name}{FORMATS[options.format]}")
+    is_file = run.suffix == ".jsonl" and run.is_file()
+    out = options.out or Path(f"{run.stem if is_file else run.resolve().name}{FORMATS[options.format]}")
     ending = FORMATS[options.format]
     if options.format != "atif" and out.suffix != ending:
         raise ConfigError(f"{str(out)!r} does not end in {ending}; rename it, or choose another --format")
     if out.exists():
         raise ConfigError(f"{str(out)!r} exists already; choose another name")
+    if is_file:
+        if options.format == "atif":
+            raise ConfigError(f"--format atif: {str(run)!r} is a file; ATIF is written of runs alone")
+        places = {t.source for t in selection.choose([t for t, _ in read_records(run)])} if options.select else None
+        records = (record for t, record in read_records(run) if places is None or t.source in places)
+        Console().line(f"{write_records(out, options.format, records):,} trajectories: {out}")
+        return 0
     trajectories = read_run(run)
     chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all: failed ones, too
     texts = TokenTexts(load_run_tokenizer(run))

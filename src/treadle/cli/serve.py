@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import math
 import os
 import secrets
@@ -22,7 +23,7 @@ from treadle.cli.options import Commands, add_address, add_command, add_shared, 
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
-from treadle.core.types import Group, SamplingParams, Status, Task, Trajectory
+from treadle.core.types import SamplingParams
 from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
@@ -35,7 +36,10 @@ from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.session import Address, Session, SessionSpec
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from treadle.core.engine import Engine
+    from treadle.orchestration.store.recording import Recorder, Recording
     from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
 
@@ -47,6 +51,9 @@ _SERVE_EXAMPLES = """examples:
 Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\
     -d '{"messages": [{"role": "user", "content": "Where does Anna live?"}]}'
+
+With --record FILE.jsonl calls are on file before they are answered, a trajectory a session or conversation, to be read
+by treadle sft --from FILE.jsonl.
 
 It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
 every call in memory: it is meant for trying models and agents out, not for serving the public. Press Ctrl-C to stop.
@@ -78,7 +85,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
     parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
     parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="write the recorded steps there at the end")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append calls and rewards to this .jsonl file")
     add_shared(parser, "overrides")
 
     parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
@@ -111,10 +118,13 @@ def run_serve(options: argparse.Namespace) -> int:
         device = chosen(config.device)
         check_device(device)
         config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
-        renderer, source = load_chat(model)[1], load_source(model, seed=0)
+        tokenizer, renderer = load_chat(model)
+        recording = _recording(options, tokenizer.backend_tokenizer)
+        source = load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
         gateway = Gateway(model=Path(options.model).name)
-        asyncio.run(_serve(options, config, renderer, source, gateway, serving(gateway, address, listening)))
+        server = serving(gateway, address, listening)
+        asyncio.run(_serve(options, config, renderer, source, gateway, server, recording))
     return 0
 
 
@@ -131,8 +141,8 @@ def _model(options: argparse.Namespace) -> ModelConfig:
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     require_template(options.chat_template, "--chat-template")
-    if options.record is not None and options.record.exists() and not options.record.is_dir():
-        raise ConfigError(f"--record {options.record}: not a directory")
+    if options.record is not None and options.record.suffix != ".jsonl":
+        raise ConfigError(f"--record {options.record}: must be a file that ends in .jsonl")
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
@@ -151,17 +161,29 @@ async def _serve(
     source: EmbeddedSource,
     gateway: Gateway,
     server: AbstractAsyncContextManager[str],
+    recording: Recording | None,
 ) -> None:
     from treadle.orchestration.setup.engines import open_serving
+    from treadle.orchestration.store.recording import Recorder
 
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     engine = await open_serving(config.engine, renderer, source, config.device)
     try:
-        session = _session(options, renderer, source.model.context, engine)
+        opened = itertools.count()
+
+        def open_session() -> Session:
+            return _session(options, f"serve-{next(opened)}", renderer, source.model.context, engine)
+
+        def open_recorded(task_id: str) -> tuple[Session, Recorder]:
+            assert recording is not None
+            return open_session(), Recorder(recording, task_id)
+
+        session = open_session()
+        records = (Recorder(recording), open_recorded) if recording else ()
         async with server as url:
-            address = gateway.attach(session, os.environ[options.api_key_env] if options.api_key_env else None)
+            address = gateway.attach(session, os.environ.get(options.api_key_env or ""), *records)
             problem = session.renderer.tools_problem(parse=session.parse)
             refused = f"; tools are refused: {problem}" if problem else ""
             console.line(f"serving {options.model} on {config.device}; press Ctrl-C to stop")
@@ -170,29 +192,25 @@ async def _serve(
             console.line(f"API key   {'$' + options.api_key_env if options.api_key_env else address.secret}")
             await stop.wait()
         session.close()
-        if options.record is not None and session.steps:
-            console.line(f"steps: {len(session.steps)}, in {_write(options.record, session)}")
+        if recording is not None:
+            counts = f"{recording.calls} calls of {recording.trajectories} trajectories"
+            console.line(f"recorded: {counts}, in {recording.path}")
+            recording.close()
     finally:
         await engine.close()
 
 
-def _session(options: argparse.Namespace, renderer: ChatRenderer, context: int, engine: Engine) -> Session:
-    """Return the one session that all clients with the key share."""
+def _recording(options: argparse.Namespace, tokenizer: Tokenizer) -> Recording | None:
+    from treadle.orchestration.store.recording import Recording  # pyarrow
+
+    return None if options.record is None else Recording(options.record, tokenizer)
+
+
+def _session(options: argparse.Namespace, name: str, renderer: ChatRenderer, context: int, engine: Engine) -> Session:
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     address = Address(secrets.randbits(47), Stream.SERVE, 0, 0, 0)
-    spec = SessionSpec("serve", engine, renderer, sampling, context - 1, address)
+    spec = SessionSpec(name, engine, renderer, sampling, context - 1, address)
     return Session(spec, renderer.parser(options.parser, "--parser"), callers_sampling=True, context=context)
-
-
-def _write(directory: Path, session: Session) -> Path:
-    from treadle.orchestration.store.rollout_store import write_shard
-
-    directory.mkdir(parents=True, exist_ok=True)
-    taken = (int(path.stem.removeprefix("serve-")) for path in directory.glob("serve-" + 6 * "[0-9]" + ".parquet"))
-    number = max(taken, default=-1) + 1  # the first ones may have been deleted
-    name = f"serve-{number:06d}"
-    trajectory = Trajectory(f"{name}.0", "serve", 0, tuple(session.steps), 0.0, Status.DONE)
-    return directory / write_shard(directory, name, [Group(name, number, 0, 0, Task("serve"), (trajectory,))]).name
 
 
 def run_view(options: argparse.Namespace) -> int:

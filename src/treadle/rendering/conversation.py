@@ -125,7 +125,7 @@ class Conversation:
         ids.flags.writeable = False  # it may be a memoised piece
         return Prompt(ids, messages, cause, rendering)
 
-    def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> None:
+    def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> Record:
         """Remember what was sampled for a prompt of `render`, and the message that the agent got for it."""
         if prompt.rendering is None:
             raise DataError("only a prompt that was rendered from messages can be continued by messages")
@@ -136,6 +136,7 @@ class Conversation:
         record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop)
         self._records.append(record)
         self._by_value.setdefault(record.value, []).append(record)
+        return record
 
     def demonstrated(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
         """Return the ids of the last message, a reply, as a model would sample it after the prompt of the others.

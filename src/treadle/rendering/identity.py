@@ -140,6 +140,12 @@ class Rendering:
     setting: str
     opened: str = ""
 
+    @property
+    def continues(self) -> Record | None:
+        """Return the latest recorded reply that stands in the prompt after the same messages as when it was sampled."""
+        replies = reversed([*enumerate(self.replies)])
+        return next((record for at, record in replies if record and record.answers(self.values, at)), None)
+
 
 class Record:
     """A recorded call, and the message that the agent got for it.

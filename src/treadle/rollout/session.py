@@ -22,7 +22,7 @@ from treadle.core.types import BreakCause, DropReason, Ids, Message, SamplingPar
 from treadle.rendering import identity
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
-from treadle.rendering.identity import Prompt
+from treadle.rendering.identity import Prompt, Record
 from treadle.rendering.replies import THOUGHT_TAGS, ReplyParser, Tool, plain
 from treadle.rollout.replay import AnsweredCall, Replay, request_digest
 
@@ -94,13 +94,15 @@ class CallOptions:
 class Reply:
     """The answer to one call: the message for the agent, and the recorded step with its number.
 
-    stop: the stop string that ended it, if one did; the message does not contain it.
+    stop: the stop string that ended it, if one did; the message does not contain it. first: number of the call that
+    began the conversation, as far as messages show; its own for a raw prompt.
     """
 
     message: Message
     step: Step
     number: int
     stop: str | None = None
+    first: int = 0
 
     @property
     def text(self) -> str:
@@ -153,7 +155,8 @@ class Session:
     bounds a call's `max_tokens`.
     models: those beside the policy that the attempt may call; None if the recipe names none.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
-    have no answered retry. said_used: whether an answer was used, by number, where the agent says so.
+    have no answered retry. said_used: whether an answer was used, by number, where the agent says so. on_dropped: is
+    told a call's number and why its step is dropped, None if it no longer is.
     """
 
     def __init__(
@@ -170,6 +173,7 @@ class Session:
         self.bad_requests: list[str] = []
         self.unanswered: list[Unanswered] = []
         self.said_used: dict[int, bool] = {}
+        self.on_dropped: Callable[[int, DropReason | None], None] = lambda number, reason: None
         self._engine, self._sampling = spec.engine, spec.sampling
         self._max_input_tokens, self._address, self._replay = spec.max_input_tokens, spec.address, spec.replay
         self._max_total_tokens = spec.max_total_tokens
@@ -179,6 +183,7 @@ class Session:
         self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
         self._steps: dict[int, Step] = {}  # by the call's number
+        self._first: dict[Record, int] = {}  # number of the call that began the reply's conversation
         spec.engine.open_session(spec.name)
 
     @property
@@ -206,8 +211,10 @@ class Session:
             number = self._numbered(prompt, options.max_input_tokens)
         step, text, stop = await self._sample(number, prompt, options)
         message = self._message(self._begun(prompt) + text, tools if options.tool_calls else (), options, number)
-        self._conversation.record(prompt, step.completion_ids, message)
-        return Reply(message, step, number, stop)
+        continued = prompt.rendering and prompt.rendering.continues
+        first = self._first[continued] if continued else number
+        self._first[self._conversation.record(prompt, step.completion_ids, message)] = first
+        return Reply(message, step, number, stop, first)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
         """Sample what follows a raw prompt, text or ids, and record the call. Raises as `chat` does.
@@ -219,7 +226,7 @@ class Session:
             number = self._numbered(rendered)
         step, text, stop = await self._sample(number, rendered, options)
         self._raw.record(step)
-        return Reply(Message(role="assistant", content=text), step, number, stop)
+        return Reply(Message(role="assistant", content=text), step, number, stop, number)
 
     async def count(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
@@ -231,12 +238,15 @@ class Session:
 
     def set_delivered(self, number: int, delivered: bool) -> None:
         """Record whether call `number`'s answer reached the agent; if not, its step is never trained."""
-        dropped = None if delivered else DropReason.CANCELLED
-        self._steps[number] = replace(self._steps[number], dropped=dropped)
+        self._drop(number, None if delivered else DropReason.CANCELLED)
 
     def reject(self, number: int) -> None:
         """Record that call `number`'s answer was thrown away: its step is neither trained nor counted as played."""
-        self._steps[number] = replace(self._steps[number], dropped=DropReason.REJECTED)
+        self._drop(number, DropReason.REJECTED)
+
+    def _drop(self, number: int, reason: DropReason | None) -> None:
+        self._steps[number] = replace(self._steps[number], dropped=reason)
+        self.on_dropped(number, reason)
 
     def reward_last(self, given: Reward, *, add: bool = False) -> None:
         """Set the reward of the last step that was played and is no summary, if there is one. add: to the one it has.

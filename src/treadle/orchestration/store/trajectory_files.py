@@ -2,6 +2,7 @@
 
     what                      ids     as
     `treadle export-traces`   exact   a line of .jsonl, or a row of .parquet: `as_record`
+    `treadle serve --record`  exact   lines of .jsonl, one a call, that are put together when read (`Recording`)
     ATIF, Harbor's            text    a .json file, or a line of .jsonl (`atif`)
     chat logs, OpenAI's       text    {"messages": [...]}: a line of .jsonl, or a row of .parquet
 
@@ -11,7 +12,8 @@ Text is tokenized once, by the template of the model that learns it; its ids nee
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -24,18 +26,22 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import Cause, ConfigError, DataError, RunError, TreadleError
 from treadle.core.files import new_directory
-from treadle.core.outcomes import was_played
-from treadle.core.types import Failure, Status, Task, Trajectory
+from treadle.core.outcomes import NOT_PLAYED, was_played
+from treadle.core.types import Failure, Message, Status, Task, Trajectory
 from treadle.orchestration.store.atif import as_atif, from_atif, is_atif
 from treadle.orchestration.store.recorded import LoggedConversation, RecordedTrajectory, logged
 from treadle.orchestration.store.rollout_store import STEP_SCHEMA, step_of, step_row
+from treadle.rendering.replies import Tool
 from treadle.rendering.texts import TokenTexts, messages_of
 
 FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet", "atif": "-atif"}
 """Formats of exports -> how their files end; ATIF is a directory of files."""
 
 _ROUTING = ("routing", "routing_shape")
-_MESSAGES = pa.list_(pa.struct({name: pa.string() for name in ("role", "content", "reasoning_content")}))
+_FUNCTION = pa.struct(dict.fromkeys(("name", "arguments"), pa.string()))
+_CALL = pa.struct({"id": pa.string(), "type": pa.string(), "function": _FUNCTION})
+_TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
+_MESSAGES = pa.list_(pa.struct({**dict.fromkeys(_TEXTS, pa.string()), "tool_calls": pa.list_(_CALL)}))
 _STEPS = [field for field in STEP_SCHEMA if field.name not in _ROUTING]
 _SCHEMA = pa.schema(
     {
@@ -55,13 +61,21 @@ _SCHEMA = pa.schema(
 _AS_JSON = ("task", "tools", "failure")  # columns that Parquet has as JSON texts
 
 
-def as_record(recorded: RecordedTrajectory, texts: TokenTexts) -> dict[str, Any]:
+def as_record(
+    recorded: RecordedTrajectory,
+    texts: TokenTexts,
+    messages: Sequence[Message] | None = None,
+    tools: Sequence[Tool] = (),
+) -> dict[str, Any]:
     """Return a trajectory as plain data, with the exact ids of its steps, and the texts that they are.
 
-    messages: as the last played step ends, read off its ids. tools: not on record; templates write them into messages.
+    messages: as the last played step ends; default: read off its ids. tools: runs have none on record, as templates
+    write them into messages.
     """
     t = recorded.trajectory
-    played = [step for step in t.steps if was_played(step)]
+    if messages is None:
+        played = [step for step in t.steps if was_played(step)]
+        messages = messages_of(played[-1].full_ids.tolist(), texts) if played else []
     return {
         "trajectory_id": t.trajectory_id,
         "group_id": recorded.group_id,
@@ -69,8 +83,8 @@ def as_record(recorded: RecordedTrajectory, texts: TokenTexts) -> dict[str, Any]
         "attempt": t.attempt,
         "task_id": t.task_id,
         "task": asdict(recorded.task),
-        "messages": messages_of(played[-1].full_ids.tolist(), texts) if played else [],
-        "tools": [],
+        "messages": list(messages),
+        "tools": list(tools),
         "reward": t.reward,
         "components": recorded.components,
         "status": str(t.status),
@@ -101,29 +115,40 @@ def write_trajectories(
 
     What is there before is replaced. model: its name, for ATIF. Raises RunError where the disk refuses.
     """
+    if form != "atif":
+        return write_records(path, form, (as_record(trajectory, texts) for trajectory in trajectories))
     count = 0
-
-    def counted() -> Iterator[RecordedTrajectory]:
-        nonlocal count
+    with _unless_refused(path), new_directory(path) as directory:
         for trajectory in trajectories:
             count += 1
-            yield trajectory
+            if not trajectory.played_steps:
+                continue  # the format has none without a step
+            document = json.dumps(as_atif(trajectory, texts, model), ensure_ascii=False, indent=1)
+            directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
+    return count
 
+
+def write_records(path: Path, form: str, records: Iterable[dict[str, Any]]) -> int:
+    """Write a file of `as_record`s, complete or absent; return how many. form: jsonl or parquet. Raises RunError."""
+    count = 0
+
+    def counted() -> Iterator[dict[str, Any]]:
+        nonlocal count
+        for record in records:
+            count += 1
+            yield record
+
+    with _unless_refused(path), _replacing(path) as temporary:
+        (_write_parquet if form == "parquet" else _write_lines)(temporary, counted())
+    return count
+
+
+@contextmanager
+def _unless_refused(path: Path) -> Iterator[None]:
     try:
-        if form == "atif":
-            with new_directory(path) as directory:
-                for trajectory in counted():
-                    if not trajectory.played_steps:
-                        continue  # the format has none without a step
-                    document = json.dumps(as_atif(trajectory, texts, model), ensure_ascii=False, indent=1)
-                    directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
-        else:
-            records = (as_record(trajectory, texts) for trajectory in counted())
-            with _replacing(path) as temporary:
-                (_write_parquet if form == "parquet" else _write_lines)(temporary, records)
+        yield
     except OSError as error:
         raise RunError(f"could not write {path}: {error}; choose another place or free disk space") from error
-    return count
 
 
 @contextmanager
@@ -179,6 +204,17 @@ def read_files(path: Path) -> Iterator[RecordedTrajectory | LoggedConversation]:
         yield _read(row, where, path)
 
 
+def read_records(path: Path) -> Iterator[tuple[RecordedTrajectory, dict[str, Any]]]:
+    """Read each trajectory of a .jsonl file of `as_record`s, and the record. Raises as `read_files`, and for text."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise ConfigError(f"{str(path)!r} is neither a run nor a .jsonl file with trajectories")
+    for where, row in _lines(path):
+        recorded = _read(row, where, path)
+        if not isinstance(recorded, RecordedTrajectory):
+            raise DataError(f"{where}: is text, without the ids that were sampled; treadle sft --from reads it so")
+        yield recorded, row
+
+
 def _read(row: Any, where: str, path: Path) -> RecordedTrajectory | LoggedConversation:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: must be a JSON object, got {row!r:.80}")
@@ -214,10 +250,76 @@ def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:  # bytes: JSON strings may hold characters that text files take for line ends
+    """Yield the objects; one in parts (of a `Recording`) whole, where its first part stands."""
+    places: dict[bytes, list[tuple[int, int]]] = {}  # trajectory in parts -> position and number of its lines
+    with path.open("rb") as file, path.open("rb") as parts:  # bytes: JSON has characters that text takes for line ends
+        at = 0
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield (where := f"{path}:{number}"), _parsed(line, where)
+            if (part := _PART.match(line)) and not is_torn(line):
+                places.setdefault(part[1], []).append((at, number))
+            at += len(line)
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            if not line.strip() or is_torn(line):
+                continue
+            where = f"{path}:{number}"
+            if (part := _PART.match(line)) is None:
+                yield where, _parsed(line, where)
+            elif (own := places.get(part[1])) and number == own[0][1]:
+                rows = []
+                for at, beginning in own:
+                    parts.seek(at)
+                    rows.append(_parsed(parts.readline(), f"{path}:{beginning}"))
+                try:
+                    whole = _joined(rows)
+                except (LookupError, TypeError) as error:
+                    raise DataError(f"{where}: parts of a trajectory that cannot be put together: {error!r}") from error
+                if whole:
+                    yield where, whole
+
+
+_BEGINNING = b'{"part": '
+_PART = re.compile(rb'\{"part": (?:\d+|null), "trajectory_id": ("[^"]*")')
+
+
+def part(number: int | None, trajectory_id: str, facts: Mapping[str, Any]) -> bytes:
+    """Return what happened to a trajectory as a line: `as_record` with a call, its `dropped`, or reward and status.
+
+    number: of the call, in the order of the trajectory's steps; None for what is of no call. Later lines hold.
+    """
+    return json.dumps({"part": number, "trajectory_id": trajectory_id, **facts}).encode() + b"\n"
+
+
+def is_torn(line: bytes) -> bool:
+    """Return whether a line is a part whose writer was killed meanwhile."""
+    if line.endswith(b"\n") or not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
+
+
+def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the trajectory that parts add up to; None without a call."""
+    calls: dict[int, dict[str, Any]] = {}
+    facts: dict[str, Any] = {}
+    for row in parts:
+        number = row.pop("part")
+        if number is None:
+            facts |= row
+        elif "steps" in row:
+            calls[number] = row
+        elif number in calls:
+            calls[number]["steps"][0]["dropped"] = row["dropped"]
+    ordered = [calls[number] for number in sorted(calls)]
+    if not ordered:
+        return None
+    played = [row for row in ordered if row["steps"][0]["dropped"] not in NOT_PLAYED]
+    steps = [row["steps"][0] for row in ordered]
+    seconds = max(step["started"] + step["seconds"] for step in steps) - min(step["started"] for step in steps)
+    return {**(played or ordered)[-1], **facts, "seconds": seconds, "steps": steps}
 
 
 def _document(path: Path) -> Iterator[tuple[str, Any]]:

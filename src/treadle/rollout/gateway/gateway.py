@@ -10,9 +10,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from treadle.core.types import Message
+from treadle.core.types import DropReason, Message
 from treadle.rollout.config import GatewayConfig
 from treadle.rollout.gateway.request import Answer, AnyReply, ApiError, CompletionRequest
 from treadle.rollout.gateway.retries import Exchanges
@@ -36,6 +36,28 @@ class SessionAddress:
         return self.base_url.removesuffix("/v1")
 
 
+class Recorder(Protocol):
+    """Records what clients do with a session as it happens. Raises ApiError where the disk refuses.
+
+    ident: id of the trajectory that the session is; "" if each of its conversations is one.
+    """
+
+    @property
+    def ident(self) -> str: ...
+
+    def call(self, reply: Reply, request: CompletionRequest) -> None:
+        """Record a call that was answered, and its messages and tools."""
+
+    def drop(self, number: int, reason: DropReason | None) -> None:
+        """Record whether a call counts."""
+
+    def reward(self, reward: float, numbers: Sequence[int]) -> None:
+        """Record the reward of the session, or of the conversations that these calls are part of."""
+
+
+Opener = Callable[[str], tuple[Session, Recorder]]
+"""Opens a recorded session for an attempt at a task, given its task_id; "" for a task of its own."""
+
 _VERDICTS = {"x-treadle-rejects": False, "x-treadle-accepts": True}
 """Header -> whether the answers that it names were used."""
 
@@ -43,11 +65,22 @@ _VERDICTS = {"x-treadle-rejects": False, "x-treadle-accepts": True}
 class Attached:
     """A session that is open to clients. Remembers conversations for requests that continue them by id.
 
-    bytes_in_flight: of requests that are being received or sampled.
+    recorder: if it is recorded. opens: for a key that may open sessions. bytes_in_flight: of requests that are being
+    received or sampled.
     """
 
-    def __init__(self, session: Session, exchanges: Exchanges, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        exchanges: Exchanges,
+        note: Callable[[str], None],
+        recorder: Recorder | None = None,
+        opens: Opener | None = None,
+    ) -> None:
         self.session, self.exchanges, self._note = session, exchanges, note
+        self.recorder, self.opens = recorder, opens
+        if recorder is not None:
+            session.on_dropped = recorder.drop
         self.bytes_in_flight = 0
         self._responses: dict[str, tuple[Message, ...]] = {}
         self._numbers: dict[str, list[int]] = {}  # of steps, by the id of the response
@@ -57,11 +90,19 @@ class Attached:
         verdicts: dict[int, bool] = {}
         for name, used in _VERDICTS.items():
             for ident in filter(None, map(str.strip, headers.get(name, "").split(","))):
-                if ident not in self._numbers:
-                    remedy = "give the ids of answers of this session, separated by commas"
-                    raise ApiError(400, f"{name}: no answer has the id {ident!r:.60}; {remedy}", name)
-                verdicts |= dict.fromkeys(self._numbers[ident], used)
+                verdicts |= dict.fromkeys(
+                    self.numbers(ident, name, "give the ids of answers of this session, separated by commas"), used
+                )
         self.session.said_used |= verdicts
+        if self.recorder is not None:
+            for number, used in verdicts.items():
+                self.recorder.drop(number, None if used else DropReason.REJECTED)
+
+    def numbers(self, ident: str, name: str, remedy: str) -> list[int]:
+        """Return the numbers of an answer's steps. Raises ApiError (400), naming the field, for an unknown id."""
+        if ident not in self._numbers:
+            raise ApiError(400, f"{name}: no answer has the id {ident!r:.60}; {remedy}", name)
+        return self._numbers[ident]
 
     async def answer(self, request: CompletionRequest, ident: str) -> Answer:
         """Sample every choice of every prompt: each of the policy's is recorded as a step. Raises as `Session.chat`
@@ -83,6 +124,10 @@ class Attached:
             self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
         for note in self.session.notes.values():
             self._note(note)
+        if self.recorder is not None:
+            for reply in replies:
+                if isinstance(reply, Reply):
+                    self.recorder.call(reply, whole)
         self._numbers[ident] = [reply.number for reply in replies if isinstance(reply, Reply)]
         if request.prompts is None:
             self._responses[ident] = (*history, replies[0].message)
@@ -162,11 +207,17 @@ class Gateway:
         self._log, self._logged = log, set[str]()
         self._attached: dict[bytes, Attached] = {}
 
-    def attach(self, session: Session, secret: str | None = None) -> SessionAddress:
-        """Open a session to clients, by default under a new secret."""
+    def attach(
+        self,
+        session: Session,
+        secret: str | None = None,
+        recorder: Recorder | None = None,
+        opens: Opener | None = None,
+    ) -> SessionAddress:
+        """Open a session to clients, by default under a new secret. recorder, opens: see `Attached`."""
         secret = secret or secrets.token_urlsafe(32)
         exchanges = Exchanges(session, self._grace, self._max_in_flight)
-        self._attached[_digest(secret)] = Attached(session, exchanges, self._note)
+        self._attached[_digest(secret)] = Attached(session, exchanges, self._note, recorder, opens)
         return SessionAddress(secret, f"{self.url}/sessions/{secret}/v1")
 
     async def detach(self, secret: str) -> None:

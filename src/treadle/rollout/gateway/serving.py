@@ -12,8 +12,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import uvicorn
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,12 +24,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from treadle.core.errors import ContextExceeded, DataError, EngineError, StepsExceeded
+from treadle.core.rewards import LARGEST
 from treadle.core.text import read_json
 from treadle.rollout.config import GatewayConfig, listen, url_of
 from treadle.rollout.gateway.chat_completions import CHAT, COMPLETIONS
 from treadle.rollout.gateway.gateway import Attached, Gateway
 from treadle.rollout.gateway.messages import MESSAGES, CountRequest
-from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, read
+from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, Number, RequestModel, Text, read
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 
@@ -93,6 +96,8 @@ def make_app(gateway: Gateway) -> Starlette:
             routes.append(Route(prefix + path, partial(_complete, gateway, dialect), methods=["POST"]))
         routes.append(Route(prefix + _COUNTING, partial(_count_tokens, gateway), methods=["POST"]))
         routes.append(Route(f"{prefix}/models", partial(_list_models, gateway), methods=["GET"]))
+        for name, handle in (("sessions", _open_session), ("reward", _reward), ("close", _close_session)):
+            routes.append(Route(f"{prefix}/{name}", partial(handle, gateway), methods=["POST"]))
     app = Starlette(routes=routes, exception_handlers={ApiError: _error, HTTPException: _error})
     app.router.redirect_slashes = False
     return app
@@ -145,16 +150,65 @@ async def _list_models(gateway: Gateway, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": listed, "has_more": False})
 
 
+class OpenRequest(RequestModel):
+    task_id: Text = ""
+
+
+class RewardRequest(RequestModel):
+    """id: of an answer, to give the reward to its conversation."""
+
+    reward: Annotated[Number, Field(ge=-LARGEST, le=LARGEST)]
+    id: Text | None = None
+
+
+async def _open_session(gateway: Gateway, request: Request) -> Response:
+    """Open a session of a trajectory of its own, for the key of `treadle serve`."""
+    with ExitStack() as in_flight:
+        attached, raw = await _receive(gateway, request, in_flight)
+        if attached.opens is None:
+            raise ApiError(404, "this key opens no sessions: start treadle serve with --record, and use its own key")
+        session, recorder = attached.opens(read(OpenRequest, _json(raw or b"{}")).task_id)
+        address = gateway.attach(session, recorder=recorder)
+    urls = {"base_url": address.base_url, "anthropic_url": address.anthropic_url}
+    return JSONResponse({"id": recorder.ident, **urls, "api_key": address.secret})
+
+
+async def _reward(gateway: Gateway, request: Request) -> Response:
+    with ExitStack() as in_flight:
+        attached, raw = await _receive(gateway, request, in_flight)
+        if attached.recorder is None:
+            raise ApiError(404, "rewards are not recorded here: start treadle serve with --record")
+        given, numbers, remedy = read(RewardRequest, _json(raw)), list[int](), "give that of the conversation's answer"
+        if given.id is not None:
+            numbers = attached.numbers(given.id, "id", remedy)
+        elif not attached.recorder.ident:
+            raise ApiError(400, f"id: this key is of several conversations; {remedy}, or open a session", "id")
+        attached.recorder.reward(given.reward, numbers)
+    return JSONResponse({})
+
+
+async def _close_session(gateway: Gateway, request: Request) -> Response:
+    attached = _session(gateway, request)
+    if attached.recorder is None or attached.opens is not None:
+        raise ApiError(404, "this session was not opened by a client, and is not closed by one")
+    await gateway.detach(_secret(request))
+    attached.session.close()
+    return JSONResponse({})
+
+
+def _secret(request: Request) -> str:
+    if (in_path := request.path_params.get("secret")) is not None:
+        return str(in_path)
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
 def _session(gateway: Gateway, request: Request) -> Attached:
     """Find the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
-    if (in_path := request.path_params.get("secret")) is not None:
-        if attached := gateway.find(in_path):
-            return attached
-        raise ApiError(404, "unknown or expired session")
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    secret = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if attached := gateway.find(secret):
+    if attached := gateway.find(_secret(request)):
         return attached
+    if "secret" in request.path_params:
+        raise ApiError(404, "unknown or expired session")
     raise ApiError(401, "the API key belongs to no session, or to one that has ended", code="invalid_api_key")
 
 
