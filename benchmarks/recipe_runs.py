@@ -51,7 +51,7 @@ class Study:
 
 _RANKS = ("placement.learner.ranks=2",)
 _RAY = ("placement.kind=ray", *_RANKS, "placement.engines.count=2", "placement.rollout.workers=2")
-_REWARDS_ALONE = ("algorithm.distillation=null", "algorithm.entropy_coef=0.01", "orchestration.updates=45")
+_SAMPLED_TOKENS = ("algorithm.distillation.form=advantage", "training.optimizer.decay_from=0.5")
 _LONGER_DEMO = (
     *("evaluation.every=10", "evaluation.greedy_too=false", "training.threads=1"),
     *("warm_start.steps=500", "warm_start.batch_size=64", "warm_start.learning_rate=3e-3"),
@@ -84,9 +84,15 @@ STUDIES: Mapping[str, Study] = {
         "distill-small",
         {
             "teacher": (),
-            "teacher and rewards": ("algorithm.distillation.rewards=1", "algorithm.distillation.coef=0.3"),
-            "rewards": (*_REWARDS_ALONE, "training.optimizer={learning_rate: 8e-4, warmup: 5}"),
-            "rewards, the teacher's rate": _REWARDS_ALONE,
+            "sampled tokens": _SAMPLED_TOKENS,
+            "and rewards": (
+                *_SAMPLED_TOKENS,
+                *("algorithm.distillation.rewards=1", "algorithm.distillation.coef=0.3"),
+            ),
+            "rewards": (
+                *("algorithm.distillation=null", "algorithm.entropy_coef=0.01", "orchestration.updates=45"),
+                "training.optimizer={learning_rate: 8e-4, warmup: 5, decay_from: 0.5}",
+            ),
         },
         seeds=(1, 2, 3),  # the teacher is seed 0 of the demo
         common=("training.threads=1",),
