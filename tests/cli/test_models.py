@@ -276,3 +276,9 @@ def test_a_checkpoint_that_vanishes_while_it_is_read(which: str, file: str, fini
     else:
         assert done.status == 1 and "has no checkpoint 'step-000004'; it has step-000002" in done.error
         assert not out.exists()
+
+
+def test_what_shows_a_whole_run_refuses_a_checkpoint_that_is_not_there(finished: Trained) -> None:
+    for command in ("report", "show", "plot"):
+        done = treadle(command, f"{finished.path}@7")
+        assert done.status == 2 and "has no checkpoint 'step-000007'; it has step-000002" in done.err

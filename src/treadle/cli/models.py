@@ -11,7 +11,7 @@ from pathlib import Path
 import rich.table
 
 from treadle.cli.console import Console, Table, make_progress, make_table
-from treadle.cli.options import Commands, add_command, add_shared
+from treadle.cli.options import Commands, add_command, add_shared, run_argument
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
@@ -24,7 +24,7 @@ from treadle.orchestration.evaluation import (
     held_out_inputs,
 )
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.address import RunAddress, find_address, run_path
+from treadle.orchestration.store.address import RunAddress, find_address
 
 _MODELS_EXAMPLES = """examples:
   treadle models                                 which models have a name, and which are in the cache
@@ -96,7 +96,7 @@ def add_commands(commands: Commands) -> None:
     summary = "write the trajectories of a run into a file, for others and for treadle sft"
     parser = add_command(commands, "export-traces", run_export_traces, summary, _TRACES_EXAMPLES)
     help_of_run = "a run directory, finished or not, or a file that treadle serve --record wrote"
-    parser.add_argument("run_directory", type=run_path, metavar="RUN", help=help_of_run)
+    parser.add_argument("run_directory", type=run_argument, metavar="RUN", help=help_of_run)
     parser.add_argument("out", type=Path, nargs="?", metavar="FILE", help="to write; default: the run's name, here")
     parser.add_argument("--format", choices=("jsonl", "parquet", "atif"), default="jsonl", help="default: jsonl")
     parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')

@@ -27,6 +27,14 @@ else:
     Commands = argparse._SubParsersAction
 
 
+def run_argument(text: str) -> Path:
+    """Return the directory of the run that is addressed, with a checkpoint that is there if one is named."""
+    try:
+        return run_path(text)
+    except TreadleError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a shipped recipe (see `treadle recipes`) or a .yaml file"},
     "overrides": {
@@ -35,7 +43,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "key.path=value",
         "help": "configuration values to change (`treadle recipes show demo` lists them)",
     },
-    "run_directory": {"type": run_path, "metavar": "RUN", "help": "a run directory, finished or not"},
+    "run_directory": {"type": run_argument, "metavar": "RUN", "help": "a run directory, finished or not"},
     "--runs": {"type": Path, "default": Path("runs"), "help": "where run directories go (default: runs)"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import rich.progress
 
 from treadle.cli.console import Console, Table, indented, make_table
-from treadle.cli.options import Commands, add_command
+from treadle.cli.options import Commands, add_command, run_argument
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.callbacks import update_line
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.address import run_path
 from treadle.orchestration.store.ledger_reader import no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -56,7 +55,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
 
     parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
-    parser.add_argument("runs", type=run_path, nargs="+", metavar="RUN", help="a run directory, finished or not")
+    parser.add_argument("runs", type=run_argument, nargs="+", metavar="RUN", help="a run directory, finished or not")
     parser.add_argument(
         "--output", type=Path, default=Path("plot.png"), metavar="FILE", help=".png, .pdf or .svg (default: plot.png)"
     )

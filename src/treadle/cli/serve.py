@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of
+from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of, run_argument
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
@@ -29,7 +29,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.evaluation import find_subject
 from treadle.orchestration.setup.validation import check_engine_config
-from treadle.orchestration.store.address import find_address, model_path, run_path
+from treadle.orchestration.store.address import find_address, model_path
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
@@ -90,7 +90,7 @@ def add_commands(commands: Commands) -> None:
 
     parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(
-        "runs", type=run_path, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
+        "runs", type=run_argument, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
     )
     add_address(parser, 8321)
     parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")

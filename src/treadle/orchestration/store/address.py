@@ -46,9 +46,15 @@ def _is_run(path: Path) -> bool:
 
 
 def run_path(text: str | Path) -> Path:
-    """Return the directory of the run that is addressed, for what looks at all of it; or the path as it is."""
-    address = find_address(text)
-    return Path(text) if address is None else address.run
+    """Return the directory of the run that is addressed, for what looks at all of it; or the path as it is.
+
+    Raises RunError if a checkpoint is named that is not there.
+    """
+    if (address := find_address(text)) is None:
+        return Path(text)
+    if address.checkpoint != "latest":
+        address.model()
+    return address.run
 
 
 def model_path(text: str | Path) -> Path:
