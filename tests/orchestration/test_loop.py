@@ -411,7 +411,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", tiny()).close()
     with pytest.raises(RunError, match="has recorded nothing yet: it is, or was stopped, in its warm start"):
         resume(tmp_path / "run")
-    with pytest.raises(RunError, match="no config"):
+    with pytest.raises(RunError, match="is not a run directory: there is nothing of that name"):
         resume(tmp_path / "nothing", config=tiny())
 
 
