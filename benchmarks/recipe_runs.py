@@ -91,7 +91,7 @@ STUDIES: Mapping[str, Study] = {
             ),
             "rewards": (
                 *("algorithm.distillation=null", "algorithm.entropy_coef=0.01", "orchestration.updates=45"),
-                "training.optimizer={learning_rate: 8e-4, warmup: 5, decay_from: 0.5}",
+                "training.optimizer={learning_rate: 8e-4, warmup: 5}",
             ),
         },
         seeds=(1, 2, 3),  # the teacher is seed 0 of the demo

@@ -1,6 +1,6 @@
 """An agent whose loop belongs to a framework: here the tool runner of Anthropic's SDK, with a function as tool.
 
-    python examples/agent_framework.py     (needs openai, fastapi and anthropic: the extra `agents`, and `anthropic`)
+    python examples/agent_framework.py     (needs anthropic, beside the extra `train`)
 
 Any other framework takes its base URL and key from `client.base_url` and `client.api_key`: with the OpenAI Agents SDK
 that is `OpenAIChatCompletionsModel("policy", openai_client=client)`. Half a minute on a CPU.

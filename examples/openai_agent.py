@@ -1,6 +1,6 @@
 """An agent that exists already, written with OpenAI's SDK for a model behind an API, is trained as it is.
 
-    python examples/openai_agent.py        (needs openai and fastapi: the extra `agents`)
+    python examples/openai_agent.py
 
 Treadle gives it the client; `answer` below knows nothing of training. Half a minute on a CPU.
 """

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -162,8 +161,8 @@ class Trajectories(list[RecordedTrajectory | LoggedConversation]):
         return pa.Table.from_pylist([_facts(t, names) for t in self])
 
     def dataframe(self) -> Any:
-        """`table` as a pandas DataFrame; without pandas, as it is."""
-        return self.table().to_pandas() if find_spec("pandas") else self.table()
+        """`table` as a pandas DataFrame."""
+        return self.table().to_pandas()
 
 
 def _facts(t: RecordedTrajectory | LoggedConversation, components: Iterable[str]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Recovered:
     reward: float | Reward
 
 
-_PACKAGES = ("openai", "fastapi", "uvicorn")  # the extra `agents`
+_PACKAGES = ("openai", "fastapi", "uvicorn")  # of the extra `train`
 
 
 class AsyncAgent(Protocol):
