@@ -37,7 +37,7 @@ from treadle.core.types import Group, SamplingParams
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.vllm.launch import find_python
-from treadle.models.config import ModelConfig
+from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.weights import unique_weights, whole
 from treadle.packing.flat import calls, flatten
@@ -182,12 +182,14 @@ def packing(device: str) -> Iterator[Row]:
 def update(device: str) -> Iterator[Row]:
     """Whole updates, optimizer and all, of a model of the shape of Qwen3-0.6B: tokens a second and peak memory."""
     build, size = (CUDA_MODEL, CUDA_SIZE) if device == "cuda" else ({**CPU_MODEL, "vocab_size": VOCABULARY}, SMALL)
-    model = make_model(ModelConfig(build=dict(build), tokenizer="demo"), VOCABULARY, 0)
-    model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    groups = WORKLOADS["append-only"](size)
-    for way in Packing:
-        settings = {"packing": way, "precision": "bfloat16", "gradient_checkpointing": True}
-        learner = Learner(model, TrainingConfig.model_validate(settings), AlgorithmConfig(), 10)
+    config, groups = ModelConfig(build=dict(build), tokenizer="demo"), WORKLOADS["append-only"](size)
+    for way, rank in [*((way, 0) for way in Packing), (Packing.TREE, 16)]:
+        lora = LoraConfig(rank=rank) if rank else None
+        model = make_model(config, VOCABULARY, 0, lora=lora, half=bool(rank))
+        model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
+        settings = {"packing": way, "precision": "bfloat16_pure" if rank else "bfloat16", "lora": lora}
+        training = TrainingConfig.model_validate({**settings, "gradient_checkpointing": True})
+        learner = Learner(model, training, AlgorithmConfig(), 10)
         learner.train_batch(groups)
         if device == "cuda":
             torch.cuda.synchronize()
@@ -202,12 +204,53 @@ def update(device: str) -> Iterator[Row]:
         )
         yield {
             "packing": str(way),
+            "adapters of rank": rank,
             "tokens of all calls": tokens,
             "tokens computed": result.metrics["packed_tokens"],
             "s": seconds,
             "tokens of calls a second": tokens / seconds,
             **({"peak MiB": torch.cuda.max_memory_allocated() / MIB} if device == "cuda" else {}),
         }
+
+
+def run(device: str) -> Iterator[Row]:
+    """`treadle train demo`, `export`, and adapters on that: the device is chosen without being named.
+
+    A row has a run's success at its beginning and end, and the largest gap of log-probabilities, engine and learner.
+    """
+    small = ("data.held_out.options.count=64",) if device == "cpu" else ()
+    short = ("warm_start.steps=20", "warm_start.max_loss=9") if device == "cpu" else ()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def treadle(*arguments: str) -> str:
+            command = [sys.executable, "-m", "treadle.cli.main", *arguments]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{arguments}: {done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+            return done.stdout + done.stderr
+
+        def row(name: str, updates: int, *overrides: str) -> Row:
+            asked = (*overrides, f"orchestration.updates={updates}", f"evaluation.every={updates}", *small)
+            started = time.perf_counter()
+            printed = treadle("train", "demo", "--name", name, *asked, f"orchestration.checkpoint_every={updates}")
+            seconds = time.perf_counter() - started
+            header = next(line for line in printed.splitlines() if line.startswith("run directory"))
+            assert (device == "cuda") == ("cuda" in header), header
+            lines = [json.loads(line) for line in Path(folder, "runs", name, "metrics.jsonl").open()]
+            success = [line["success"] for line in lines if line["kind"] == "evaluation"]
+            gaps = [line["logprob_gap_max"] for line in lines if line["kind"] == "update"]
+            return {
+                "run": header.partition("(")[2].rstrip(")"),
+                "updates": updates,
+                "s, warm start and evaluations too": seconds,
+                "success before": success[0],
+                "success after": success[-1],
+                "log-probability, largest gap": max(gaps),
+            }
+
+        yield row("all", 15 if device == "cuda" else 2, *short)
+        treadle("export", "runs/all", "model")
+        adapters = ("model={path: model}", "warm_start=null", "training.lora.rank=8")
+        yield {"adapters": True, **row("adapters", 5 if device == "cuda" else 1, *adapters)}
 
 
 def vllm(device: str) -> Iterator[Row]:
@@ -225,7 +268,7 @@ def vllm(device: str) -> Iterator[Row]:
 
 
 PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
-    each.__name__: each for each in (ranks, kernels, engine, packing, update, vllm)
+    each.__name__: each for each in (ranks, kernels, engine, packing, update, run, vllm)
 }
 
 
