@@ -235,7 +235,7 @@ def run(device: str) -> Iterator[Row]:
             seconds = time.perf_counter() - started
             header = next(line for line in printed.splitlines() if line.startswith("run directory"))
             assert (device == "cuda") == ("cuda" in header), header
-            lines = [json.loads(line) for line in Path(folder, "runs", name, "metrics.jsonl").open()]
+            lines = [json.loads(line) for line in Path(folder, "runs", name, "metrics.jsonl").read_text().splitlines()]
             success = [line["success"] for line in lines if line["kind"] == "evaluation"]
             gaps = [line["logprob_gap_max"] for line in lines if line["kind"] == "update"]
             return {
