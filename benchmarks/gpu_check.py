@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from benchmarks.measure import MIB
-from benchmarks.packing import CPU_MODEL, CUDA_BUDGETS, CUDA_KERNELS, CUDA_MODEL, CUDA_SIZE, cuda_tables
+from benchmarks.measure import MIB, clock, median_seconds
+from benchmarks.packing import CPU_MODEL, CUDA_BUDGETS, CUDA_KERNELS, CUDA_MODEL, CUDA_SIZE, cuda_rows
 from benchmarks.workloads import VOCABULARY, WORKLOADS, Size
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError
@@ -172,11 +174,10 @@ def engine(device: str) -> Iterator[Row]:
 
 
 def packing(device: str) -> Iterator[Row]:
-    """`benchmarks.packing --device cuda`: a model of the shape of Qwen3-0.6B, every workload and packing, once."""
+    """`benchmarks.packing --device cuda`, half as many attempts: every workload and packing, a Qwen3-0.6B's shape."""
     if device != "cuda":
         raise Skipped("--device cpu: `benchmarks.packing` measures a CPU")
-    for table in cuda_tables(1, CUDA_BUDGETS[:1]):
-        yield from table.rows
+    yield from cuda_rows(CUDA_BUDGETS[-1], 1, replace(CUDA_SIZE, attempts=4))
 
 
 def update(device: str) -> Iterator[Row]:
@@ -188,20 +189,16 @@ def update(device: str) -> Iterator[Row]:
         model = make_model(config, VOCABULARY, 0, lora=lora, half=bool(rank))
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
         settings = {"packing": way, "precision": "bfloat16_pure" if rank else "bfloat16", "lora": lora}
-        training = TrainingConfig.model_validate({**settings, "gradient_checkpointing": True})
-        learner = Learner(model, training, AlgorithmConfig(), 10)
-        learner.train_batch(groups)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        [result] = learner.train_batch(groups)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds, tokens = (
-            time.perf_counter() - started,
-            sum(len(s.full_ids) for g in groups for t in g.trajectories for s in t.steps),
+        training = TrainingConfig.model_validate(
+            {**settings, "gradient_checkpointing": True, "max_tokens_per_microbatch": CUDA_BUDGETS[-1]}
         )
+        learner = Learner(model, training, AlgorithmConfig(), 10)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        [result] = learner.train_batch(groups)
+        again = {"update": partial(learner.train_batch, groups)}
+        seconds = median_seconds(again, 3, clock(torch.device(device)))["update"]
+        tokens = sum(len(s.full_ids) for g in groups for t in g.trajectories for s in t.steps)
         yield {
             "packing": str(way),
             "adapters of rank": rank,
@@ -216,7 +213,8 @@ def update(device: str) -> Iterator[Row]:
 def run(device: str) -> Iterator[Row]:
     """`treadle train demo`, `export`, and adapters on that: the device is chosen without being named.
 
-    A row has a run's success at its beginning and end, and the largest gap of log-probabilities, engine and learner.
+    A row has the success of sampled attempts at held-out tasks, before and after, and the largest gap between
+    log-probabilities of engine and learner.
     """
     small = ("data.held_out.options.count=64",) if device == "cpu" else ()
     short = ("warm_start.steps=20", "warm_start.max_loss=9") if device == "cpu" else ()
@@ -236,7 +234,7 @@ def run(device: str) -> Iterator[Row]:
             header = next(line for line in printed.splitlines() if line.startswith("run directory"))
             assert (device == "cuda") == ("cuda" in header), header
             lines = [json.loads(line) for line in Path(folder, "runs", name, "metrics.jsonl").read_text().splitlines()]
-            success = [line["success"] for line in lines if line["kind"] == "evaluation"]
+            success = [line["success"] for line in lines if line["kind"] == "evaluation" and line["temperature"]]
             gaps = [line["logprob_gap_max"] for line in lines if line["kind"] == "update"]
             return {
                 "run": header.partition("(")[2].rstrip(")"),
@@ -275,14 +273,19 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
 def run_part(name: str, device: str) -> dict[str, Any]:
     """Return what came of a part, which is a process of its own."""
     command = [sys.executable, "-m", "benchmarks.gpu_check", name, "--device", device, "--here"]
+    outcome: dict[str, Any] = {}
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {LIMIT} s"}
-    if done.returncode:
-        return {"failed": f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}".strip()}
-    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return outcome
+        printed = done.stdout
+        if done.returncode:
+            outcome["failed"] = done.stderr[-4000:].strip()
+    except subprocess.TimeoutExpired as error:
+        printed = (error.stdout or b"").decode()
+        outcome["failed"] = f"not done after {LIMIT} s"
+    lines = [json.loads(line) for line in printed.splitlines()]
+    if lines and "skipped" in lines[0]:
+        return dict(lines[0])
+    return {"rows": lines, **outcome}
 
 
 def main() -> int:
@@ -297,7 +300,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.here:
         try:
-            print(json.dumps({"rows": list(PARTS[options.parts[0]](options.device))}))
+            for row in PARTS[options.parts[0]](options.device):
+                print(json.dumps(row), flush=True)
         except Skipped as reason:
             print(json.dumps({"skipped": str(reason)}))
         return 0
@@ -310,9 +314,12 @@ def main() -> int:
     for part in options.parts or PARTS:
         started = time.perf_counter()
         outcome = result["parts"][part] = run_part(part, options.device)
-        [(state, what)] = outcome.items()
-        print(f"{part}: {'ok' if state == 'rows' else state} ({time.perf_counter() - started:.0f} s)", flush=True)
-        print("\n".join(f"  {row}" for row in what) if state == "rows" else f"  {what}", flush=True)
+        state = next((each for each in ("failed", "skipped") if each in outcome), "ok")
+        print(f"{part}: {state} ({time.perf_counter() - started:.0f} s)")
+        print(
+            "\n".join(f"  {each}" for each in [*outcome.get("rows", ()), *filter(None, [outcome.get(state)])]),
+            flush=True,
+        )
         if options.device == "cuda" or options.output:
             (options.output or RESULTS).write_text(json.dumps(result, indent=2) + "\n")
     return int(any("failed" in outcome for outcome in result["parts"].values()))

@@ -8,7 +8,7 @@ Random weights and ids: the figures depend on shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device == "cuda":
         if not torch.cuda.is_available():
             raise SystemExit("--device cuda: this torch sees no CUDA device")
-        show(options.json, *cuda_tables(options.repeats))
+        show(options.json, *(cuda_table(budget, options.repeats) for budget in CUDA_BUDGETS))
         return
     torch.set_num_threads(options.threads)
     size, lengths = (SMALL, (64,)) if options.small else (Size(), (2048, 4096, 8192))
@@ -89,14 +89,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(options.json, *tables)
 
 
-def cuda_tables(repeats: int, budgets: Sequence[int] = CUDA_BUDGETS) -> list[Table]:
-    """Measure every packing on a GPU, with micro-batches of each budget."""
+def cuda_table(budget: int, repeats: int) -> Table:
+    """Measure every packing on a GPU, with micro-batches of that budget."""
+    forward, others = _on_cuda(budget)
+    return packings(forward, repeats, CUDA_SIZE, others)
+
+
+def cuda_rows(budget: int, repeats: int, size: Size) -> Iterator[Row]:
+    """Yield the rows of such a table as they are measured."""
+    forward, others = _on_cuda(budget)
+    for name, make in WORKLOADS.items():
+        yield from _compare(name, make(size), forward, repeats, others)
+
+
+def _on_cuda(budget: int) -> tuple[Forward, Mapping[str, Forward]]:
     model = _model(CUDA_MODEL).bfloat16().cuda()  # type: ignore[call-arg]  # a wrapper hides the signature
-    tables = []
-    for budget in budgets:
-        others = {name: Forward(model, budget, True, make_kernel=select.KERNELS[name]) for name in CUDA_KERNELS}
-        tables.append(packings(Forward(model, budget, True), repeats, CUDA_SIZE, others))
-    return tables
+    others = {name: Forward(model, budget, True, make_kernel=select.KERNELS[name]) for name in CUDA_KERNELS}
+    return Forward(model, budget, True), others
 
 
 def _model(build: Mapping[str, Any]) -> PreTrainedModel:
