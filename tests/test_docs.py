@@ -114,7 +114,7 @@ def test_the_page_on_algorithms_has_every_name_and_option_and_its_loss_trains() 
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     ones = torch.ones(2)
     tokens = Tokens(logp.detach(), logp.detach(), ones, ones > 0, ones.long(), ones.long())
-    found["SQUARED"].per_token(logp, tokens, AlgorithmConfig()).sum().backward()
+    found["SQUARED"].per_token(logp, tokens, found["SquaredConfig"](strength=0.5)).sum().backward()
     assert logp.grad is not None and logp.grad.tolist() == [-1.0, -1.0]
 
 
