@@ -211,14 +211,19 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
 def held_out_inputs(subject: Subject) -> Inputs:
     """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
     config = subject.config
-    check_playing(config)
-    check_model_files(subject.model_config)
+    check_subject(subject)
     if config.data.held_out is not None and sources_of(config.data.held_out)[0].source == IN_MEMORY:
         raise ConfigError(
-            "the run's tasks were made in Python and are on no file; "
-            "give data.held_out.source=FILE.jsonl and environment=module:Class"
+            "the run's tasks were made in Python and are on no file; treadle.evaluate(RUN, environment, tasks) takes "
+            "them, or give data.held_out.source=FILE.jsonl and environment=module:Class"
         )
     return load_held_out(config)
+
+
+def check_subject(subject: Subject) -> None:
+    """Raise ConfigError for settings that do not fit, or files of the model that are not there. Needs no torch."""
+    check_playing(subject.config)
+    check_model_files(subject.model_config)
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
