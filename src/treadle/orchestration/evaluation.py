@@ -251,7 +251,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
-        _write_dump(dump, groups, tokenizer.backend_tokenizer)
+        _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
     by_value: dict[str, list[Group]] = {}
     for group in groups:
         if table_by is not None:
@@ -303,7 +303,7 @@ def check_dump(path: Path) -> None:
         raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
 
 
-def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, model: str) -> None:
     """Write the trajectories as `treadle export-traces` does. Raises RunError where the disk refuses."""
     from treadle.orchestration.store.recorded import RecordedTrajectory, vocabulary_sha256  # pyarrow
     from treadle.orchestration.store.trajectory_files import write_trajectories
@@ -315,4 +315,4 @@ def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> No
         for group in groups
         for trajectory in group.trajectories
     ]
-    write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer))
+    write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer), model)
