@@ -178,12 +178,12 @@ def test_scores_of_states_leave_the_reward_as_it_is_and_are_a_baseline(said: lis
     assert found["progress"](task, trajectory) == [step.given.components["progress"] for step in trajectory.steps]
 
 
-def test_the_page_on_runs_lists_every_metric_as_declared() -> None:
+def test_the_page_on_metrics_lists_every_metric_as_declared() -> None:
     levels = get_args(Level)
     cells: list[tuple[str, ...]] = [("metric", "view", "level", "aggregation", "unit", "meaning"), ("---",) * 6]
     for m in sorted(DECLARED, key=lambda metric: levels.index(metric.level)):
         cells.append((f"`{m.name}`", m.view, m.level, m.aggregation, m.unit, m.help))
-    assert table(cells) in (ROOT / "docs" / "runs.md").read_text(encoding="utf-8"), (
+    assert table(cells) in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), (
         f"the table must be:\n{table(cells)}"
     )
 
