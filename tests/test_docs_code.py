@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 def code(page: Path) -> list[Block]:
     found = re.findall(
-        r"^(?:<!-- not run: (.+) -->\n+)?^ *```(\w+)\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+        r"^(?:<!-- not run: (.+) -->\n+)?^ *```(\w+)\n(?s:(.*?))^ *```", page.read_text("utf-8"), re.MULTILINE
     )
     return [Block(*each) for each in found]
 
