@@ -6,7 +6,7 @@ steps -distinct, longest-> POST /v1/completions, `prompt_logprobs`, side by side
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ _SETTING = "algorithm.distillation.teacher"
 _AT_A_TIME, _TIMEOUT, _PATIENCE = 64, 300.0, 600.0  # calls, and seconds: a server that is started again may load long
 _AT_START = 10.0  # seconds in which it must answer first
 _DECODED = 1024  # ids that are compared at a time
+_IMPOSSIBLE = -9999.0  # what vLLM writes for minus infinity
 
 
 class ServedScores(NamedTuple):
@@ -101,31 +102,32 @@ class TeacherServer:
         asked = covering([b"" if step is None else _key(step) for step in steps])
         longest = sorted(set(asked) - {b""})
 
-        async def score(key: bytes) -> list[tuple[Mapping[str, Any], list[tuple[int, int, float]]]]:
-            """Return for each token but the first its entry, and the first k as (rank, id, log-probability)."""
+        async def score(key: bytes) -> list[tuple[float, list[tuple[int, int, float]]]]:
+            """Return each token's log-probability, but the first's, and the k best as (rank, id, log-probability)."""
             ids = np.frombuffer(key, ">i4").tolist()
             for count in (k, 2 * k + 8):  # more if some are none of the policy's ids
                 try:
                     entries = (await endpoint.post(_request(ids, count)))["choices"][0]["prompt_logprobs"][1:]
+                    own = [each[str(i)]["logprob"] for each, i in zip(entries, ids[1:], strict=True)]
                     ranked = [sorted((e["rank"], int(i), e["logprob"]) for i, e in each.items()) for each in entries]
-                except (TypeError, KeyError, IndexError) as error:
+                except (TypeError, KeyError, IndexError, ValueError) as error:
                     raise EngineError(f"its answer has no `prompt_logprobs` of {len(ids)} tokens") from error
                 best = [[b for b in each if b[0] <= count and b[1] < vocabulary][:k] for each in ranked]
                 if all(len(each) == k for each in best):
-                    return list(zip(entries, best, strict=True))
+                    return list(zip(own, best, strict=True))
             raise EngineError(f"the {count} tokens that it finds most probable are not {k} of the policy's")
 
-        scored = dict(zip(longest, await _together([score(key) for key in longest]), strict=True))
+        scored = dict(zip(longest, await asyncio.gather(*map(score, longest)), strict=True))
         size = sum(sizes)
         logp, top, top_ids = np.full(size, np.nan), np.full((size, k), np.nan), np.zeros((size, k), np.int64)
         at = 0
         for step, key, count in zip(steps, asked, sizes, strict=True):
             for n in range(0 if step is None else count):
                 assert step is not None
-                entry, best = scored[key][len(step.prompt_ids) - 1 + n]
-                logp[at + n] = entry[str(int(step.completion_ids[n]))]["logprob"]
+                logp[at + n], best = scored[key][len(step.prompt_ids) - 1 + n]
                 top_ids[at + n], top[at + n] = [b[1] for b in best], [b[2] for b in best]
             at += count
+        logp[logp <= _IMPOSSIBLE] = -np.inf
         return ServedScores(logp, top if k else None, top_ids if k else None)
 
     def _endpoint(self, path: str, patience: float) -> JsonEndpoint:
@@ -148,16 +150,6 @@ def covering(keys: Sequence[bytes]) -> list[bytes]:
 
 def _key(step: Step) -> bytes:
     return step.full_ids.astype(">i4").tobytes()
-
-
-async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all, and cancel the others once one has failed."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
