@@ -102,6 +102,16 @@ def test_a_recipe_that_cannot_be_extended(tmp_path: Path, recipes: dict[str, str
     assert (done.status, done.out) == (2, "") and message in done.error
 
 
+def test_editors_find_the_schema_beside_the_shipped_recipes() -> None:
+    folder = importlib.resources.files("treadle.recipes")
+    assert (folder / "recipe.schema.json").read_text() == treadle("recipes", "schema").out, (
+        "treadle recipes schema > src/treadle/recipes/recipe.schema.json"
+    )
+    for name in recipe_names():
+        header = "# yaml-language-server: $schema=recipe.schema.json\n"
+        assert (folder / f"{name}.yaml").read_text(encoding="utf-8").startswith(header), name
+
+
 def test_the_schema_of_recipes_takes_all_that_are_shipped_and_no_unknown_key() -> None:
     jsonschema: Any = importlib.import_module("jsonschema")  # without types
     validator = jsonschema.Draft202012Validator(json.loads(treadle("recipes", "schema").out))

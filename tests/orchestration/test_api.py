@@ -175,6 +175,21 @@ def test_a_run_by_its_address(tmp_path: Path) -> None:
     assert recorded.dataframe()["reward"].mean() == pytest.approx(sum(t.reward or 0 for t in recorded) / len(recorded))
 
 
+def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> None:
+    run, held_out = tmp_path / "run", [Task("h", (user("be brief"),))]
+    summary = train(run, held_out=held_out)
+    sampled = [row for row in summary["evaluations"] if row["temperature"] > 0]
+    assert treadle.evaluate(run, Short, held_out, progress=Quiet()).result.reward_mean == sampled[-1]["reward_mean"]
+    graded = treadle.evaluate(f"{run}@latest", lambda task, text: 0.5, [{"prompt": "be brief"}] * 2, progress=Quiet())
+    assert (graded.result.tasks, graded.result.reward_mean) == (2, 0.5)
+    with pytest.raises(ConfigError, match=r"made in Python.*takes them"):
+        treadle.evaluate(run, progress=Quiet())
+    with pytest.raises(ConfigError, match="go together"):
+        treadle.evaluate(run, tasks=held_out, progress=Quiet())
+    with pytest.raises(DataError, match="no tasks to evaluate"):
+        treadle.evaluate(run, Short, [], progress=Quiet())
+
+
 def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path: Path) -> None:
     class Opens(Short):
         async def reset(self, task: Task) -> list[Message]:

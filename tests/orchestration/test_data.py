@@ -125,7 +125,8 @@ def test_its_traceback_is_kept_and_shown_from_its_own_first_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, frames: list[str]
 ) -> None:
     config = recipe(questions(tmp_path / "train.jsonl"), reward=f"{HERE}:{name}")
-    with pytest.raises(treadle.TreadleError, match="environment: the reward function raised KeyError: 'level'"):
+    why = r"the reward function raised KeyError: 'level' \(.*test_data.py, line \d+\)"
+    with pytest.raises(treadle.TreadleError, match=why):
         train(tmp_path / "run", config)
     [row] = query(tmp_path / "run", "SELECT failure_traceback FROM trajectories LIMIT 1")
     lines = row["failure_traceback"].splitlines()

@@ -21,7 +21,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams
 from treadle.orchestration.store.recorded import RecordedTrajectory
 from treadle.orchestration.store.recording import Recorder, Recording
-from treadle.orchestration.store.trajectory_files import read_files
+from treadle.orchestration.store.trajectory_files import read_files, read_records, write_records
 from treadle.rendering.replies import hermes
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
@@ -32,7 +32,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def recording(path: Path) -> Recording:
-    return Recording(path, Tokenizer.from_file(str(TOKENIZER)))
+    return Recording(path, Tokenizer.from_file(str(TOKENIZER)), str(TOKENIZER.parent))
 
 
 def read(path: Path) -> list[RecordedTrajectory]:
@@ -226,3 +226,35 @@ async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, mo
         assert c.path.read_bytes() == b""
         await c.say("hi")
         assert [len(t.trajectory.steps) for t in c.trajectories()] == [1]
+
+
+async def test_a_recorded_file_is_shown_as_a_run_is(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    async with clients(path) as c:
+        session = await c.post("sessions", task_id="sum")
+        await c.say("say 1", base=session["base_url"])
+        await c.say("say 1", "1", "again", base=session["base_url"])
+        await c.post("reward", base=session["base_url"], reward=0.5)
+        await c.say("another")
+    listed = treadle("show", path)
+    assert (listed.status, listed.err) == (0, "")
+    assert [line.split()[:3] for line in listed.out.splitlines()[-2:]] == [
+        [read(path)[1].trajectory.trajectory_id, read(path)[1].task_id, "failed"],
+        [session["id"], "sum", "done"],
+    ]
+    shown = treadle("show", path, session["id"], "--json")
+    steps = json.loads(shown.out)["steps"]
+    assert [[token["id"] for token in step["tokens"]] for step in steps] == [
+        step.completion_ids.tolist() for step in read(path)[0].trajectory.steps
+    ]
+    report = json.loads(treadle("report", path, "--json").out)
+    assert [row["trajectories"] for row in report["splits"]] == [2]
+    write_records(path, "jsonl", [record for _, record in read_records(path)] * 2)
+    assert_refused(path, f"{path}:3: trajectory {session['id']} is at {path}:1, too")
+    path.write_text("")
+    assert_refused(path, "has no trajectories yet")
+
+
+def assert_refused(path: Path, why: str) -> None:
+    done = treadle("show", path)
+    assert done.status == 2 and why in done.err, done.err

@@ -221,6 +221,6 @@ def run_export_traces(options: argparse.Namespace) -> int:
     trajectories = read_run(run)
     chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all: failed ones, too
     texts = TokenTexts(load_run_tokenizer(run))
-    count = write_trajectories(out, options.format, chosen, texts, str(run))
+    count = write_trajectories(out, options.format, chosen, texts, str(run.resolve()))
     Console().line(f"{count:,} trajectories: {out}")
     return 0

@@ -35,6 +35,19 @@ def run_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def record_argument(text: str) -> Path:
+    """Return the directory of the run that is addressed, or of one made of a file of recorded trajectories."""
+    path = Path(text)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return run_argument(text)
+    from treadle.orchestration.store.file_as_run import file_as_run  # pyarrow
+
+    try:
+        return file_as_run(path)
+    except TreadleError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a shipped recipe (see `treadle recipes`) or a .yaml file"},
     "overrides": {
@@ -44,6 +57,12 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "configuration values to change (`treadle recipes show demo` lists them)",
     },
     "run_directory": {"type": run_argument, "metavar": "RUN", "help": "a run directory, finished or not"},
+    "record": {
+        "type": record_argument,
+        "metavar": "RUN",
+        "help": "a run directory, finished or not; or a .jsonl file of `treadle serve --record`, `treadle eval --dump` "
+        "or `treadle export-traces`",
+    },
     "--runs": {"type": Path, "default": Path("runs"), "help": "where run directories go (default: runs)"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }

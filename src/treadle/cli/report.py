@@ -51,7 +51,7 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 def add_commands(commands: Commands) -> None:
     summary = "account for every step, failure and token of a run"
-    parser = add_command(commands, "report", run_report, summary, _REPORT_EXAMPLES, "run_directory", "--json")
+    parser = add_command(commands, "report", run_report, summary, _REPORT_EXAMPLES, "record", "--json")
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
 
     parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
@@ -62,7 +62,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    directory, console = RunDirectory.open(options.run_directory), Console()
+    directory, console = RunDirectory.open(options.record), Console()
     ledger = directory.ledger()
     if options.failures:
         ledger.prove()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of, run_argument
+from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of, record_argument
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
@@ -90,7 +90,11 @@ def add_commands(commands: Commands) -> None:
 
     parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(
-        "runs", type=run_argument, nargs="*", metavar="RUN", help="run directories, or folders of runs (default: runs)"
+        "runs",
+        type=record_argument,
+        nargs="*",
+        metavar="RUN",
+        help="run directories, folders of runs, or recorded .jsonl files (default: runs)",
     )
     add_address(parser, 8321)
     parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")
@@ -203,7 +207,8 @@ async def _serve(
 def _recording(options: argparse.Namespace, tokenizer: Tokenizer) -> Recording | None:
     from treadle.orchestration.store.recording import Recording  # pyarrow
 
-    return None if options.record is None else Recording(options.record, tokenizer)
+    model = str(model_path(options.model).resolve())
+    return None if options.record is None else Recording(options.record, tokenizer, model)
 
 
 def _session(options: argparse.Namespace, name: str, renderer: ChatRenderer, context: int, engine: Engine) -> Session:

@@ -31,6 +31,7 @@ _SHOW_EXAMPLES = """examples:
   treadle show runs/demo                   the newest trajectories
   treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
   treadle show runs/demo e000045-0007.0    held-out task 7 after 45 updates
+  treadle show sessions.jsonl              what `treadle serve --record` collected
 """
 _TOP_EXAMPLES = """examples:
   treadle top runs/demo             a live table, until the run ends or Ctrl-C
@@ -51,7 +52,7 @@ _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version
 
 def add_commands(commands: Commands) -> None:
     summary = "print one recorded trajectory token by token"
-    parser = add_command(commands, "show", run_show, summary, _SHOW_EXAMPLES, "run_directory", "--json")
+    parser = add_command(commands, "show", run_show, summary, _SHOW_EXAMPLES, "record", "--json")
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
 
     parser = add_command(
@@ -61,7 +62,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    console, run_path = Console(), options.run_directory
+    console, run_path = Console(), options.record
     ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
         ledger.prove("groups", "trajectories")

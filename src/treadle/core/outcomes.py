@@ -221,8 +221,11 @@ def without_stale(group: Group, oldest: int) -> Group:
 
 def _changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> Group:
     """Change each trajectory and its copies."""
-    changed = (replace(change(t), copies=tuple(map(change, t.copies))) for t in group.trajectories)
-    return replace(group, trajectories=tuple(changed))
+
+    def both(t: Trajectory) -> Trajectory:
+        return replace(change(t), copies=tuple(map(change, t.copies))) if t.copies else change(t)
+
+    return replace(group, trajectories=tuple(map(both, group.trajectories)))
 
 
 def without_summaries(trajectory: Trajectory) -> Trajectory:

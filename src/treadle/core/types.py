@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -356,6 +357,12 @@ class Failure:
     cause: Cause
     message: str
     traceback: str = field(default="", compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where user code raised: `my_env.py, line 12`, or ""."""
+        lines = re.findall(r'^  File "(.*)", (line \d+)', self.traceback, re.MULTILINE)
+        return ", ".join(lines[-1]) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

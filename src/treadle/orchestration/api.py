@@ -28,7 +28,7 @@ from treadle.envs.tasks import (
     made_class,
 )
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.evaluation import Evaluation, evaluate_model, find_subject, held_out_inputs
+from treadle.orchestration.evaluation import Evaluation, check_subject, evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.reporting.callbacks import (
     Callback,
     NotebookProgress,
@@ -43,6 +43,7 @@ from treadle.orchestration.setup.inputs import (
     Split,
     load_inputs,
     load_split,
+    make_held_out,
     make_inputs,
     resumable_config,
 )
@@ -110,22 +111,11 @@ def train(
     data = apply_overrides(data, _overrides(settings))
     config = build(RunConfig, data, "treadle.train")
     check_config(config)
-    if config.environment_options:
-        player = partial(
-            check_environment(made_class(player), name, config.environment_options), **config.environment_options
-        )
-    environments = {name: player} if kind == "environment" else {}
-    train_tasks, held_out_tasks = (_tasks(given[split], split, config, environments) for split in SPLITS)
+    players = _players(config, kind, name, player)
+    train_tasks, held_out_tasks = (_tasks(given[split], split, config, players["environments"]) for split in SPLITS)
     check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
-    inputs = make_inputs(
-        train_tasks,
-        held_out_tasks,
-        environments,
-        {name: player} if kind == "agent" else {},
-        load_callbacks(config.callbacks, callbacks),
-        {name: player} if kind == "driver" else {},
-        make_models(config.models),
-    )
+    models, followers = make_models(config.models), load_callbacks(config.callbacks, callbacks)
+    inputs = make_inputs(train_tasks, held_out_tasks, **players, callbacks=followers, models=models)
 
     progress = progress or _progress(config)
     if not wait_passively():
@@ -163,6 +153,8 @@ def resume(
 
 def evaluate(
     run_or_recipe: str | Path,
+    environment: EnvironmentFactory | Agent | RewardFunction | DriverFactory | str | None = None,
+    tasks: Tasks | None = None,
     *,
     model: str | Path | None = None,
     settings: dict[str, Any] | None = None,
@@ -171,11 +163,26 @@ def evaluate(
 ) -> Evaluation:
     """Play the held-out tasks of a run or recipe: `evaluate("runs/demo@best").result.success`.
 
-    run_or_recipe: `RUN`, `RUN@best`, `RUN@40`; or a recipe. model: another model, or a run's; a recipe needs one.
+    run_or_recipe: `RUN`, `RUN@best`, `RUN@40`; or a recipe. environment, tasks: others than its own, as for `train`;
+    a run of tasks that were made in Python needs them. model: another model, or a run's; a recipe needs one.
     dump: a .jsonl file for all trajectories. Raises ConfigError, DataError or RunError.
     """
-    subject = find_subject(str(run_or_recipe), _overrides(settings), None if model is None else str(model))
-    inputs = held_out_inputs(subject)
+    if (environment is None) != (tasks is None):
+        raise ConfigError("environment and tasks go together; give both, or neither for the run's held-out tasks")
+    overrides, other = _overrides(settings), None if model is None else str(model)
+    if environment is None:
+        subject = find_subject(str(run_or_recipe), overrides, other)
+        inputs = held_out_inputs(subject)
+    else:
+        kind, name, player = _player(environment)
+        given = _source_or_tasks(tasks, "tasks")
+        source = {"source": given if isinstance(given, str) else IN_MEMORY}
+        named = {**dict.fromkeys(("environment", "reward", "agent", "driver"), ""), kind: name}
+        subject = find_subject(str(run_or_recipe), [*_overrides(named | {"data.held_out": source}), *overrides], other)
+        check_subject(subject)
+        players = _players(subject.config, kind, name, player)
+        held_out = _tasks(given, "held_out", subject.config, players["environments"])
+        inputs = make_held_out(held_out, **players, models=make_models(subject.config.models))
     wait_passively()
     shown = progress or PlainProgress(0, subject.config.data.table_by)
     with paused_event_loop():  # a notebook's
@@ -289,6 +296,13 @@ def _player(player: Any) -> tuple[str, str, Any]:
             "def reward(task, text), an agent as def agent(task, client), each async or not"
         ) from error
     return "environment", name, player
+
+
+def _players(config: RunConfig, kind: str, name: str, player: Any) -> dict[str, dict[str, Any]]:
+    """Return whom `make_inputs` is given, by parameter. Raises ConfigError for options that the environment lacks."""
+    if options := config.environment_options:
+        player = partial(check_environment(made_class(player), name, options), **options)
+    return {f"{each}s": {name: player} if each == kind else {} for each in ("environment", "agent", "driver")}
 
 
 def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:

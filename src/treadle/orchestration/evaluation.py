@@ -211,14 +211,19 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
 def held_out_inputs(subject: Subject) -> Inputs:
     """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
     config = subject.config
-    check_playing(config)
-    check_model_files(subject.model_config)
+    check_subject(subject)
     if config.data.held_out is not None and sources_of(config.data.held_out)[0].source == IN_MEMORY:
         raise ConfigError(
-            "the run's tasks were made in Python and are on no file; "
-            "give data.held_out.source=FILE.jsonl and environment=module:Class"
+            "the run's tasks were made in Python and are on no file; treadle.evaluate(RUN, environment, tasks) takes "
+            "them, or give data.held_out.source=FILE.jsonl and environment=module:Class"
         )
     return load_held_out(config)
+
+
+def check_subject(subject: Subject) -> None:
+    """Raise ConfigError for settings that do not fit, or files of the model that are not there. Needs no torch."""
+    check_playing(subject.config)
+    check_model_files(subject.model_config)
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
@@ -246,7 +251,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
-        _write_dump(dump, groups, tokenizer.backend_tokenizer)
+        _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
     by_value: dict[str, list[Group]] = {}
     for group in groups:
         if table_by is not None:
@@ -298,7 +303,7 @@ def check_dump(path: Path) -> None:
         raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
 
 
-def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, model: str) -> None:
     """Write the trajectories as `treadle export-traces` does. Raises RunError where the disk refuses."""
     from treadle.orchestration.store.recorded import RecordedTrajectory, vocabulary_sha256  # pyarrow
     from treadle.orchestration.store.trajectory_files import write_trajectories
@@ -310,4 +315,4 @@ def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> No
         for group in groups
         for trajectory in group.everyone
     ]
-    write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer))
+    write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer), model)

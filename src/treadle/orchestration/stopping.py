@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from treadle.core.errors import Cause, TrainingStopped
-from treadle.core.types import DropReason
+from treadle.core.errors import TrainingStopped
+from treadle.core.types import DropReason, Failure
 from treadle.orchestration.config import RunConfig
 from treadle.rollout.isolation.event_loop import handled
 
@@ -90,7 +90,7 @@ class WindowStats:
 
     trajectories: int = 0
     groups: int = 0
-    failures: Counter[tuple[Cause, str]] = field(default_factory=Counter)
+    failures: Counter[Failure] = field(default_factory=Counter)
     bad_requests: Counter[str] = field(default_factory=Counter)  # trajectories with some, by their warnings
     discarded: Counter[DropReason] = field(default_factory=Counter)
 
@@ -101,8 +101,10 @@ def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> N
     That may be before a batch's worth has finished, if it is certain by then. update: the one that is waited for.
     """
     everyone = max(window.trajectories, config.groups_per_batch * config.training.group_size)
-    for (cause, message), count in window.failures.most_common(1):
-        what, why = f"of update {update} failed", f"most often ({count}x) {cause}: {message}"
+    for failure, count in window.failures.most_common(1):
+        place = f" ({failure.place})" if failure.place else ""
+        what = f"of update {update} failed"
+        why = f"most often ({count}x) {failure.cause}: {failure.message}{place}"
         _check_share(window.failures.total(), everyone, config, what, why)
     for warning, _ in window.bad_requests.most_common(1):
         what, why = f"of update {update} sent malformed requests", f"for example: {warning}"

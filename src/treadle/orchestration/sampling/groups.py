@@ -105,7 +105,7 @@ class Groups:
         if retried:
             return
         self._window.trajectories += len(part.trajectories)
-        self._window.failures.update((t.failure.cause, t.failure.message) for t in part.trajectories if t.failure)
+        self._window.failures.update(t.failure for t in part.trajectories if t.failure)
         self._window.bad_requests.update(t.warning for t in part.trajectories if t.metrics.get(BAD_REQUESTS.name))
         for _ in part.trajectories:
             self._reporter.advance("rollout")

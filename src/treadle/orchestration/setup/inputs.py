@@ -135,11 +135,29 @@ def make_inputs(
     if not train:
         raise DataError("there are no training tasks")
     check_disjoint(train, held_out)
-    by_kind = {"environment": environments, "agent": agents, "driver": drivers}
-    default = next(((kind, name) for kind, named in by_kind.items() for name in named), ("environment", ""))
-    train, held_out = (with_players(tasks, default) for tasks in (train, held_out))
-    loaded = load_players(train, held_out, loaded=Players(environments, agents, drivers, models))
-    return Inputs(train, held_out, loaded, dict(callbacks))
+    known = Players(environments, agents, drivers, models)
+    train, held_out = (with_players(tasks, _default(known)) for tasks in (train, held_out))
+    return Inputs(train, held_out, load_players(train, held_out, loaded=known), dict(callbacks))
+
+
+def make_held_out(
+    held_out: Sequence[Task],
+    environments: Mapping[str, EnvironmentFactory],
+    agents: Mapping[str, Agent],
+    drivers: Mapping[str, DriverFactory],
+    models: Mapping[str, MakeModel],
+) -> Inputs:
+    """Return the inputs of an evaluation of tasks in memory, as `make_inputs` does. Raises DataError or ConfigError."""
+    if not held_out:
+        raise DataError("there are no tasks to evaluate")
+    known = Players(environments, agents, drivers, models)
+    held_out = with_players(held_out, _default(known))
+    return Inputs([], held_out, load_players(held_out, loaded=known))
+
+
+def _default(known: Players) -> Player:
+    by_kind = {"environment": known.environments, "agent": known.agents, "driver": known.drivers}
+    return next(((kind, name) for kind, named in by_kind.items() for name in named), ("environment", ""))
 
 
 def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:

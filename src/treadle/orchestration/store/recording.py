@@ -31,10 +31,13 @@ _UNREWARDED = Failure(Cause.VERIFIER, "no reward was given")
 class Recording:
     """A .jsonl file that one server appends to; what it has already stays, but for a line that a kill cut off.
 
+    model: the directory of the model that is served.
+
     Raises ConfigError for a file that cannot be written, or that another server is writing.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer, model: str) -> None:
+        self._model = model
         self.path, self._texts, self._vocabulary = path, TokenTexts(tokenizer), vocabulary_sha256(tokenizer)
         self._prefix, self._attempts = secrets.token_hex(4), Counter[str]()
         self.calls, self.trajectories = 0, 0
@@ -81,7 +84,7 @@ class Recording:
         trajectory = Trajectory(ident, task_id, attempt, (reply.step,), reward, status, failure)
         recorded = RecordedTrajectory(str(self.path), "train", task_id, Task(task_id), trajectory, self._vocabulary)
         messages = None if request.prompts is not None else _messages(request, reply.message)
-        self.append(reply.number, ident, as_record(recorded, self._texts, messages, request.tools))
+        self.append(reply.number, ident, as_record(recorded, self._texts, messages, request.tools, self._model))
         self.calls += 1
 
     def append(self, number: int | None, ident: str, facts: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ _SCHEMA = pa.schema(
         "components": pa.map_(pa.string(), pa.float64()),
         **dict.fromkeys(("status", "failure", "warning"), pa.string()),
         "seconds": pa.float64(),
-        "vocabulary": pa.string(),
+        **dict.fromkeys(("vocabulary", "model"), pa.string()),
         "steps": pa.list_(pa.struct([*_STEPS, ("prompt", pa.string()), ("completion", pa.string())])),
     }
 )
@@ -66,11 +66,12 @@ def as_record(
     texts: TokenTexts,
     messages: Sequence[Message] | None = None,
     tools: Sequence[Tool] = (),
+    model: str = "",
 ) -> dict[str, Any]:
     """Return a trajectory as plain data, with the exact ids of its steps, and the texts that they are.
 
     messages: as the last played step ends; default: read off its ids. tools: runs have none on record, as templates
-    write them into messages.
+    write them into messages. model: what sampled it, a run or a model's directory.
     """
     t = recorded.trajectory
     if messages is None:
@@ -92,6 +93,7 @@ def as_record(
         "warning": t.warning,
         "seconds": t.seconds,
         "vocabulary": recorded.vocabulary,
+        "model": model,
         "steps": [
             {
                 **{name: _plain(value) for name, value in step_row(step).items() if name not in _ROUTING},
@@ -113,10 +115,11 @@ def write_trajectories(
 ) -> int:
     """Write a file, or a directory of ATIF files, complete or absent; return of how many trajectories.
 
-    What is there before is replaced. model: its name, for ATIF. Raises RunError where the disk refuses.
+    What is there before is replaced. model: what sampled them, a run or a model's directory.
+    Raises RunError where the disk refuses.
     """
     if form != "atif":
-        return write_records(path, form, (as_record(trajectory, texts) for trajectory in trajectories))
+        return write_records(path, form, (as_record(t, texts, model=model) for t in trajectories))
     count = 0
     with _unless_refused(path), new_directory(path) as directory:
         for trajectory in trajectories:
