@@ -150,8 +150,9 @@ STUDIES: Mapping[str, Study] = {
             "step": ("training.packing=step",),
             "chain": ("training.packing=chain",),
             "max_staleness 2": ASYNCHRONOUS,
+            "max_staleness 2, waiting": (*ASYNCHRONOUS, "orchestration.stale_policy=wait"),
         },
-        seeds=(0,),
+        seeds=(0, 2),
         common=("training.threads=1",),
     ),
 }

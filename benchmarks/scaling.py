@@ -90,6 +90,7 @@ def started(build: Mapping[str, Any], training: Mapping[str, Any], count: int) -
         seed=0,
         placement=LearnerPlacement(ranks=count),
         traced_groups=0.0,
+        longest_call=0,
     )
     ranks = RankProcesses(partial(make_rank_trainer, spec), count)
     try:

@@ -3,7 +3,7 @@
     <!-- not run: REASON -->        one of REASONS, before a block
 
 The blocks of a page run in order, in one empty directory. One that opens with a comment `# NAME.EXT` is that file.
-Recipes without `extends`, `environment` and `driver` are parts, laid over `demo`. Blocks without a language are output.
+Recipes that neither extend one nor name what plays are parts, laid over `demo`. Blocks without a language are output.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def execute(block: Block, directory: Path) -> None:
         case "yaml":
             recipe = yaml.safe_load(block.text)
             path = directory / (block.file or "part.yaml")
-            whole = not recipe.keys().isdisjoint(("extends", "environment", "driver"))
+            whole = recipe.keys() & {"extends", "environment", "reward", "driver"}
             path.write_text(block.text if whole else f"extends: demo\n{block.text}", encoding="utf-8")
             load_recipe(str(path))
         case "json":

@@ -1,10 +1,12 @@
 """What every layout must give: each step computed alone, and the helpers to compute it in layouts."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -43,6 +45,9 @@ from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
 from treadle.training.teacher_prompts import TeacherPrompts
+
+if TYPE_CHECKING:
+    from treadle.training.teacher_server import TeacherServer
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"packing": Packing.STEP},
@@ -91,6 +96,7 @@ def make_learner(
     traced: TracedGroups | None = None,
     teacher: PreTrainedModel | None = None,
     prompts: TeacherPrompts | None = None,
+    server: TeacherServer | None = None,
     **training: Any,
 ) -> Learner:
     """Of a copy of the model, with a value head that has learned something if there is one."""
@@ -106,6 +112,7 @@ def make_learner(
         traced,
         teacher=copy.deepcopy(teacher),
         teacher_prompts=prompts,
+        teacher_server=server,
     )
     if learner.value_head is not None:
         with torch.no_grad():

@@ -156,13 +156,17 @@ class KlConfig(Config):
     )
 
 
+def is_url(teacher: str | None) -> bool:
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
 class DistillationConfig(Config):
     """Configures on-policy distillation: a teacher scores each sampled token that is trained."""
 
     teacher: str | None = Field(
         None,
-        description="directory of the teacher, whose ids of the model's tokens must be the model's; null: the policy "
-        "itself, with a context",
+        description="directory of the teacher, or URL of a vLLM server; its ids of the model's tokens must be the "
+        "model's; null: the policy itself, with a context",
     )
     context: str | None = Field(
         None, description="module:function that makes the teacher's prompt of each step; null: the policy's own prompt"
@@ -186,6 +190,11 @@ class DistillationConfig(Config):
     def coefs(self) -> tuple[float, float]:
         """Return the weight at the first update, and after the last one."""
         return self.coef if isinstance(self.coef, tuple) else (self.coef, self.coef)
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether the teacher is behind a URL."""
+        return is_url(self.teacher)
 
     @property
     def by_top_k(self) -> bool:

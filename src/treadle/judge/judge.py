@@ -1,4 +1,9 @@
-"""`Judge`: asks a model behind an OpenAI-compatible URL, and makes a reward of its answers."""
+"""`Judge`: asks a model, and makes a reward of its answers.
+
+url     ChatEndpoint, over HTTP
+path    RunEndpoint -> RUN_MODELS -> a model directory, in the run's process
+policy  RunEndpoint -> RUN_MODELS -> the policy's engine
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
+from treadle.core.config import build
+from treadle.core.errors import Cause, ConfigError, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import Reward
 from treadle.judge.prompt import TEMPLATE, Criterion, messages
 from treadle.rollout.chat_endpoint import ChatAnswer, ChatEndpoint
 from treadle.rollout.isolation.user_code import RUNNING
+from treadle.rollout.other_models import POLICY, RUN_MODELS, OtherModelConfig
 
 CALLS = Metric("judge_calls", "trajectory", "sum", "calls", "calls that judges answered")
 ERRORS = Metric("judge_errors", "trajectory", "sum", "calls", "calls that judges did not answer, or with an error")
@@ -55,6 +62,8 @@ class Judge:
         judge = Judge("http://127.0.0.1:8000/v1", "qwen", [Criterion("polite", "Is the agent polite?")])
         reward = await judge.grade(transcript)
 
+    Of url with model (its name there), path and policy, one is given. path: a model directory, loaded beside the policy
+    when it is asked first. policy: the policy itself, with the weights of the moment; without a cache.
     votes: replies to each question. cache: a directory for replies that could be read; none is asked for again.
     api_key_env: the environment variable that has the key. options: of the request, as `{"temperature": 1.0,
     "max_tokens": 500}`.
@@ -64,18 +73,28 @@ class Judge:
 
     def __init__(
         self,
-        url: str,
-        model: str,
-        rubric: Sequence[Criterion],
+        url: str | None = None,
+        model: str | None = None,
+        rubric: Sequence[Criterion] = (),
         *,
+        path: str | Path | None = None,
+        policy: bool = False,
         votes: int = 1,
         limits: Limits = Limits(),
         cache: str | Path | None = None,
         api_key_env: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"url {url!r} is none of a judge; write http://127.0.0.1:8000/v1")
+        if (url is not None) + (path is not None) + policy != 1:
+            raise ConfigError("a judge needs exactly one of url, path and policy")
+        if url is not None and (model is None or not url.startswith(("http://", "https://"))):
+            raise ConfigError(f"url {url!r} is none of a judge; write http://127.0.0.1:8000/v1, and the model's name")
+        if url is None and (model is not None or api_key_env is not None):
+            raise ConfigError("model and api_key_env are of a judge's url; leave them out")
+        if path is not None and not Path(path).is_dir():
+            raise ConfigError(f"path {str(path)!r} of a judge is no directory; name one with a model")
+        if policy and cache is not None:
+            raise ConfigError("a judge that is the policy changes with every update; leave out its cache")
         names = [criterion.name for criterion in rubric]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"a rubric needs criteria of different names, got {names}")
@@ -83,11 +102,12 @@ class Judge:
             raise ConfigError(f"votes is {votes}; it must be at least 1")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ConfigError(f"api_key_env: the environment variable {api_key_env!r} is not set")
-        self._model, self._rubric, self._options = model, tuple(rubric), dict(options or {})
+        self._rubric, self._in_run = tuple(rubric), url is None
+        self._options = _sampling(options or {}) if url is None else dict(options or {})
         self._votes, self._tries, self._cache = votes, limits.tries, cache and Path(cache)
-        self._endpoint = ChatEndpoint(
-            url,
-            model,
+        self._endpoint = (RunEndpoint if url is None else ChatEndpoint)(
+            url or "",
+            model or (POLICY if path is None else str(Path(path).absolute())),
             concurrency=limits.concurrency,
             per_second=limits.per_second,
             timeout=limits.timeout,
@@ -114,13 +134,16 @@ class Judge:
         return Reward({c.name: c.weight * fmean(vote.result() for vote in votes[c.name]) for c in self._rubric})
 
     async def _vote(self, criterion: Criterion, number: int, transcript: str, task: str, reference: str) -> float:
-        asked = [self._endpoint.url, self._model, self._options, TEMPLATE, criterion.prompt, criterion.form]
+        where = [self._endpoint.url, self._endpoint.model, self._options]
+        asked = [*where, TEMPLATE, criterion.prompt, criterion.form]
         content = json.dumps([*asked, number, transcript, task, reference], sort_keys=True)
         file = self._cache and self._cache / f"{hashlib.sha256(content.encode()).hexdigest()}.txt"
         cached = [file.read_text("utf-8", "replace")] if file and file.is_file() else []
-        for _ in range(len(cached) + self._tries):
+        for tried in range(len(cached) + self._tries):
             known = bool(cached)
-            reply = cached.pop() if known else await self._ask(messages(criterion, transcript, task, reference))
+            seed = _seed(f"{tried} {content}") if self._in_run else None
+            request = messages(criterion, transcript, task, reference, seed)
+            reply = cached.pop() if known else await self._ask(request, seed)
             try:
                 value = criterion.read(reply)
             except ValueError as error:
@@ -132,14 +155,43 @@ class Judge:
             return value
         raise self._failure(problem)
 
-    async def _ask(self, request: list[dict[str, str]]) -> str:
+    async def _ask(self, request: list[dict[str, str]], seed: int | None) -> str:
+        draws = {} if seed is None else {"seed": seed}
         try:
-            return (await self._endpoint.ask(request)).message["content"]
+            return (await self._endpoint.ask(request, **draws)).message["content"]
         except EngineError as error:
             raise self._failure(str(error)) from error
 
     def _failure(self, problem: str) -> TrajectoryFailure:
-        return TrajectoryFailure(Cause.VERIFIER, f"the judge {self._model!r} at {self._endpoint.url}: {problem}")
+        where = "" if self._in_run else f" at {self._endpoint.url}"
+        return TrajectoryFailure(Cause.VERIFIER, f"the judge {self._endpoint.model!r}{where}: {problem}")
+
+
+class RunEndpoint(ChatEndpoint):
+    """A model directory, or the policy, in the process of a run. Limits and record are those of any endpoint."""
+
+    async def _send(self, body: Mapping[str, Any]) -> ChatAnswer:
+        if (models := RUN_MODELS.get()) is None:
+            raise EngineError(
+                "only the process of a run has it: neither a script of your own nor placement.rollout.workers; serve "
+                "the model (`treadle serve`) and give the judge its url"
+            )
+        options = {name: value for name, value in body.items() if name not in ("model", "messages", "seed")}
+        try:
+            reply = await models.chat(self.model, body["messages"], options, body["seed"])
+        except (ConfigError, DataError, ContextExceeded) as error:
+            raise EngineError(str(error)) from error
+        return ChatAnswer(reply.message, reply.stop_reason, reply.prompt_tokens, reply.completion_tokens)
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of sampling, checked. Raises ConfigError."""
+    sampling = build(OtherModelConfig, {"path": ".", "options": options}, "options of a judge").sampling
+    return {name: getattr(sampling, name) for name in options}
+
+
+def _seed(content: str) -> int:
+    return int.from_bytes(hashlib.sha256(content.encode(errors="surrogatepass")).digest()[:7], "big")
 
 
 def _count_try(answer: ChatAnswer | None, seconds: float) -> None:

@@ -6,6 +6,7 @@ in whatever looks like a special token. Of the reply only the last line counts, 
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 from collections.abc import Callable
@@ -94,9 +95,15 @@ class Criterion:
         return (value - low) / (high - low)
 
 
-def messages(criterion: Criterion, transcript: str, task: str, reference: str) -> list[dict[str, str]]:
-    """Return a request to judge a transcript, with a boundary of its own. reference: what the judge is to know."""
-    while (boundary := secrets.token_hex(8)) in transcript + task:
+def messages(
+    criterion: Criterion, transcript: str, task: str, reference: str, seed: int | None = None
+) -> list[dict[str, str]]:
+    """Return a request to judge a transcript, with a boundary of its own. reference: what the judge is to know.
+
+    seed: draws the boundary, and depends on the transcript, which thus cannot contain it; None: drawn at random.
+    """
+    draws = secrets.SystemRandom() if seed is None else random.Random(seed)
+    while (boundary := f"{draws.getrandbits(64):016x}") in transcript + task:
         pass
     reference = f"Reference, which the agent was not shown: {reference}\n" if reference else ""
     system = TEMPLATE.format(boundary=boundary, criterion=criterion.prompt, reference=reference, form=criterion.form)

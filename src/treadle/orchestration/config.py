@@ -371,6 +371,7 @@ class RunConfig(Config):
             self.seed,
             self.placement.learner,
             self.orchestration.traced_groups,
+            self.rollout.longest_call,
             "cpu" if self.device == "auto" else self.device,
         )
 

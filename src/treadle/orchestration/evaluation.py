@@ -22,6 +22,7 @@ from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
+from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.address import find_address, model_path
@@ -278,7 +279,10 @@ async def _play(
     engine = await open_serving(section, renderer, source, config.device)
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
-        async with open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts:
+        async with (
+            judging_models(engine, renderer, section),
+            open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts,
+        ):
             await rollouts.check(inputs.held_out)
             return await play_held_out(
                 rollouts,

@@ -31,6 +31,7 @@ from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.device import check_device, describe_device, settled, unused_gpus
 from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
+from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.thread_count import available_cores
 from treadle.orchestration.setup.validation import Change, changes, check_changes, check_config
 from treadle.orchestration.setup.warm_start import check_demonstrations, run_warm_start
@@ -278,9 +279,12 @@ class _Run:
         try:
             played = budgeted(engine, spec.config, longest, config.placement.engines.count)
             self.status.sources.append(played.status)
-            async with self.runtime.open_rollouts(
-                played, renderer, players, config.rollout, config.rewards, log, path
-            ) as runner:
+            async with (
+                judging_models(engine, renderer, spec.config),
+                self.runtime.open_rollouts(
+                    played, renderer, players, config.rollout, config.rewards, log, path
+                ) as runner,
+            ):
                 calls = None if config.repeats(players.may_wait) else OpenCalls(ledger, start.calls, log)
                 store = RunStore(self.directory, ledger, callbacks.rollout, calls)
                 loop = make_loop(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import fields, replace
 from functools import partial
 from hashlib import blake2b
@@ -106,6 +107,21 @@ async def open_models(make: Mapping[str, MakeModel]) -> AsyncIterator[Mapping[st
             opened.push_async_callback(model.close)
             await model.open()
         yield models
+
+
+class RunModels(Protocol):
+    """The models that a judge without a URL asks: directories, and the policy."""
+
+    async def chat(self, model: str, messages: Sequence[Message], options: Mapping[str, Any], seed: int) -> OtherReply:
+        """Return the reply of a model, which is in no trajectory. model: POLICY or a directory.
+
+        options: fields of SamplingParams. seed: keys the draws. Raises EngineError, ConfigError, DataError or
+        ContextExceeded.
+        """
+
+
+RUN_MODELS: ContextVar[RunModels | None] = ContextVar("treadle_run_models", default=None)
+"""Those of the run in whose process a task or callback is; None elsewhere."""
 
 
 class UrlModel:

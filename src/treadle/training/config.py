@@ -126,8 +126,8 @@ class TrainerSpec:
     """Picklable recipe of a trainer, so that each of several processes can make its own.
 
     updates: optimizer updates of the whole run, for schedules. max_staleness: 0 if nothing is sampled during training.
-    traced_groups: share of groups whose results have traces. device: of each rank, by torch's name. began: when the run
-    did, for templates that write dates.
+    traced_groups: share of groups whose results have traces. longest_call: most tokens of a prompt and its completion.
+    device: of each rank, by torch's name. began: when the run did, for templates that write dates.
     """
 
     model: ModelConfig
@@ -139,6 +139,7 @@ class TrainerSpec:
     seed: int
     placement: LearnerPlacement
     traced_groups: float
+    longest_call: int
     device: str = "cpu"
     began: datetime | None = None
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -63,6 +64,9 @@ from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.ranks import OneRank, Ranks, ReadWeights
 from treadle.training.teacher_prompts import TeacherPrompts
 
+if TYPE_CHECKING:
+    from treadle.training.teacher_server import TeacherServer
+
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
     """Raise ConfigError for a reference model that cannot become the policy, where it should."""
@@ -82,8 +86,9 @@ class Learner:
     reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now, of one with adapters that of
     the adapters alone (`reference_adapter`). teacher: frozen model for `algorithm.distillation`; default: the model, by
     `distillation.weights`, its adapters alone where it has any (`teacher_adapter`). teacher_prompts: for
-    `distillation.context`. ranks: processes that share the model; default: this one. traced: groups whose results have
-    traces; default: none. read: loads the weights of a model that is on the meta device on every rank.
+    `distillation.context`. teacher_server: a teacher behind a URL, for the first rank. ranks: processes that share the
+    model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
+    model that is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
@@ -100,6 +105,7 @@ class Learner:
         read: ReadWeights | None = None,
         teacher: PreTrainedModel | None = None,
         teacher_prompts: TeacherPrompts | None = None,
+        teacher_server: TeacherServer | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
@@ -119,7 +125,7 @@ class Learner:
             frozen = (reference or copy.deepcopy(model)).requires_grad_(False)
             check_reference(algorithm, frozen, model)
             self.reference = Forward(frozen, budget, half=half)
-        self.teacher_prompts = teacher_prompts
+        self.teacher_prompts, self.teacher_server = teacher_prompts, teacher_server
         self.teacher: Forward | None = None
         self.teacher_adapter: dict[str, Tensor] = {}
         self.teacher_sha256: str | None = None
@@ -270,26 +276,53 @@ class Learner:
         Raises ConfigError for a log-probability that is not finite, and as `TeacherPrompts.of` does.
         """
         section = self.algorithm.distillation
-        if self.teacher is None or section is None:
+        if section is None or (self.teacher is None and not section.is_served):
             return None
         prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
         if (made := self.teacher_prompts) is not None:  # the first rank's, should the function draw at random
             prompts = self.ranks.every(lambda: [] if self.ranks.rank else made.of(batch))[0]
         steps = (s if ids is None else replace(s, prompt_ids=ids) for s, ids in zip(batch.steps, prompts, strict=True))
+        asked = replace(batch, steps=tuple(steps))
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         top = MostProbable(min(section.top_k, vocabulary), vocabulary) if section.by_top_k else None
-        scores = self._frozen_scores(self.teacher, self.teacher_adapter, replace(batch, steps=tuple(steps)), top)
-        trained = scores.logp[torch.from_numpy(batch.mask).to(scores.logp.device)]
+        unasked = np.array([ids is None for ids in prompts], np.bool_)[batch.step_id]
+        if self.teacher is None:
+            scores = self._served_scores(asked, batch.mask & ~unasked, top)
+        else:
+            scores = self._frozen_scores(self.teacher, self.teacher_adapter, asked, top)
+        trained = scores.logp[torch.from_numpy(batch.mask & ~unasked).to(scores.logp.device)]
         if not bool(trained.isfinite().all()):
             raise ConfigError(
                 "algorithm.distillation: the teacher gives a sampled token the log-probability "
                 f"{trained[~trained.isfinite()][0].item()}; take another teacher"
             )
-        unasked = np.array([ids is None for ids in prompts], np.bool_)[batch.step_id]
         for tensor in (scores.logp, scores.top):
             if tensor is not None:
                 tensor[torch.from_numpy(unasked).to(tensor.device)] = torch.nan
         return scores
+
+    def _served_scores(self, batch: FlatBatch, wanted: NDArray[np.bool_], top: MostProbable | None) -> TokenScores:
+        """Score tokens by the teacher's server, as the first rank asks it. wanted bool[N]: NaN in steps without any."""
+        if (other := batch.temperature[wanted & (batch.temperature != 1)]).size:
+            raise ConfigError(
+                f"algorithm.distillation.teacher is a server, which scores at temperature 1, and a step was sampled at "
+                f"{other[0]:g}; sample at 1, or give a directory"
+            )
+        server, vocabulary = self.teacher_server, self.model.config.get_text_config().vocab_size
+        count = 0 if top is None else top.count
+        wanted_of_step = np.bincount(batch.step_id, wanted, len(batch.steps)) > 0
+        steps = [step if wants else None for step, wants in zip(batch.steps, wanted_of_step, strict=True)]
+        sizes = np.diff(batch.step_start).tolist()
+        served = self.ranks.every(lambda: None if server is None else server.scores(steps, sizes, count, vocabulary))[0]
+        assert served is not None
+        logp = self._tensor(served.logp)
+        return TokenScores(
+            np.arange(len(batch)),
+            logp,
+            torch.zeros_like(logp),
+            top=None if served.top is None else self._tensor(served.top),
+            top_ids=None if served.top_ids is None else torch.from_numpy(served.top_ids).to(logp.device),
+        )
 
     def _advantages(
         self,

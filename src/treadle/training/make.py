@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from treadle.algorithms.config import DistillationConfig
 from treadle.core.errors import ConfigError
 from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.chat import load_chat
 from treadle.models.config import LoraConfig, ModelConfig
-from treadle.models.loading import load_frozen, load_teacher, make_model
+from treadle.models.loading import load_frozen, load_teacher, load_tokenizer, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import TrainerSpec
@@ -23,6 +25,9 @@ from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
 from treadle.training.teacher_prompts import TeacherPrompts
 from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
+
+if TYPE_CHECKING:
+    from treadle.training.teacher_server import TeacherServer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]
 """Makes the trainer of a run; `make_trainer`, unless another one is given."""
@@ -56,11 +61,14 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     model = load_model(spec.model, spec.seed, spec.training.lora, half, weights=first and read is None)
     reference = None if kl is None or kl.model is None else load_frozen(kl.model, "algorithm.kl.model", model, first)
     distillation = spec.algorithm.distillation
-    teacher = prompts = None
-    if distillation is not None and distillation.teacher is not None:
+    teacher = prompts = server = None
+    if distillation is not None and distillation.is_served:
+        server = reach_teacher(distillation, spec.model, spec.longest_call) if first else None
+    elif distillation is not None and distillation.teacher is not None:
         teacher = load_teacher(distillation.teacher, spec.model, model, first)
     if distillation is not None and distillation.context is not None:
         limit = int((teacher or model).config.get_text_config().max_position_embeddings)
+        limit = limit if server is None else server.context
         prompts = TeacherPrompts(distillation.context, load_chat(spec.model, spec.began)[1], limit)
     if spec.placement.ranks == 1:
         for module in (model, reference, teacher):
@@ -68,7 +76,19 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
                 module.to(spec.device)  # type: ignore[arg-type]  # a wrapper hides the signature
     share = spec.traced_groups if first else 0.0  # all ranks would trace the same
     traced = TracedGroups(spec.seed, share)
-    return Learner(model, spec.training, spec.algorithm, spec.updates, reference, ranks, traced, read, teacher, prompts)
+    given = (reference, ranks, traced, read, teacher, prompts, server)
+    return Learner(model, spec.training, spec.algorithm, spec.updates, *given)
+
+
+def reach_teacher(section: DistillationConfig, policy: ModelConfig, longest_call: int) -> TeacherServer:
+    """Return the teacher behind a URL, checked. longest_call: of the policy. Raises ConfigError."""
+    from treadle.training.teacher_server import TeacherServer  # httpx
+
+    assert section.teacher is not None
+    server = TeacherServer(section.teacher)
+    longest, k = 0 if section.context else longest_call, section.top_k if section.by_top_k else 0
+    server.check(load_tokenizer(tokenizer_directory(policy)), longest, k)
+    return server
 
 
 def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -86,13 +87,8 @@ class TorchEngine:
         dtype = model.dtype if options.dtype is None else getattr(torch, options.dtype)
         self._model = CachedModel(model, dtype, options.prefill_tokens, options.routing, options.device)
         self.limits = Limits(self._model.vocabulary, self._model.context)
-        self._batch = Batch(
-            self._model,
-            stop_token_ids=options.stop_token_ids,
-            decode=decode,
-            max_batch=options.max_batch,
-            cache_bytes=int(options.cache_gib * 2**30),
-        )
+        self._make_batch = partial(Batch, self._model, stop_token_ids=options.stop_token_ids, decode=decode)
+        self._batch = self._make_batch(max_batch=options.max_batch, cache_bytes=int(options.cache_gib * 2**30))
         self._can_decode = decode is not None
         self._lock_step, self._recompute = options.lock_step, options.in_flight == "recompute"
         self._closed = self._asleep = False
@@ -153,6 +149,20 @@ class TorchEngine:
         finally:
             call.cancelled = True  # no effect once it is answered
             self._waiting.pop(call, None)
+
+    async def alone(self, prompt_ids: Ids, sampling: SamplingParams) -> Completion:
+        """Sample one completion between two tokens (in lock-step: waves), by itself, without session or cached prefix.
+
+        Its bits depend on weights and arguments alone, and other calls' not on it; but they wait. Raises EngineError
+        as `generate` does.
+        """
+        self._check_awake()
+        self.limits.check_call(prompt_ids, sampling, "alone")
+        call = Call(0, np.array(prompt_ids, np.int32), sampling)
+        try:
+            return await self._between_tokens(self._compute_alone, call)
+        finally:
+            call.cancelled = True  # no effect once it is answered
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
@@ -328,6 +338,14 @@ class TorchEngine:
                 break
         finished, batch.finished = batch.finished, []
         return finished
+
+    def _compute_alone(self, call: Call) -> Completion:
+        batch = self._make_batch(max_batch=1, cache_bytes=0)
+        batch.version = self._batch.version
+        batch.join([call])
+        while batch.live:
+            batch.step()
+        return batch.finished[0][1]
 
 
 def _fail(request: _Request, error: BaseException) -> None:

@@ -46,6 +46,7 @@ from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.config import WarmStartConfig
 from treadle.training.learner import check_reference
 from treadle.training.lm_head import CHUNK_BYTES
+from treadle.training.make import reach_teacher
 
 T = TypeVar("T")
 Log = Callable[[str], None]
@@ -100,7 +101,8 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     result, config = DryRun(), settled(config)
     kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
     distillation = config.algorithm.distillation
-    taught_by = None if distillation is None else distillation.teacher
+    served = distillation is not None and distillation.is_served
+    taught_by = None if distillation is None or served else distillation.teacher
     result.attempt("settings", lambda: _settings(config))
     result.attempt("device", lambda: _device(config))
     inputs = result.attempt("data", lambda: _data(config))
@@ -110,6 +112,8 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
     model = result.attempt("model", lambda: _model(config, renderer))
     reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
     teacher = result.attempt("teacher", lambda: _teacher(config, taught_by, model)) if taught_by else None
+    if served:
+        result.attempt("teacher", lambda: _served_teacher(config))
     result.attempt("engine", lambda: _engine(config, model, log))
     if inputs is not None and inputs.players.drivers and renderer is not None:
         result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
@@ -203,6 +207,12 @@ def _teacher(config: RunConfig, path: str, model: PreTrainedModel | None) -> tup
     teacher = load_teacher(path, config.model, model, weights=False)
     directory = require_model(path, "algorithm.distillation.teacher")
     return teacher, f"{sum(p.numel() for p in teacher.parameters()):,} parameters; {directory}"
+
+
+def _served_teacher(config: RunConfig) -> tuple[object, str]:
+    assert config.algorithm.distillation is not None
+    server = reach_teacher(config.algorithm.distillation, config.model, config.rollout.longest_call)
+    return server, f"{server.url}, up to {server.context} tokens"
 
 
 def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple[object, str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from treadle.algorithms.config import is_url
 from treadle.core.config import as_override, describe
 from treadle.core.errors import ConfigError
 from treadle.core.registry import check_name, how_to_install
@@ -28,7 +29,8 @@ def check_config(config: RunConfig) -> None:
     check_model_files(config.model)
     if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
         require_model(config.algorithm.kl.model, "algorithm.kl.model")
-    if (section := config.algorithm.distillation) is not None and section.teacher is not None:
+    section = config.algorithm.distillation
+    if section is not None and section.teacher is not None and not section.is_served:
         require_model(section.teacher, "algorithm.distillation.teacher")
     context = (config.model.build or {}).get("max_position_embeddings")
     if isinstance(context, int):
@@ -49,8 +51,14 @@ def check_settings(config: RunConfig) -> None:
                 "of them to another"
             )
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
-    if (section := config.algorithm.distillation) is not None and section.context is not None:
+    section = config.algorithm.distillation
+    if section is not None and section.context is not None:
         load_context(section.context)
+    if section is not None and section.is_served and config.rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature is {config.rollout.temperature:g}, and a vLLM server scores prompts at 1 alone; set "
+            "it to 1, or give algorithm.distillation.teacher as a directory"
+        )
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
     _check_rollout(config)
@@ -181,6 +189,8 @@ def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
     updates_done: of the checkpoint; 0 if unknown so far.
     """
     for path, old, new in changed:
+        if path == "algorithm.distillation.teacher" and is_url(old) and is_url(new):
+            continue  # a server may move
         if not _may_change(path):
             reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
             raise ConfigError(

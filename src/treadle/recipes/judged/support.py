@@ -40,25 +40,29 @@ RUBRIC = (
 
 
 @cache
-def _judge(url: str, model: str, api_key_env: str | None, replies: str | None) -> Judge:
+def _judge(url: str, model: str, path: str | None, policy: bool, api_key_env: str | None, replies: str | None) -> Judge:
     """All attempts share one, and with it its limits."""
+    if path is not None or policy:
+        return Judge(rubric=RUBRIC, path=path, policy=policy, api_key_env=api_key_env, cache=replies)
     return Judge(url, model, RUBRIC, api_key_env=api_key_env, cache=replies)
 
 
 class Support(Environment):
     """One reply to a customer; its reward is the judge's.
 
-    url, model, api_key_env, cache: of the judge, see `Judge`.
+    url and model, or path, or policy; api_key_env, cache: of the judge, see `Judge`.
     """
 
     def __init__(
         self,
         url: str = "http://127.0.0.1:8010/v1",
         model: str = "rules",
+        path: str | None = None,
+        policy: bool = False,
         api_key_env: str | None = None,
         cache: str | None = None,
     ) -> None:
-        self._judge = _judge(url, model, api_key_env, cache)
+        self._judge = _judge(url, model, path, policy, api_key_env, cache)
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._task = task

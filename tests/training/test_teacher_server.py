@@ -1,0 +1,188 @@
+"""A teacher behind a server that answers as vLLM does: what it scores is what the same model scores in process."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+pytest.importorskip("httpx")
+
+from tests.models import VOCABULARY, tiny
+from tests.orchestration.runs import check_finished, start, updates
+from tests.training.reference import forked_groups, make_learner
+from tests.worlds import tiny as recipe
+from treadle.algorithms.config import AlgorithmConfig, DistillationConfig
+from treadle.core.errors import ConfigError, TrainingStopped
+from treadle.core.types import Group, Step
+from treadle.orchestration.setup.validation import changes, check_changes, check_settings
+from treadle.packing.flat import flatten
+from treadle.rollout import chat_endpoint
+from treadle.training import teacher_server
+from treadle.training.teacher_server import TeacherServer, covering
+
+TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 0.01)
+
+
+class Scripted:
+    """failing: statuses of the first calls. renamed: an id that is another text here. asked: sequences that were."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.tokenizer = model, AutoTokenizer.from_pretrained(str(TOKENIZER))
+        self.failing: list[int] = []
+        self.renamed: int | None = None
+        self.asked: list[list[int]] = []
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/tokenize":
+            return {"max_model_len": 128}
+        if path == "/detokenize":
+            return {"prompt": self.tokenizer.decode([7 if i == self.renamed else i for i in body["tokens"]])}
+        assert (path, body["max_tokens"], body["temperature"]) == ("/v1/completions", 1, 0.0)
+        self.asked.append(ids := body["prompt"])
+        with torch.no_grad():
+            logp = self.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        entries = [
+            None,
+            *(self.entry(row, after, body["prompt_logprobs"]) for row, after in zip(logp[:-1], ids[1:], strict=True)),
+        ]
+        return {"choices": [{"prompt_logprobs": entries}]}
+
+    def entry(self, logp: torch.Tensor, token: int, k: int) -> dict[str, Any]:
+        order = logp.argsort(descending=True).tolist()
+        named = {token, *order[:k]}
+        return {str(i): {"logprob": logp[i].item(), "rank": order.index(i) + 1, "decoded_token": "?"} for i in named}
+
+
+@contextmanager
+def serving(script: Scripted) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status = script.failing.pop() if script.failing else 200
+            answer = script.answer(self.path, body) if status == 200 else {"error": "out of order"}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def groups() -> list[Group]:
+    """At temperature 1, but for greedy steps, which are not trained."""
+
+    def at_one(step: Step) -> Step:
+        return replace(step, sampling=replace(step.sampling, temperature=float(step.sampling.temperature > 0)))
+
+    return [
+        replace(g, trajectories=tuple(replace(t, steps=tuple(map(at_one, t.steps))) for t in g.trajectories))
+        for g in forked_groups(groups=2)
+    ]
+
+
+@pytest.mark.parametrize("form", ["advantage", "loss", "reverse_top_k", "forward_top_k"])
+def test_a_server_teaches_what_its_model_would_in_process(
+    form: Literal["advantage", "loss", "reverse_top_k", "forward_top_k"],
+) -> None:
+    fields: dict[str, Any] = {"form": form} | ({"top_k": 3} if form.endswith("k") else {})
+    batch, teacher = flatten(groups()), tiny(seed=5)
+    local = make_learner(
+        tiny(), AlgorithmConfig(distillation=DistillationConfig(teacher="T", **fields)), teacher=teacher
+    )
+    script = Scripted(teacher)
+    with serving(script) as url:
+        algorithm = AlgorithmConfig(distillation=DistillationConfig(teacher=url, **fields))
+        served = make_learner(tiny(), algorithm, server=TeacherServer(url))
+        script.failing = [503, 500]
+        mine, theirs = local.teacher_scores(batch), served.teacher_scores(batch)
+        (one,), (other,) = (each.train_batch(groups()) for each in (local, served))
+    assert mine is not None and theirs is not None
+    torch.testing.assert_close(theirs.logp[batch.mask], mine.logp[batch.mask], rtol=1e-5, atol=1e-5)
+    if mine.top is not None and mine.top_ids is not None and theirs.top is not None and theirs.top_ids is not None:
+        torch.testing.assert_close(theirs.top[batch.mask], mine.top[batch.mask], rtol=1e-5, atol=1e-5)
+        assert theirs.top_ids[batch.mask].tolist() == mine.top_ids[batch.mask].tolist()
+    assert other.metrics["teacher_kl"] == pytest.approx(one.metrics["teacher_kl"], abs=1e-5)
+    assert other.advantage == pytest.approx(one.advantage, abs=1e-5)
+    assert other.metrics["gradient_norm"] == pytest.approx(one.metrics["gradient_norm"], rel=1e-4)
+    assert len(script.asked) < 2 * len(batch.steps)  # prefixes of others are not asked for again
+
+
+def test_sequences_are_covered_by_the_longest_that_begin_with_them() -> None:
+    keys = [b"ab", b"", b"abcd", b"abce", b"ab", b"b", b"abc"]
+    assert covering(keys) == [b"abcd", b"", b"abcd", b"abce", b"abcd", b"b", b"abcd"] or covering(keys) == [
+        *(b"abce", b"", b"abcd", b"abce", b"abce", b"b", b"abce")
+    ]
+
+
+def test_a_server_that_cannot_teach_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, tokenizer = Scripted(tiny()), AutoTokenizer.from_pretrained(str(TOKENIZER))
+    monkeypatch.setattr(teacher_server, "_DECODED", 16)
+    with serving(script) as url:
+        server = TeacherServer(f"{url}/v1")
+        server.check(tokenizer, 127, 0)
+        assert server.context == 127
+        with pytest.raises(ConfigError, match=r"scores up to 127 tokens, .* may have 128; .* --max-model-len 129"):
+            server.check(tokenizer, 128, 0)
+        script.failing = [400, 200]  # the second call, which scores
+        with pytest.raises(ConfigError, match=r"is no vLLM server that scores prompts: status 400"):
+            server.check(tokenizer, 127, 0)
+        script.renamed = 3
+        with pytest.raises(ConfigError, match=r"token 3 is .* for the trained model, and not for "):
+            server.check(tokenizer, 127, 0)
+    monkeypatch.setattr(teacher_server, "_AT_START", 0.05)
+    with pytest.raises(ConfigError, match=r"is no vLLM server that scores prompts: no answer within 0\.05 s"):
+        server.check(tokenizer, 127, 0)
+
+
+def test_a_server_that_fails_for_too_long_or_refuses_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = flatten(groups()).steps[0]
+    script = Scripted(tiny())
+    with serving(script) as url:
+        script.failing = [400]
+        with pytest.raises(TrainingStopped, match=r"status 400: .*; start it again, and resume"):
+            TeacherServer(url).scores([step], [len(step.completion_ids)], 0, VOCABULARY)
+        with pytest.raises(TrainingStopped, match=r"most probable are not 40 of the policy's"):
+            TeacherServer(url).scores([step], [len(step.completion_ids)], 40, VOCABULARY)
+    monkeypatch.setattr(teacher_server, "_PATIENCE", 0.05)
+    with pytest.raises(TrainingStopped, match=r"no answer within 0\.05 s"):
+        TeacherServer(url).scores([step], [len(step.completion_ids)], 0, VOCABULARY)
+
+
+def test_only_temperature_1_can_be_served_and_a_server_may_move() -> None:
+    def taught(teacher: str, *more: str) -> Any:
+        return recipe(f"algorithm.distillation={json.dumps({'teacher': teacher})}", *more)
+
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7, and a vLLM server scores prompts at 1"):
+        check_settings(taught("http://a", "rollout.temperature=0.7"))
+    check_changes(changes(taught("http://a"), taught("http://b")))
+    with pytest.raises(ConfigError, match=r"distillation\.teacher is http://b"):
+        check_changes(changes(taught("models/a"), taught("http://b")))
+    learner = make_learner(tiny(), AlgorithmConfig(distillation=DistillationConfig(teacher="http://a")))
+    with pytest.raises(ConfigError, match=r"was sampled at 0\.8; sample at 1, or give a directory"):
+        learner.teacher_scores(flatten(forked_groups()))
+
+
+def test_a_run_learns_from_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Scripted(tiny(seed=5, vocab_size=800))) as url:  # more than the policy's 726
+        section = json.dumps({"teacher": url, "form": "reverse_top_k", "top_k": 4, "rewards": 0.0})
+        start(tmp_path / "run", f"algorithm.distillation={section}", "orchestration.updates=2", "data.held_out=null")
+    check_finished(tmp_path / "run")
+    assert all(np.isfinite(row["teacher_kl"]) for row in updates(tmp_path / "run"))
