@@ -21,9 +21,9 @@ import pandas  # noqa: F401  # a run imports it late: each fork would anew
 
 from tests.orchestration.killed_runs import Logged, in_child
 from tests.orchestration.runs import _check_counted, _check_trained, check_finished, query, resume, start, updates
-from tests.worlds import END, Vowels, tool
+from tests.worlds import END, Vowels, tool, user
 from treadle.core.engine import Completion
-from treadle.core.types import Ids, SamplingParams
+from treadle.core.types import Ids, Message, SamplingParams
 from treadle.envs.base import EnvStep
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -49,6 +49,17 @@ class Long(Vowels):
         await asyncio.sleep(0.001)
         reward = sum(c in "aeiou" for c in text.lower()) / max(len(text), 1) / CALLS
         return EnvStep([tool(str(len(text)))], reward, self.replies == CALLS)
+
+
+class Duel(Long):
+    """The policy replies in another role, too, in a conversation of its own, and wins what the other loses."""
+
+    async def step(self, text: str) -> EnvStep:
+        self.said = [*getattr(self, "said", []), user(str(len(text)))][-5:]
+        said = await self.models["rival"].chat(self.said)
+        self.said.append(Message(role="assistant", content=said))
+        step = await super().step(text)
+        return step._replace(rewards={"rival": len(said) / 100})
 
 
 class Unreplayable(Long):

@@ -145,9 +145,9 @@ def check_finished(path: Path) -> None:
         assert max(row.get("logprob_gap_max", 0) for row in rows) < 1e-4
     states = query(
         path,
-        "SELECT g.idx, g.split, t.reward IS NULL AS failed, s.state, s.reason, count(DISTINCT t.trajectory_id) AS n "
-        "FROM steps s JOIN trajectories t USING (trajectory_id) JOIN groups g USING (group_id) "
-        "GROUP BY g.idx, g.split, failed, s.state, s.reason",
+        "SELECT g.idx, g.split, t.reward IS NULL AS failed, s.state, s.reason, "
+        "count(DISTINCT g.group_id || t.attempt) AS n FROM steps s JOIN trajectories t USING (trajectory_id) "
+        "JOIN groups g USING (group_id) GROUP BY g.idx, g.split, failed, s.state, s.reason",
     )
     trained: dict[int, int] = {}
     for row in states:

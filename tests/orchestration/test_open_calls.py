@@ -105,6 +105,7 @@ def test_they_are_gone_once_the_attempt_is_recorded_or_starts_anew(ledger: Ledge
     assert len(said) == 1 and "environment 'a'" in said[0]
 
 
+DUEL = "environment=tests.orchestration.killed_episodes:Duel models.rival.policy=true"
 COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.compaction.prompt=notes"
 
 
@@ -117,6 +118,8 @@ COMPACT = "rollout.compaction.at=200 rollout.compaction.max_tokens=8 rollout.com
         (15, "orchestration.max_staleness=2"),
         (10, COMPACT),
         (10, f"{COMPACT} orchestration.max_staleness=2"),
+        (10, DUEL),
+        (10, f"{DUEL} orchestration.max_staleness=2"),
     ],
 )
 def test_killed_at_random_moments_no_attempt_is_sampled_twice(kills: int, options: str, tmp_path: Path) -> None:

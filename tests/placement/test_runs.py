@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 
 from tests.orchestration.runs import check_finished, recorded, resume, start, updates
+from tests.orchestration.test_self_play import DUEL
 from tests.placement.conftest import actors, of_test, orphans, start_driver, wait_for_updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, tiny
@@ -41,6 +42,13 @@ def test_the_same_seed_gives_the_same_bits_wherever_it_is_played_also_when_resum
     assert parted["weights_sha256"] == whole["weights_sha256"]
     losses = [[row["loss"] for row in updates(tmp_path / name)] for name in ("whole", "part")]
     assert losses[0] == losses[1]
+
+
+def test_self_play_has_the_same_bits_by_a_worker(tmp_path: Path) -> None:
+    settings = (*DUEL, "orchestration.updates=2", "data.held_out=null")
+    there = start(tmp_path / "there", *settings, "placement.kind=ray", "placement.rollout.workers=1")
+    check_finished(tmp_path / "there")
+    assert there["weights_sha256"] == start(tmp_path / "here", *settings)["weights_sha256"]
 
 
 def test_taking_turns_changes_no_bit(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ FAILURES: list[tuple[Any, Cause, str, int]] = [
     (
         Told(None),
         Cause.ENVIRONMENT,
-        "step must return EnvStep(observations, reward, done, info, state, history, rejected), got",
+        "step must return EnvStep(observations, reward, done, info, state, history, rejected, rewards), got",
         1,
     ),
     (Told(([], 1.0)), Cause.ENVIRONMENT, "got ([], 1.0)", 1),

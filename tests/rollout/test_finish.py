@@ -81,8 +81,12 @@ def test_it_may_give_nothing(last: Any) -> None:
         (VERIFIER, Cause.VERIFIER, "no test report"),
         (SystemExit(2), Cause.ENVIRONMENT, "finish tried to exit the process"),
         (hang, Cause.TIMEOUT, "finish took longer than 0.05 s"),
-        (1.0, Cause.ENVIRONMENT, "finish must return Finish(reward, info) or None, got 1.0"),
-        (EnvStep(reward=1.0), Cause.ENVIRONMENT, "finish must return Finish(reward, info) or None, got EnvStep("),
+        (1.0, Cause.ENVIRONMENT, "finish must return Finish(reward, info, rewards) or None, got 1.0"),
+        (
+            EnvStep(reward=1.0),
+            Cause.ENVIRONMENT,
+            "finish must return Finish(reward, info, rewards) or None, got EnvStep(",
+        ),
         (Finish(float("nan")), Cause.ENVIRONMENT, "finish gave the reward nan, a float, in "),
         (Finish(info={"tests": "3"}), Cause.ENVIRONMENT, "finish gave info['tests'] = '3'"),
         (Finish(info=[1]), Cause.ENVIRONMENT, "finish gave info [1]"),  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ async def test_an_environment_calls_a_model_by_name() -> None:
 
 async def test_the_example_of_the_page_plays() -> None:
     text = (ROOT / "docs" / "other-models.md").read_text()
-    [recipe], [example] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("yaml", "python"))
+    [recipe], [example, _] = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("yaml", "python"))
     found: dict[str, Any] = {}
     exec(example, found)
     tiny(*(f"models.{name}={json.dumps(model)}" for name, model in yaml.safe_load(recipe)["models"].items()))
@@ -199,7 +199,7 @@ def test_draws_of_models_and_of_the_policy_have_addresses_of_their_own() -> None
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "exactly one of url and path"),
+        ({}, "exactly one of url, path and policy"),
         ({"url": "localhost", "model": "m"}, "'localhost' needs model"),
         ({"url": "http://a/v1"}, "needs model"),
         ({"path": "a", "model": "m"}, "leave them out"),

@@ -36,6 +36,7 @@ from treadle.algorithms.config import (
 )
 from treadle.core.config import Config
 from treadle.core.errors import ConfigError
+from treadle.core.outcomes import by_role
 from treadle.core.registry import NoOptions, build_options, resolve
 from treadle.core.types import BreakCause, Group
 from treadle.core.user_functions import Expected, check_function, not_finite
@@ -287,5 +288,5 @@ def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
     KL in the reward and the teacher are left out: they are not known yet. The test is of advantages, not of rewards: a
     group with equal rewards but a penalty in one attempt does teach something.
     """
-    batch = flatten([group])
+    batch = flatten(by_role([group]))
     return not advantages(batch, config)[batch.mask].any()

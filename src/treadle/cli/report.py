@@ -213,7 +213,7 @@ def _print_last_update(console: Console, row: Facts | None, updates: int) -> Non
         return
     passes = [name for name in row if name.startswith("pass_at_") and name != "pass_at_1"]
     figures = [f"pass@{name.removeprefix('pass_at_')} {shown(row[name])}" for name in passes]
-    figures += [f"{name} {shown(value)}" for name, value in row.items() if name.startswith("env/")]
+    figures += [f"{name} {shown(value)}" for name, value in row.items() if name.startswith(("env/", "role/"))]
     console.line(update_line(row, updates, console.width))
     if figures:
         console.line("  ".join(figures), wrap=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli.console import Console, Part, Table, indented, make_table
 from treadle.cli.options import Commands, add_command
 from treadle.core.outcomes import NOT_PLAYED, rejection
-from treadle.core.types import PLAYERS
+from treadle.core.types import PLAYERS, role_of
 from treadle.orchestration.store.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
     task = row["task"]
     console.line((row["trajectory_id"], "bold"), f"   {row['split']}, {ending(row)}")
     kind = next((kind for kind in PLAYERS if task.get(kind)), "environment")
-    console.line(f"task {task['task_id']}, {kind} {task[kind]}")
+    role = role_of(row["trajectory_id"])
+    console.line(f"task {task['task_id']}, {kind} {task[kind]}{f', role {role}' if role else ''}")
     if task["ground_truth"] is not None:
         console.line(f"ground truth {task['ground_truth']!r}")
     advantage = "" if row["advantage"] is None else f", advantage {row['advantage']:.4f}"

@@ -27,7 +27,7 @@ For example, two steps of which the first became stale while the second was samp
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -154,7 +154,7 @@ class DroppedStep(NamedTuple):
 
 def dropped_steps(groups: Iterable[Group]) -> Iterator[DroppedStep]:
     """Yield all steps of training groups that are not trained, in order."""
-    for trajectory in (t for group in groups for t in group.trajectories):
+    for trajectory in (t for group in groups for t in group.everyone):
         for number, step in enumerate(trajectory.steps):
             reason = step_drop_reason(trajectory, step)
             if reason is not None:
@@ -178,7 +178,21 @@ def reject_reason(group: Group, least: int) -> DropReason | None:
 
 def trains(group: Group) -> bool:
     """Return whether any step of the group is trained."""
-    return any(as_trained(t).steps for t in group.trajectories)
+    return any(as_trained(t).steps for t in group.everyone)
+
+
+def by_role(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups as they are trained: one for each role, so that baselines compare attempts of one role only.
+
+    A group without copies is itself. Otherwise its copies follow as groups of the same id, by role.
+    """
+    made: list[Group] = []
+    for group in groups:
+        made.append(group)
+        copies = [copy for t in group.trajectories for copy in t.copies]
+        for role in sorted({copy.role for copy in copies}):
+            made.append(replace(group, trajectories=tuple(copy for copy in copies if copy.role == role)))
+    return made
 
 
 def leave_out(group: Group, reason: DropReason, only: Container[str] | None = None) -> Group:
@@ -186,11 +200,9 @@ def leave_out(group: Group, reason: DropReason, only: Container[str] | None = No
 
     only: ids of the trajectories that are left out; default: all.
     """
-    marked = (
-        replace(t, dropped=t.dropped or reason) if only is None or t.trajectory_id in only else t
-        for t in group.trajectories
+    return _changed(
+        group, lambda t: replace(t, dropped=t.dropped or reason) if only is None or t.trajectory_id in only else t
     )
-    return replace(group, trajectories=tuple(marked))
 
 
 def without_stale(group: Group, oldest: int) -> Group:
@@ -199,13 +211,21 @@ def without_stale(group: Group, oldest: int) -> Group:
     def stale(step: Step) -> bool:
         return step.dropped is None and bool((step.policy_versions < oldest).any())
 
-    if not any(stale(step) for t in group.trajectories for step in t.steps):
+    if not any(stale(step) for t in group.everyone for step in t.steps):
         return group
-    marked = (
-        replace(t, steps=tuple(replace(s, dropped=DropReason.STALE) if stale(s) else s for s in t.steps))
-        for t in group.trajectories
+    return _changed(
+        group,
+        lambda t: replace(t, steps=tuple(replace(s, dropped=DropReason.STALE) if stale(s) else s for s in t.steps)),
     )
-    return replace(group, trajectories=tuple(marked))
+
+
+def _changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> Group:
+    """Change each trajectory and its copies."""
+
+    def both(t: Trajectory) -> Trajectory:
+        return replace(change(t), copies=tuple(map(change, t.copies))) if t.copies else change(t)
+
+    return replace(group, trajectories=tuple(map(both, group.trajectories)))
 
 
 def without_summaries(trajectory: Trajectory) -> Trajectory:

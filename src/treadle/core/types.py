@@ -374,6 +374,8 @@ class Trajectory:
     metrics: what the environment measured, if it declares any.
     dropped: why the whole attempt trains nothing, although it has a reward.
     blocked_seconds: for which its user code blocked the event loop, a second or longer at a time.
+    copies: in self-play, the trajectories of the policy's other roles in the same attempt (`role`), of those that were
+    called, each with a reward of its own; a copy has none itself.
     """
 
     trajectory_id: str
@@ -388,6 +390,7 @@ class Trajectory:
     metrics: Measures = field(default_factory=Measures)
     dropped: DropReason | None = None
     blocked_seconds: float = 0.0
+    copies: tuple[Trajectory, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):
@@ -398,13 +401,21 @@ class Trajectory:
             raise DataError(f"trajectory {self.trajectory_id}: reward must be a {NUMBER}, got {self.reward}")
 
     @property
+    def role(self) -> str:
+        """Return `opponent` for `g000012.3.opponent`; "" for the policy's main role."""
+        return role_of(self.trajectory_id)
+
+    @property
     def engine_seconds(self) -> float:
         return math.fsum(step.seconds for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The trajectories of one task made for one update, in attempt order. index: submission number in the run."""
+    """The trajectories of one task made for one update, in attempt order. index: submission number in the run.
+
+    everyone: the same, each followed by its copies.
+    """
 
     group_id: str
     index: int
@@ -413,6 +424,10 @@ class Group:
     task: Task
     trajectories: tuple[Trajectory, ...]
 
+    @property
+    def everyone(self) -> tuple[Trajectory, ...]:
+        return tuple(one for trajectory in self.trajectories for one in (trajectory, *trajectory.copies))
+
 
 def group_id(index: int) -> str:
     """Return `g000012` for the thirteenth group of a run."""
@@ -420,8 +435,14 @@ def group_id(index: int) -> str:
 
 
 def trajectory_id(group: str, attempt: int) -> str:
-    """Return `g000012.3` for the fourth attempt of that group."""
+    """Return `g000012.3` for the fourth attempt of that group. A copy's in it is `g000012.3.opponent`."""
     return f"{group}.{attempt}"
+
+
+def role_of(trajectory_id: str) -> str:
+    """Return the role in the id of a copy's trajectory; "" of any other id."""
+    _, attempt, role = (*trajectory_id.split(".", 2), "", "")[:3]
+    return role if attempt.isdecimal() else ""
 
 
 def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message, ...]:

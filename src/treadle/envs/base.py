@@ -28,11 +28,13 @@ class EnvStep(NamedTuple):
     history: replaces the conversation, the reply included; observations follow it. None: it goes on.
     rejected: the reply was not used, and the agent is asked again. The conversation goes on without it; it is not
     trained, and gets no reward.
+    rewards: of copies of the policy (self-play), by name; each is added to that of the copy's last call.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
     >>> EnvStep(reward=Reward({"answer": 1.0, "brevity": 0.1}), done=True)
     >>> EnvStep([{"role": "user", "content": "That was no JSON. Again:"}], rejected=True)
+    >>> EnvStep(reward=1.0, done=True, rewards={"opponent": -1.0})
     """
 
     observations: Sequence[Message] = ()
@@ -42,6 +44,7 @@ class EnvStep(NamedTuple):
     state: str = ""
     history: Sequence[Message] | None = None
     rejected: bool = False
+    rewards: Mapping[str, float | Reward] = {}
 
 
 class Reply(NamedTuple):
@@ -81,6 +84,7 @@ class Finish(NamedTuple):
     """What an environment says of a whole attempt once it has ended (`Environment.finish`).
 
     reward: added to the reward of the last step. info: values of the environment's `metrics`, as in `EnvStep.info`.
+    rewards: of copies of the policy, as in `EnvStep.rewards`.
 
     >>> Finish(reward=1.0)
     >>> Finish(reward=Reward({"tests": 0.75}), info={"files_changed": 3})
@@ -88,6 +92,7 @@ class Finish(NamedTuple):
 
     reward: float | Reward = 0.0
     info: Mapping[str, Any] = {}
+    rewards: Mapping[str, float | Reward] = {}
 
 
 class Environment(Protocol):

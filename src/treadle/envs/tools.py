@@ -104,6 +104,7 @@ class ToolEnvironment(Environment):
         answers: list[Message] = []
         reward, done, errors = Reward(), False, 0
         info: dict[str, Any] = {}
+        rewards: dict[str, float | Reward] = {}
         state = ""
         for number, call in enumerate(reply.tool_calls):
             bound = self._bound(call) if number < self.max_calls else _Error(f"at most {self.max_calls} calls a turn")
@@ -120,11 +121,13 @@ class ToolEnvironment(Environment):
                     raise TrajectoryFailure(Cause.ENVIRONMENT, f"{what}; give them in `step`")
                 reward, done = reward.plus(Reward.of(result.reward)), result.done
                 info, state = _merged(info, result.info), result.state or state
+                for role, paid in result.rewards.items():
+                    rewards[role] = Reward.of(rewards.get(role, 0.0)).plus(Reward.of(paid))
             answers.append(self._answer(call, result))
             if done:
                 break
         info |= {"tool_calls": len(answers), "tool_errors": errors}
-        return EnvStep(answers, reward, done, info, state)
+        return EnvStep(answers, reward, done, info, state, rewards=rewards)
 
     def _bound(self, call: ToolCall) -> Callable[[], Any] | _Error:
         name = call["function"]["name"]

@@ -317,6 +317,6 @@ def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, model
     recorded = [
         RecordedTrajectory(str(path), "held_out", group.group_id, group.task, trajectory, vocabulary)
         for group in groups
-        for trajectory in group.trajectories
+        for trajectory in group.everyone
     ]
     write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer), model)

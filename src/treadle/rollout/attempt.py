@@ -160,7 +160,7 @@ class Rollouts:
     def _open_session(self, driver: AttemptDriver[Any], spec: SessionSpec) -> Session:
         session: Session = driver.open_session(spec)
         if self._models:
-            session.models = AttemptModels(self._models, spec.name, spec.address, lambda: len(session.steps))
+            session.models = AttemptModels(self._models, session, spec.address)
         return session
 
     async def _attempt(
@@ -236,6 +236,9 @@ class Rollouts:
             seconds=seconds,
             metrics=outcome.metrics,
             blocked_seconds=user.blocked_seconds,
+            copies=tuple(
+                _copy(copy, task, address, outcome, seconds) for copy in session.copies.values() if copy.steps
+            ),
         )
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
@@ -253,6 +256,14 @@ class Rollouts:
             if (current := asyncio.current_task()) is None or current.cancelling():
                 raise
             return outcome_of(session.steps, TrajectoryFailure(Cause.INFRASTRUCTURE, _CANCELLED), user.cause)
+
+
+def _copy(session: Session, task: Task, address: Address, whole: Outcome, seconds: float) -> Trajectory:
+    """Return the trajectory of a copy. It fails with its attempt. whole: the attempt's outcome."""
+    own = whole if whole.failure else outcome_of(session.steps, None, Cause.ENVIRONMENT)
+    steps = tuple(session.steps)
+    ended = own.reward, own.status, own.failure
+    return Trajectory(session.name, task.task_id, address.attempt, steps, *ended, seconds=seconds)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 Environment.models["user"].chat --+
 gateway, model="user" ------------+-> AttemptModel.ask -> Chat -> OtherReply
                                              '-> ModelCall, kept with the step before it, never trained
+A `PolicyCopy` is called by the attempt's session instead (`Session.copy`), in a trajectory of its own, and trained.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -19,14 +21,14 @@ from pydantic import Field, model_validator
 
 from treadle.core.config import Config
 from treadle.core.draws import Stream
-from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TrajectoryFailure
+from treadle.core.errors import Cause, ContextExceeded, DataError, EngineError, TokensExceeded, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.types import Message, ModelCall, SamplingParams, Step, as_messages
 from treadle.envs.base import Models
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.rollout.drivers.outcome import AttemptError
-from treadle.rollout.session import Address, CallOptions, OtherReply
+from treadle.rollout.session import Address, CallOptions, OtherReply, Session
 
 POLICY = "policy"
 CALLS = Metric("model_*_calls", "trajectory", "sum", "calls", "calls that a model beside the policy answered")
@@ -44,6 +46,7 @@ class OtherModelConfig(Config):
     model: str | None = Field(None, description="its name there")
     api_key_env: str | None = Field(None, description="environment variable that has the key")
     path: str | None = Field(None, description="instead of url: a model directory, or a name as of model.path")
+    policy: bool = Field(False, description="instead of url: the policy itself, in another role, trained (self-play)")
     options: dict[str, Any] = Field(
         default_factory=dict, description="of its sampling: {temperature: 0.7, max_tokens: 200}; of a URL, any"
     )
@@ -55,8 +58,8 @@ class OtherModelConfig(Config):
 
     @model_validator(mode="after")
     def _one_source(self) -> OtherModelConfig:
-        if (self.url is None) == (self.path is None):
-            raise ValueError("give exactly one of url and path")
+        if (self.url is not None) + (self.path is not None) + self.policy != 1:
+            raise ValueError("give exactly one of url, path and policy")
         if self.url is not None and (self.model is None or not self.url.startswith(("http://", "https://"))):
             raise ValueError(f"url {self.url!r} needs model, its name there, and begins with http:// or https://")
         if self.path is not None:
@@ -65,6 +68,8 @@ class OtherModelConfig(Config):
             if unknown := sorted(self.options.keys() - (_SAMPLING - {"seed"})):
                 raise ValueError(f"options: {unknown[0]!r} is none of {', '.join(sorted(_SAMPLING - {'seed'}))}")
             _ = self.sampling
+        if self.policy and (more := [name for name in ("model", "api_key_env", "options") if getattr(self, name)]):
+            raise ValueError(f"{more[0]} is of other models, and the policy is sampled as rollout says; leave it out")
         return self
 
     @property
@@ -150,6 +155,19 @@ class UrlModel:
         return OtherReply(answer.message, answer.prompt_tokens, answer.completion_tokens, answer.stop_reason)
 
 
+class PolicyCopy:
+    """The policy itself in another role, as the recipe names it; attempts call it by their own sessions."""
+
+    renderer: ChatRenderer | None = None
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def chat(self, session: str, address: Address) -> Chat:
+        raise AssertionError("called by an attempt's session")
+
+
 def address_of(address: Address, model: str) -> Address:
     """Return what keys the draws of an attempt's calls of another model: as `address`, and by the model's name."""
     name = blake2b(f"{int(address.stream)} {model}".encode(), digest_size=6).digest()
@@ -159,20 +177,34 @@ def address_of(address: Address, model: str) -> Address:
 class AttemptModels(Models):
     """The models beside the policy as one attempt calls them, and the record of its calls.
 
-    session: the attempt's name. steps: counts its steps so far. failure: of a call that got no answer, which fails the
-    attempt whatever its code does next.
+    session: the attempt's; None in a check before there is an engine. copies: names of those that are the policy in
+    another role. failure: of a call that got no answer, which fails the attempt whatever its code does next.
+    asked_early: whether a check has called a copy.
     """
 
-    def __init__(
-        self, models: Mapping[str, OtherModel], session: str, address: Address, steps: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, models: Mapping[str, OtherModel], session: Session | None, address: Address) -> None:
+        self.session, self.asked_early = session, False
+        self.copies = [name for name, model in models.items() if isinstance(model, PolicyCopy)]
+        whose = session.name if session else "check"
         for name, model in models.items():
-            chat = model.chat(f"{session}/{name}", address_of(address, name))
+            is_copy = name in self.copies
+            chat = partial(self._copy, name) if is_copy else model.chat(f"{whose}/{name}", address_of(address, name))
             self[name] = AttemptModel(self, name, chat, model.renderer)
-        self.steps = steps
         self.failure: TrajectoryFailure | None = None
         self.begun = 0
         self.calls: dict[int, tuple[int, ModelCall]] = {}  # in order of asking -> steps before it, call
+
+    async def _copy(
+        self, name: str, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions
+    ) -> OtherReply:
+        """Have the policy reply in another role."""
+        if asked := sorted(options.sampling_overrides):
+            raise DataError(f"the model {name!r} is the policy, sampled as rollout says; leave {asked[0]} out")
+        if self.session is None:
+            self.asked_early = True
+            raise EngineError("it is the policy, and there is no engine yet")
+        reply = await self.session.copy(name).chat(messages, tools, options)
+        return OtherReply(reply.message, reply.prompt_tokens, reply.completion_tokens, reply.stop_reason, reply.step)
 
     def called(self, name: str) -> AttemptModel:
         model = self[name]
@@ -222,7 +254,7 @@ class AttemptModel:
         except EngineError as error:
             self._models.failure = TrajectoryFailure(Cause.ENGINE, str(error))
             raise self._models.failure from error
-        except ContextExceeded as error:
+        except (ContextExceeded, TokensExceeded) as error:
             self._models.failure = TrajectoryFailure(Cause.CONTEXT, f"the model {self._name!r}: {error}")
             raise self._models.failure from error
         return reply.message["content"]
@@ -231,12 +263,15 @@ class AttemptModel:
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _NOTHING
     ) -> OtherReply:
         """Return the reply to a conversation, and record the call. Raises EngineError, DataError, ContextExceeded."""
-        number, before, started, clock = self._models.begun, self._models.steps(), time.time(), time.perf_counter()
+        before = len(self._models.session.steps) if self._models.session else 0
+        number, started, clock = self._models.begun, time.time(), time.perf_counter()
         self._models.begun += 1
         try:
             reply = await self._chat(messages, tools, options)
         except EngineError as error:
             raise EngineError(f"the model {self._name!r}: {error}") from error
+        if self._name in self._models.copies:
+            return reply  # on record in its own trajectory
         tokens, seconds = (reply.prompt_tokens, reply.completion_tokens), time.perf_counter() - clock
         call = ModelCall(self._name, tuple(messages), reply.message, *tokens, started, seconds)
         self._models.calls[number] = before, call

@@ -97,6 +97,8 @@ class RewardsConfig(Config):
 class RewardShaper:
     """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a function that does not exist.
 
+    Copies of the policy are weighted and shaped like their attempts.
+
     timeout: of a call of the user's functions, seconds. decode: for a group reward.
     """
 
@@ -107,6 +109,7 @@ class RewardShaper:
 
     def apply_weights(self, trajectory: Trajectory) -> Trajectory:
         """Apply the weights. A sum that is too large for a reward fails the attempt (environment)."""
+        trajectory = replace(trajectory, copies=tuple(map(self.apply_weights, trajectory.copies)))
         try:
             return apply_weights(trajectory, self._config.weights)
         except DataError as error:
@@ -119,6 +122,8 @@ class RewardShaper:
         """
         if trajectory.reward is None or not self._config.shapes:
             return trajectory
+        copies = [await self.shape(task, copy, user) for copy in trajectory.copies]
+        trajectory = replace(trajectory, copies=tuple(copies))
         try:
             if self._hook is not None:
                 trajectory = await self._by_hook(self._hook, task, trajectory, user)
@@ -304,4 +309,6 @@ def _zeroed(step: Step) -> Step:
 
 
 def _failed(trajectory: Trajectory, cause: Cause, message: str, traceback: str = "") -> Trajectory:
-    return replace(trajectory, reward=None, status=Status.FAILED, failure=Failure(cause, message, traceback))
+    """Fail the attempt, in all its roles."""
+    failure, copies = Failure(cause, message, traceback), [_failed(c, cause, message) for c in trajectory.copies]
+    return replace(trajectory, reward=None, status=Status.FAILED, failure=failure, copies=tuple(copies))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
@@ -153,7 +154,8 @@ class Session:
     parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
     strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
     bounds a call's `max_tokens`.
-    models: those beside the policy that the attempt may call; None if the recipe names none.
+    models: those beside the policy that the attempt may call; None if the recipe names none. main: the session of which
+    this is a copy.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
     have no answered retry. said_used: whether an answer was used, by number, where the agent says so. on_dropped: is
     told a call's number and why its step is dropped, None if it no longer is.
@@ -166,8 +168,11 @@ class Session:
         *,
         callers_sampling: bool = False,
         context: int | None = None,
+        main: Session | None = None,
     ) -> None:
         self.name, self.renderer, self.parse = spec.name, spec.renderer, parse
+        self.copies: dict[str, Session] = {}  # by role
+        self._spec, self._main = spec, main
         self.models: AttemptModels | None = None
         self.notes: dict[str, str] = {}
         self.bad_requests: list[str] = []
@@ -182,9 +187,21 @@ class Session:
         self._raw = RawPrompts(spec.renderer)
         self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
+        self._numbers: Iterator[int] = main._numbers if main else itertools.count()
         self._steps: dict[int, Step] = {}  # by the call's number
         self._first: dict[Record, int] = {}  # number of the call that began the reply's conversation
-        spec.engine.open_session(spec.name)
+        if main is None:
+            spec.engine.open_session(spec.name)
+
+    def copy(self, role: str) -> Session:
+        """Return the session of another role that the policy plays in the same attempt.
+
+        Its steps and its conversations are its own. Calls of all roles are numbered together, which keys their draws
+        and their replay, and are one session of the engine's.
+        """
+        if role not in self.copies:
+            self.copies[role] = Session(replace(self._spec, name=f"{self.name}.{role}"), main=self)
+        return self.copies[role]
 
     @property
     def steps(self) -> list[Step]:
@@ -266,7 +283,7 @@ class Session:
             self._steps[number] = replace(self._steps[number], state_key=key)
 
     def close(self) -> None:
-        """Close the engine's session. May be repeated."""
+        """Close the engine's session, which copies share. May be repeated."""
         self._engine.close_session(self.name)
 
     async def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
@@ -287,7 +304,7 @@ class Session:
         if len(prompt.ids) > limit:
             raise ContextExceeded(len(prompt.ids), limit, self._context)
         self._calls += 1
-        return self._calls - 1
+        return next(self._numbers)
 
     async def _sample(self, number: int, prompt: Prompt, options: CallOptions) -> tuple[Step, str, str | None]:
         """Return step, text and stop string of a call."""
@@ -320,7 +337,8 @@ class Session:
 
         try:
             if recorded is None:
-                completion = await self._engine.generate(prompt.ids, sampling, session=self.name)
+                session = self.name if self._main is None else self._main.name
+                completion = await self._engine.generate(prompt.ids, sampling, session=session)
             else:
                 completion = recorded.completion
             if not 0 < len(completion.token_ids) <= limit:

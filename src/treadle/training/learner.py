@@ -35,6 +35,7 @@ from treadle.algorithms.reductions import token_weights
 from treadle.algorithms.values import ValueTargets
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.metrics import Measures, Metric, measured
+from treadle.core.outcomes import by_role
 from treadle.core.processes import release_freed_memory
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group, Ids
@@ -172,7 +173,7 @@ class Learner:
         model cannot train, and groups with too few left (`packing.checks`), are named in `UpdateResult.refused`.
         """
         size = len(groups) // self.training.updates_per_batch
-        sound = [self._sound(groups[i : i + size]) for i in range(0, len(groups), size)]
+        sound = [self._sound(by_role(groups[i : i + size])) for i in range(0, len(groups), size)]
         batches = [flatten(kept) for kept, _ in sound]
         several = self.training.updates_between_publications > 1
         ahead = self.value_head is not None or (several and self._compares_with_old())

@@ -10,6 +10,7 @@ from typing import Any
 from treadle.core.config import as_override, describe
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.outcomes import given
+from treadle.core.types import role_of
 from treadle.orchestration.reporting.curve import RunMetrics, group_runs
 from treadle.view.groups import GroupRow, group_rows
 from treadle.view.recorded_run import RecordedRun
@@ -107,5 +108,9 @@ def _tasks(run: RecordedRun, name: str) -> dict[str, tuple[Any, GroupRow]]:
 def _solved(run: RecordedRun, row: GroupRow) -> float:
     """Return the share of a task's attempts that succeeded; those without a reward did not."""
     section = run.config().evaluation
-    reached = [given(attempt.reward, attempt.components, section.success_of) for attempt in row.attempts]
+    reached = [
+        given(attempt.reward, attempt.components, section.success_of)
+        for attempt in row.attempts
+        if not role_of(attempt.trajectory_id)
+    ]
     return sum(r is not None and r >= section.success_at for r in reached) / len(reached) if reached else 0.0

@@ -13,7 +13,7 @@ from fastapi import Query
 from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Ids, ModelCall, Step, StepState, common_prefix
+from treadle.core.types import Ids, ModelCall, Step, StepState, common_prefix, role_of
 from treadle.orchestration.reporting.report import PackingCount
 from treadle.orchestration.store.group_search import Split
 from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
@@ -120,7 +120,7 @@ def _tokens(
         )
     columns = columns_of((name for view in views for name in view["columns"]), group.split)
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
-    cost = _cost(run, [trained]) if group.split == "train" and trained else None
+    cost = _cost(run, [("", trained)]) if group.split == "train" and trained else None
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     made = {"columns": columns, "cost": cost, "compactions": compactions(recorded_calls(steps), related)}
     return {**tree, "steps": views, **made, "problem": problem}
@@ -155,10 +155,14 @@ def _relation(relation: Relation) -> Json:
     return {**asdict(relation), "was": was, "now": now}
 
 
-def _cost(run: RecordedRun, attempts: Sequence[Sequence[PackedCall]]) -> Json:
-    """Count the tokens that training computes of some attempts' steps with each packing; `tree` within a group."""
+def _cost(run: RecordedRun, attempts: Sequence[tuple[str, Sequence[PackedCall]]]) -> Json:
+    """Count the tokens that training computes of some attempts' steps with each packing; `tree` within a role.
+
+    attempts: the role and the calls of each.
+    """
     count = PackingCount()
-    count.add_group([call for calls in attempts for call in count.add_trajectory(calls)])
+    for role in dict.fromkeys(role for role, _ in attempts):
+        count.add_group([call for own, calls in attempts if own == role for call in count.add_trajectory(calls)])
     try:
         used = str(run.config().training.packing)
     except TreadleError:
@@ -170,13 +174,14 @@ def view_group(run: Run, group_id: Key) -> Json:
     row = _row(run, "groups", "group_id", group_id)
     [group] = group_rows(run, [row])
     attempts, trained = _attempts(run, group.attempts)
+    computed = [(role_of(a.trajectory_id), c) for a, c in zip(group.attempts, trained, strict=True) if c]
     return {
         "run": run.key,
         "group": group,
         "ground_truth": json.loads(row["task"]).get("ground_truth"),
         **run.ledger.neighbors("groups", group_id),
         **attempts,
-        "cost": _cost(run, [c for c in trained if c]) if group.split == "train" and any(trained) else None,
+        "cost": _cost(run, computed) if group.split == "train" and computed else None,
     }
 
 

@@ -40,6 +40,9 @@ SUMMARY_TOKENS = _mean("summary_tokens_mean", "tokens", "sampled in summaries th
 TRAJECTORY_SECONDS = _mean("trajectory_seconds_mean", "seconds", "from its first to its last moment")
 ENGINE_SHARE = _mean("engine_share", "share", "of those seconds in engine calls; concurrent calls add up")
 LAST_STOP = _mean("last_stop_*", "share", "why the last completion ended, if there is any step")
+ROLE_REWARD = _mean("role/*/reward_mean", "", "reward in another role of the policy (self-play)")
+ROLE_STEPS = _mean("role/*/steps_mean", "steps", "LLM calls in that role, of attempts with any")
+ROLE_TOKENS = _mean("role/*/completion_tokens_mean", "tokens", "sampled in that role")
 STALENESS_MEAN = _mean("staleness_mean", "versions", "learner's version less the oldest that sampled a token")
 STALENESS_MAX = Metric("staleness_max", "trajectory", "max", "versions", "largest such difference: the worst straggler")
 ONE_VERSION = _mean("one_version", "share", "of one policy version alone; all with `training.lora.pin_attempts`")
@@ -109,8 +112,8 @@ class EvaluationResult:
     """Result of an evaluation: held-out tasks, played by one attempt each or several.
 
     failed: attempts. success: share of graded attempts, None without any; by: the same per value of `table_by`.
-    metrics: the environment's, `env/<name>` -> value. pass_at: with several attempts, k -> share of tasks of which one
-    of k attempts succeeds, estimated.
+    metrics: the environment's, `env/<name>` -> value, and those of copies, `role/<role>/<name>`. pass_at: with several
+    attempts, k -> share of tasks of which one of k attempts succeeds, estimated.
     """
 
     update: int
@@ -143,6 +146,7 @@ def trajectory_metrics(
         + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
         + _task_metrics(groups, success_at, success_of)
         + environment_metrics(everyone)
+        + _role_metrics(everyone)
         + measured("token", {TOKEN_STALENESS: token_staleness})
     )
 
@@ -150,6 +154,19 @@ def trajectory_metrics(
 def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
     """Return the metrics that the trajectories' environments declare, as `env/<name>`."""
     return sum((t.metrics for t in trajectories), Measures()).under("env/")
+
+
+def _role_metrics(trajectories: Iterable[Trajectory]) -> Measures:
+    """Return metrics of the copies that have a reward, by role."""
+    roles: dict[str, list[TrajectoryView]] = {}
+    for copy in (copy for t in trajectories for copy in t.copies if copy.reward is not None):
+        roles.setdefault(copy.role, []).append(as_played(copy))
+    values: dict[Metric, Sequence[float]] = {}
+    for role, views in sorted(roles.items()):
+        values[ROLE_REWARD.of(role)] = [view.reward for view in views if view.reward is not None]
+        values[ROLE_STEPS.of(role)] = [len(view.steps) for view in views]
+        values[ROLE_TOKENS.of(role)] = [view.completion_tokens for view in views]
+    return measured("trajectory", values)
 
 
 def run_metrics(seconds: Mapping[str, float], wall: float, cpu: float, abandoned_threads: int) -> Measures:
@@ -280,7 +297,7 @@ def evaluation_result(
         steps_mean=mean([len(as_played(t).steps) for t in everyone]),
         by={key: mean(list(chain(*parts[key]))) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
-        metrics=dict(environment_metrics(everyone)),
+        metrics=dict(environment_metrics(everyone) + _role_metrics(everyone)),
         attempts=max(map(int, passes), default=0),
         pass_at=passes if len(passes) > 1 else {},
     )

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from treadle.core.errors import DamageError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
-from treadle.core.types import BreakCause
+from treadle.core.types import BreakCause, role_of
 from treadle.orchestration.reporting.stalls import stalls
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
@@ -158,7 +158,7 @@ def count_tokens(
     extra_tokens, prices = Counter[int | None](), defaultdict[str, CompactionPrice](CompactionPrice)
     shards = _Shards(rollouts, ledger.shards(), rows)
     for _group, members in itertools.groupby(track(rows), lambda row: row["group_id"]):
-        ends: list[PackedCall] = []
+        ends = defaultdict[str, list[PackedCall]](list)  # by role
         for row in members:
             calls = shards.take(row["shard"], row["trajectory_id"])
             version = row["trained_version"]
@@ -170,8 +170,9 @@ def count_tokens(
                 extra_tokens[version] += sum(relation.extra_tokens for relation in steps.values())
             numbers = set(json.loads(row["trained"]))
             if trained := [step.call for step in calls if step.number in numbers]:
-                ends += packing[version].add_trajectory(trained)
-        packing[version].add_group(ends)
+                ends[role_of(row["trajectory_id"])] += packing[version].add_trajectory(trained)
+        for calls_of_role in ends.values():
+            packing[version].add_group(calls_of_role)
     versions = sorted(version for version in packing if version is not None)
     totals = map(sum, zip(*map(astuple, packing.values()), strict=True))
     return {

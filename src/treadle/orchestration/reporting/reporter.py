@@ -68,7 +68,7 @@ class Reporter:
             self._once(text, text)
 
     def failures(self, groups: Sequence[Group]) -> None:
-        for trajectory in (t for group in groups for t in group.trajectories):
+        for trajectory in (t for group in groups for t in group.everyone):
             text = trajectory.failure.message if trajectory.failure else trajectory.warning
             self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
 
@@ -114,7 +114,7 @@ class Clock:
 
 def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
     """Yield a line for rewards whose detail the advantage ignores; in the run's first batch, for unknown components."""
-    trajectories = [t for group in groups for t in group.trajectories]
+    trajectories = [t for group in groups for t in group.everyone]
     name = config.algorithm.advantage
     early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
     if early and not advantage.by_step:

@@ -44,7 +44,8 @@ class ConcurrencyController:
     def observe(self, trajectory: Trajectory) -> None:
         """Learn from a finished attempt. The longer it took, the more it counts: it is found running more often."""
         decay = 1 - 1 / _MEMORY
-        self._in_engine = decay * self._in_engine + trajectory.engine_seconds
+        in_engine = sum(t.engine_seconds for t in (trajectory, *trajectory.copies))
+        self._in_engine = decay * self._in_engine + in_engine
         self._seconds = decay * self._seconds + trajectory.seconds
 
     @property
@@ -165,7 +166,7 @@ class RolloutScheduler:
 
     def _start(self, group: Group) -> list[_Attempt]:
         """Open the sessions of all missing attempts now and in order."""
-        versions = [as_played(t).oldest_version for t in group.trajectories]
+        versions = [as_played(t).oldest_version for t in group.everyone]
         if (calls := self.groups.store.calls) is not None:
             versions.append(calls.oldest_version(group))
         self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))

@@ -247,7 +247,7 @@ async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> s
 def _prompt(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
     prompt = first_prompt(inputs, renderer, config, log)
     if prompt is None:
-        return None, "not known before an agent program or driver makes it"
+        return None, "not known before an agent program, a driver or another role of the policy makes it"
     limit = config.rollout.max_input_tokens
     return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
 

@@ -31,7 +31,7 @@ from treadle.rollout.attempt import CHECK, Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
 from treadle.rollout.isolation.event_loop import run, watched_event_loop
-from treadle.rollout.other_models import AttemptModels, MakeModel
+from treadle.rollout.other_models import AttemptModels, MakeModel, PolicyCopy
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")
@@ -175,6 +175,12 @@ def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
     environments = of_kind("environment", loaded.environments, load_environment)
     check_metrics(environments)
     agents = of_kind("agent", loaded.agents, load_agent)
+    copies = [name for name, make in loaded.models.items() if make is PolicyCopy]
+    if copies and (other := next(((kind, name) for kind, name in named if kind != "environment"), None)):
+        raise ConfigError(
+            f"models.{copies[0]} is a copy of the policy, which environments alone may call, and the {other[0]} "
+            f"{other[1]!r} plays tasks; write an environment for it, or leave policy: true out"
+        )
     return Players(environments, agents, of_kind("driver", loaded.drivers, load_driver), loaded.models)
 
 
@@ -228,7 +234,8 @@ def check_drivers(players: Players, renderer: ChatRenderer, config: RunConfig, l
 def first_prompt(
     inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]
 ) -> FirstPrompt | None:
-    """Return the prompt of the first task whose environment can be reset; None where only agents and drivers play.
+    """Return the prompt of the first task whose environment can be reset; None where only agents and drivers play, or
+    where another role of the policy begins.
 
     log: takes lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
     three can be reset, if one refuses its options, may wait longer than `rollout.environment_timeout` or needs more
@@ -239,10 +246,13 @@ def first_prompt(
     tasks = (task for task in inputs.train if task.environment) if inputs.players.environments else ()
     for task in islice(tasks, 3):
         try:
-            messages, tools, parsed = run(_first(inputs.players, task, config, log), log)
+            first = run(_first(inputs.players, task, config, log), log)
         except TrajectoryFailure as failure:
             problems.append(f"task {task.task_id}: {failure}")
             continue
+        if first is None:
+            return None
+        messages, tools, parsed = first
         if tools:
             name, parse = task.environment, renderer.parser(config.rollout.reply_parser) if parsed else None
             if problem := renderer.tools_problem(tools, parse):
@@ -272,17 +282,24 @@ def first_prompt(
 
 async def _first(
     players: Players, task: Task, config: RunConfig, log: Callable[[str], None]
-) -> tuple[list[Message], Sequence[Tool], bool]:
-    """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies."""
+) -> tuple[list[Message], Sequence[Tool], bool] | None:
+    """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies.
+
+    None if they depend on what the policy says in another role.
+    """
     user = user_code(task, "as a check")
     factory, models = players.environments[task.environment], {name: make() for name, make in players.models.items()}
-    called = AttemptModels(models, "check", CHECK)
+    called = AttemptModels(models, None, CHECK)
     environment = IsolatedEnvironment(task.environment, factory, user, config.rollout, called)
     with watched_event_loop(log):
         try:
             await _make(environment, task.environment, config)
             messages = await environment.reset(task.copy())
             return messages, environment.tools, environment.takes_reply
+        except TrajectoryFailure:
+            if called.asked_early:
+                return None
+            raise
         finally:
             await environment.close()  # what that raises is only a warning, as in an attempt
             user.release()

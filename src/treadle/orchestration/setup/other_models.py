@@ -22,7 +22,7 @@ from treadle.models.model_files import require_model
 from treadle.orchestration.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import AUTO, ReplyParser, Tool, plain
-from treadle.rollout.other_models import POLICY, RUN_MODELS, Chat, MakeModel, OtherModelConfig, UrlModel
+from treadle.rollout.other_models import POLICY, RUN_MODELS, Chat, MakeModel, OtherModelConfig, PolicyCopy, UrlModel
 from treadle.rollout.session import Address, CallOptions, OtherReply, Session, SessionSpec
 
 _ANY_LENGTH = 2**31  # of a prompt: the engine knows its context
@@ -31,7 +31,13 @@ _ANY_LENGTH = 2**31  # of a prompt: the engine knows its context
 def check_models(config: RunConfig) -> None:
     """Raise ConfigError for a model that is not there, a key that is not set, or packages that are not installed."""
     for name, model in config.models.items():
-        if model.path is not None:
+        if model.policy:
+            if config.rewards.group is not None:
+                raise ConfigError(
+                    f"models.{name} is a copy of the policy, and rewards.group rewards one role alone; have the "
+                    "environment reward both (Finish.rewards)"
+                )
+        elif model.path is not None:
             require_model(model.path, f"models.{name}.path")
             if config.placement.rollout.workers:
                 raise ConfigError(
@@ -46,7 +52,8 @@ def check_models(config: RunConfig) -> None:
 
 def make_models(models: Mapping[str, OtherModelConfig]) -> dict[str, MakeModel]:
     """Return what makes the models, by name."""
-    return {name: partial(UrlModel if model.url else LocalModel, model) for name, model in models.items()}
+    kinds = {name: UrlModel if model.url else LocalModel for name, model in models.items()}
+    return {name: PolicyCopy if model.policy else partial(kinds[name], model) for name, model in models.items()}
 
 
 class LocalModel:

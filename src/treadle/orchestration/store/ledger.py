@@ -90,7 +90,7 @@ class Ledger(LedgerReader):
             _note_file(db, f"rollouts/{shard.name}", shard.sha256)
             for group in groups:
                 insert(db, "OR IGNORE INTO groups", [_group_row(group, split, batch)])
-                for trajectory in group.trajectories:
+                for trajectory in group.everyone:
                     insert(db, "INTO trajectories", [_trajectory_row(group, trajectory, shard.name, split)])
                     insert(db, "INTO steps", _step_rows(trajectory, split))
                     if split == "train":

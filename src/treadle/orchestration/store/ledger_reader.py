@@ -292,13 +292,17 @@ class LedgerReader:
         return rows[0] if rows else None
 
     def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
-        """Attempts at one task in two evaluations, from failure to success if possible. component: judged instead."""
+        """Attempts at one task in two evaluations, from failure to success if possible. component: judged instead.
+
+        Copies of the policy in other roles (`g000012.3.opponent`) are left out.
+        """
         judged = "coalesce((SELECT value FROM json_each({0}.components) WHERE key = ?), {0}.reward)"
         values = (component, success) * 2
         rows = self.query(
             "SELECT b.trajectory_id AS before, a.trajectory_id AS after FROM trajectories b JOIN groups gb USING "
             "(group_id) JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
-            f"WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? ORDER BY coalesce({judged.format('a')} >= ?, 0) DESC, "
+            "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? AND a.trajectory_id NOT GLOB '*.*.*' AND b.trajectory_id "
+            f"NOT GLOB '*.*.*' ORDER BY coalesce({judged.format('a')} >= ?, 0) DESC, "
             f"coalesce({judged.format('b')} < ?, 0) DESC, gb.position LIMIT 1",
             *(self._last_time(first), self._last_time(last), *values),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def roll_back(
     if dropped:
         log(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
     if not repeats:
-        trajectories = [t for group in restored.values() for t in group.trajectories]
+        trajectories = [t for group in restored.values() for t in group.everyone]
         steps = sum(len(t.steps) for t in trajectories)
         log(f"{len(trajectories)} finished trajectories ({steps} steps) of {len(restored)} groups are reused")
     if calls:
@@ -109,5 +110,10 @@ def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
 def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]]) -> Group:
     first = rows[0]
     task = Task(**json.loads(first["task"]))
-    attempts = [trajectory_on_record(row, task.task_id, played) for row, played in zip(rows, steps, strict=True)]
+    every = [trajectory_on_record(row, task.task_id, played) for row, played in zip(rows, steps, strict=True)]
+    attempts = [
+        replace(t, copies=tuple(copy for copy in every if copy.role and copy.attempt == t.attempt))
+        for t in every
+        if not t.role
+    ]
     return Group(first["group_id"], first["idx"], first["epoch"], first["position"], task, tuple(attempts))

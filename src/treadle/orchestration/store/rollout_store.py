@@ -79,7 +79,7 @@ def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenF
     rows = [
         {"group_id": group.group_id, "trajectory_id": trajectory.trajectory_id, "step": number, **step_row(step)}
         for group in groups
-        for trajectory in group.trajectories
+        for trajectory in group.everyone
         for number, step in enumerate(trajectory.steps)
     ]
     return write_table(directory, f"{name}.parquet", pa.Table.from_pylist(rows, schema=_SCHEMA))

@@ -23,7 +23,7 @@ from treadle.core.outcomes import was_played
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Message, Status, StopReason, Task, as_messages
 from treadle.core.user_functions import described, name_of
-from treadle.envs.base import Environment, EnvStep, Finish, Model, Reply
+from treadle.envs.base import Environment, EnvStep, Finish, Reply
 from treadle.envs.tasks import REWARD_FUNCTION, SingleTurn, made_class
 from treadle.rendering.replies import ReplyParser, plain
 from treadle.rollout.config import RolloutConfig
@@ -31,6 +31,7 @@ from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.history import History
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, LIMITS, AttemptError, Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode, is_async
+from treadle.rollout.other_models import AttemptModels
 from treadle.rollout.session import CallOptions, Session
 from treadle.rollout.session import Reply as SessionReply
 
@@ -94,15 +95,19 @@ class EnvironmentDriver(AttemptDriver[Session]):
                 session.reject(reply.number)
             else:
                 session.reward_last(Reward.of(answer.reward))
+            _reward_copies(session, answer.rewards)
             if answer.done:
                 break
             history.add(reply.message, answer)
             state = answer.state
         else:
             limit = StepsExceeded(self._config.max_steps)
-        session.close()  # the engine waits for it, and `finish` may take its time
+        if session.models is None or not session.models.copies:
+            session.close()  # the engine waits for it, and `finish` may take its time
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
-        session.reward_last(await environment.finish(ended), add=True)
+        finish = await environment.finish(ended)
+        session.reward_last(Reward.of(finish.reward), add=True)
+        _reward_copies(session, finish.rewards)
         return limit
 
     async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
@@ -130,6 +135,11 @@ class EnvironmentDriver(AttemptDriver[Session]):
         raise ContextExceeded(tokens, self._config.max_input_tokens)
 
 
+def _reward_copies(session: Session, rewards: Mapping[str, float | Reward]) -> None:
+    for role, reward in rewards.items():
+        session.copy(role).reward_last(Reward.of(reward), add=True)
+
+
 def _options(history: History, environment: IsolatedEnvironment) -> CallOptions:
     return CallOptions(
         tool_calls=environment.takes_reply,
@@ -154,7 +164,7 @@ class IsolatedEnvironment:
         factory: EnvironmentFactory,
         user: UserCode,
         config: RolloutConfig,
-        models: Mapping[str, Model] | None = None,
+        models: AttemptModels | None = None,
     ) -> None:
         self._name, self._factory, self._user, self._config, self._models = name, factory, user, config, models
         self._environment: Environment | None = None
@@ -186,11 +196,11 @@ class IsolatedEnvironment:
             argument = Reply(reply.text, thought, calls)
         return await self._call("step", argument, check=self._checked_step, what=what)
 
-    async def finish(self, ended: Status) -> Reward:
-        """Finish the attempt, count its metrics, and return what is added to the last reward."""
+    async def finish(self, ended: Status) -> Finish:
+        """Finish the attempt, count its metrics, and return what is added to the last rewards."""
         finish = getattr(self._environment, "finish", None)
         if finish is None or getattr(finish, "__func__", None) is Environment.finish:
-            return Reward()
+            return Finish()
         return await self._call("finish", ended, check=self._checked_finish)
 
     async def close(self) -> str:
@@ -249,6 +259,7 @@ class IsolatedEnvironment:
             raise _failure(f"step gave done={step.done!r:.100}; it must be true or false")
         if not isinstance(step.state, str):
             raise _failure(f"step gave state={step.state!r:.100}; it must be a string")
+        self._check_rewards(step.rewards, "step")
         self._check_history(step, reward)
         self.metrics.record(step.info, "step")
         if step.done:
@@ -267,14 +278,25 @@ class IsolatedEnvironment:
         if (step.rejected or step.history is not None) and self._config.conversation == "single_message":
             raise _failure("step gave history or rejected; set rollout.conversation to 'turns' for that")
 
-    def _checked_finish(self, value: object) -> Reward:
+    def _check_rewards(self, rewards: object, method: str) -> None:
+        """Check the rewards of the policy's other roles."""
+        copies = self._models.copies if self._models else []
+        if not isinstance(rewards, Mapping) or (unknown := [role for role in rewards if role not in copies]):
+            what = f"rewards of {unknown[0]!r}" if isinstance(rewards, Mapping) else f"rewards={rewards!r:.100}"
+            known = f"models has {', '.join(copies)}" if copies else "models has none"
+            raise _failure(f"{method} gave {what}; they are of copies of the policy, by name: {known} (policy: true)")
+        for reward in rewards.values():
+            _checked_reward(reward, method, self._environment)
+
+    def _checked_finish(self, value: object) -> Finish:
         if value is None:
-            return Reward()
-        if not isinstance(value, tuple) or not 1 <= len(value) <= 2:
-            raise _failure(f"finish must return Finish(reward, info) or None, got {value!r:.100}")
+            return Finish()
+        if not isinstance(value, tuple) or not 1 <= len(value) <= len(Finish._fields):
+            raise _failure(f"finish must return Finish({', '.join(Finish._fields)}) or None, got {value!r:.100}")
         finish = Finish(*value)
         self.metrics.record(finish.info, "finish")
-        return _checked_reward(finish.reward, "finish", self._environment)
+        self._check_rewards(finish.rewards, "finish")
+        return finish._replace(reward=_checked_reward(finish.reward, "finish", self._environment))
 
 
 def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> tuple[Message, ...]:
