@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -116,6 +117,27 @@ async def test_a_server_that_does_not_start_is_told_with_its_log(
             settings, FixedWeights(), serve=serve, stop_token_ids=[], on_close=lambda: closed.append(True)
         )
     assert (tmp_path / "vllm-1.log").is_file() and closed
+
+
+async def test_a_server_that_is_started_while_another_one_fails_is_ended(tmp_path: Path) -> None:
+    settings, failed = config(python=interpreter(tmp_path, "exit 3"), servers=2), threading.Event()
+    made = list[ServerProcess]()
+
+    class Watched(ServerProcess):
+        async def stop(self) -> None:
+            await super().stop()
+            failed.set()
+
+    def serve(number: int) -> ServerProcess:
+        if number:
+            assert failed.wait(CEILING)
+        made.append(Watched(tmp_path, settings, tmp_path / f"vllm-{number}.log"))
+        return made[-1]
+
+    with pytest.raises(EngineError, match="ended while it started"):
+        await open_engine(settings, FixedWeights(), serve=serve, stop_token_ids=[])
+    assert len(made) == 2 and not any(server.running for server in made)
+    assert all(server._process.stdin.closed for server in made if server._process.stdin)
 
 
 async def test_a_url_that_nobody_answers_is_refused() -> None:

@@ -233,7 +233,12 @@ async def open_engine(
         if serve is None:
             server = Server(config.vllm.urls[number])
         else:
-            process = await asyncio.to_thread(serve, number)
+            starting = asyncio.ensure_future(asyncio.to_thread(serve, number))
+            try:
+                process = await asyncio.shield(starting)
+            except asyncio.CancelledError:  # another one has failed; a thread cannot be cancelled
+                await (await starting).stop()
+                raise
             server = Server(process.url, process)
         try:
             await wait_for(server, START_TIMEOUT)
