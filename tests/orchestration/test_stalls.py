@@ -36,6 +36,12 @@ def rows(*parts: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
     ("parts", "said"),
     [
         ([(30, {})], {}),
+        (
+            [(1, {"env/tool_calls": 0.5, "env/tool_errors": 0.45})],
+            {"tools": "90% of the tool calls of update 1 end in an"},
+        ),
+        ([(30, {"env/tool_calls": 0.5, "env/tool_errors": 0.4})], {}),
+        ([(30, {"env/tool_calls": 0.0, "env/tool_errors": 0.0})], {}),
         ([(UPDATES - 1, NO_REWARD)], {}),
         ([(5, {}), (UPDATES, NO_REWARD)], {"zero": "all 630 rewards of the last 10 updates are 0"}),
         ([(30, {**NO_REWARD, "shaped_reward_mean": -0.2, **{"zero_advantage_groups": 0.1}})], {}),

@@ -12,9 +12,9 @@ from treadle.orchestration.reporting.callbacks import Callback, RunStart
 from treadle.orchestration.store.run_directory import RunDirectory
 
 UPDATES = 10
-"""The last updates that are looked at; a run of fewer has no stall."""
+"""The last updates that are looked at; a run of fewer has no stall but failing tools."""
 SHARE = 0.9
-"""Mean share of groups without an advantage, or of attempts whose last reply is cut, from which nothing is learned."""
+"""Share of groups without an advantage, of last replies that are cut, or of failing tool calls: nothing is learned."""
 SOLVED = 0.9
 """Mean success from which equal rewards and low entropy are what was wanted, unless the tasks began like this."""
 ENTROPY, ENTROPY_LEFT = 0.02, 0.1
@@ -27,10 +27,10 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     rows: of metrics.jsonl, in order. Those between the first and the last `UPDATES` updates have no effect.
     """
     updates = [row for row in rows if row["kind"] == "update"]
+    found = _failing_tools(updates[-1]) if updates else {}
     if len(updates) < UPDATES:
-        return {}
-    first, last = updates[:UPDATES], updates[-UPDATES:]
-    found, of_them = {}, f"of the last {UPDATES} updates"
+        return found
+    first, last, of_them = updates[:UPDATES], updates[-UPDATES:], f"of the last {UPDATES} updates"
     solved, taught = _mean("success", last) >= SOLVED, "teacher_kl" in last[-1]
     still, cut = _mean("zero_advantage_groups", last), _mean("last_stop_length", last)
     nothing = all(row.get("reward_mean") == row.get("reward_positive") == 0 for row in last)
@@ -63,6 +63,14 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             "earlier checkpoint with half the training.optimizer.learning_rate"
         )
     return found
+
+
+def _failing_tools(row: Mapping[str, Any]) -> dict[str, str]:
+    calls, errors = (row.get(f"env/tool_{what}") or 0.0 for what in ("calls", "errors"))
+    if not calls or errors < SHARE * calls:
+        return {}
+    what = f"{errors / calls:.0%} of the tool calls of update {row['update']} end in an error"
+    return {"tools": f"{what}, which the model reads as text; read one (treadle show RUN): the tools may have a bug"}
 
 
 def _mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
