@@ -66,6 +66,7 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _failing_tools(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the line on an update whose tool calls nearly all fail: what a bug in a tool looks like."""
     calls, errors = (row.get(f"env/tool_{what}") or 0.0 for what in ("calls", "errors"))
     if not calls or errors < SHARE * calls:
         return {}
