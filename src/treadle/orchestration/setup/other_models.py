@@ -52,8 +52,13 @@ def check_models(config: RunConfig) -> None:
 
 def make_models(models: Mapping[str, OtherModelConfig]) -> dict[str, MakeModel]:
     """Return what makes the models, by name."""
-    kinds = {name: UrlModel if model.url else LocalModel for name, model in models.items()}
-    return {name: PolicyCopy if model.policy else partial(kinds[name], model) for name, model in models.items()}
+    return {name: _maker(model) for name, model in models.items()}
+
+
+def _maker(model: OtherModelConfig) -> MakeModel:
+    if model.policy:
+        return PolicyCopy
+    return partial(UrlModel, model) if model.url else partial(LocalModel, model)
 
 
 class LocalModel:
