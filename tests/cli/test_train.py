@@ -114,7 +114,7 @@ def test_a_run_directory_taken_in_the_meantime_is_left_alone(place: Place) -> No
     TakesTheRunDirectory.path = place.runs / "new"
     done = place.train(*playing("TakesTheRunDirectory"))
     TakesTheRunDirectory.lock.close()
-    assert done.status == 1 and "already in use" in done.error
+    assert done.status == 1 and "another process is training in" in done.error
     assert sorted(files(place.runs / "new")) == ["config.yaml", "lock"]
 
 
@@ -183,6 +183,18 @@ def test_ctrl_c_during_the_warm_start_leaves_nothing(place: Place) -> None:
     done = place.train(override, "warm_start.options={}")
     assert (done.status, done.error) == (130, "interrupted; nothing was trained yet")
     assert not (place.runs / "new").exists()
+
+
+def test_a_run_killed_in_its_warm_start_is_begun_anew(place: Place) -> None:
+    process = start_treadle("train", place.recipe, "--runs", place.runs, "--name", "new", "warm_start.steps=1000000")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("run directory: ")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert (place.runs / "new" / "config.yaml").is_file()
+    done = place.train("--resume", "warm_start.steps=10", "orchestration.updates=1")
+    assert done.status == 0, done.err
+    assert "has recorded nothing yet: it is begun anew" in done.out
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "models get smolm2": ("unknown model 'smolm2'; there are smollm2, ORG/NAME of the hub, GGUF files",),
 }
 OF_RUNS: dict[str, tuple[str, ...]] = {
-    "train tiny.yaml --runs . --name RUN": ("already in use; continue it with --resume or choose another --name",),
+    "train tiny.yaml --runs . --name RUN": ("already in use; it has no checkpoint to resume: delete it, or choose",),
     "train tiny.yaml --resume": ("no unfinished run of 'tiny' under 'runs' to resume; start one without --resume",),
     "train tiny.yaml --runs . --resume --name no": ("'no' is not a run directory: there is nothing of that name in",),
     "eval /nowhere": ("'/nowhere' is not a run directory: there is nothing of that name in /",),

@@ -407,10 +407,15 @@ def test_a_run_killed_before_its_summary_is_finished_by_resuming(
     check_finished(path)
 
 
-def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "run", tiny()).close()
+def test_a_run_without_a_checkpoint_is_begun_anew_or_says_so(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
+    path, progress = tmp_path / "run", Quiet()
+    RunDirectory.create(path, tiny()).close()
+    assert resume(path, progress=progress)["weights_sha256"] == reference[1]["weights_sha256"]
+    assert progress.lines[0] == f"run {str(path)!r} has recorded nothing yet: it is begun anew"
+    RunDirectory.create(tmp_path / "played", tiny()).close()
+    (tmp_path / "played" / "rollouts" / "evaluation-e000000.parquet").touch()
     with pytest.raises(RunError, match="has recorded nothing yet: it is, or was stopped, in its warm start"):
-        resume(tmp_path / "run")
+        resume(tmp_path / "played")
     with pytest.raises(RunError, match="is not a run directory: there is nothing of that name"):
         resume(tmp_path / "nothing", config=tiny())
 

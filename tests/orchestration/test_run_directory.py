@@ -47,13 +47,47 @@ def test_a_new_run_keeps_its_configuration(tmp_path: Path) -> None:
 
 def test_a_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match=r"already in use; resume it \(resume=True\), or choose another name"):
+    with pytest.raises(RunError, match=r"already in use; choose another name"):
         RunDirectory.create(tmp_path, tiny())
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(RunError, match="could not create"):
         RunDirectory.create(tmp_path / "notes.txt", tiny())
     with pytest.raises(RunError, match="could not create"):
         RunDirectory.create(tmp_path / "notes.txt" / "run", tiny())
+
+
+def test_a_run_that_has_recorded_nothing_is_begun_anew(tmp_path: Path) -> None:
+    """Its process was killed in the warm start, or before the first checkpoint."""
+    run = RunDirectory.create(tmp_path, tiny())
+    with pytest.raises(RunError, match="another process is training in"):
+        RunDirectory.create(tmp_path, tiny())
+    run.close()
+    Ledger(run.ledger_file).close()
+    run.log_interval({"update": 0})
+    (tmp_path / "notes.txt").write_text("mine")
+    again = RunDirectory.create(tmp_path, tiny("seed=5"))
+    again.close()
+    names = ["checkpoints", "config.yaml", "lock", "notes.txt", "rollouts", "traces"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert again.config().seed == 5
+
+
+@pytest.mark.parametrize(
+    ("recorded", "advice"),
+    [
+        ("checkpoints/step-000000", r"resume it \(--resume, in Python resume=True\), or choose another name"),
+        ("rollouts/evaluation-e000000.parquet", "it has no checkpoint to resume: delete it, or choose another name"),
+        ("metrics.jsonl", "delete it, or choose another name"),
+        ("summary.json", "delete it, or choose another name"),
+    ],
+)
+def test_a_run_that_has_recorded_something_is_left_alone(recorded: str, advice: str, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, tiny())
+    run.close()
+    (tmp_path / recorded).touch()
+    with pytest.raises(RunError, match=f"already in use; .*{advice}"):
+        RunDirectory.create(tmp_path, tiny("seed=5"))
+    assert run.config().seed == 0
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.models import random_groups
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, Ragged, Told, chatml, hang, plain_ids, plain_renderer, tiny, user
-from treadle.core.errors import ConfigError, DataError, EngineError, RunError, TrainingStopped
+from treadle.core.errors import ConfigError, DataError, EngineError, TrainingStopped
 from treadle.core.types import Task
 from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
@@ -288,9 +288,9 @@ def test_a_warm_start_that_did_not_learn_stops_the_run_and_caches_nothing(tmp_pa
     for name in ("first", "second"):
         with pytest.raises(TrainingStopped, match="did not learn its demonstrations"):
             start(tmp_path / name, *WARM, "warm_start.max_loss=0.01")
+    with pytest.raises(TrainingStopped, match="did not learn its demonstrations"):
+        resume(tmp_path / "first")  # which has recorded nothing, and is begun anew
     assert not cache.exists()
-    with pytest.raises(RunError, match="has recorded nothing yet"):
-        resume(tmp_path / "first")
 
 
 def test_a_damaged_entry_is_made_again(tmp_path: Path, cache: Path) -> None:

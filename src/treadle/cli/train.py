@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
 from treadle.cli.options import Commands, add_command
 from treadle.cli.show import print_transcript
-from treadle.core.errors import ConfigError, RunError
+from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
 from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
@@ -86,9 +86,8 @@ def run_train(options: argparse.Namespace) -> int:
     else:
         config = load_recipe(options.recipe, options.overrides)
         path = options.runs / (options.name or "")
-        if options.name and path.exists() and (not path.is_dir() or any(path.iterdir())):  # before torch is loaded
-            problem = f"run directory {str(path)!r} is already in use"
-            raise RunError(f"{problem}; continue it with --resume or choose another --name")
+        if options.name:
+            RunDirectory(path).check_free()  # or an error, before torch is loaded
     check_config(config)
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
@@ -135,23 +134,12 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
     try:
         yield path
     finally:
-        if new and _is_stub(RunDirectory(path)):
+        run = RunDirectory(path)
+        if new and run.is_stub and run.state() == "stopped":  # not of another process that took the same name
             shutil.rmtree(path)
         elif not options.name:
             with suppress(OSError):  # unless something is in it
                 path.rmdir()
-
-
-def _is_stub(run: RunDirectory) -> bool:
-    """Whether nothing is recorded in it, and no other process that took the same name is training there."""
-    if not run.config_file.is_file() or any(run.rollouts.glob("*.parquet")) or any(run.checkpoints.glob("step-*")):
-        return False
-    try:
-        run.lock()
-    except RunError:
-        return False
-    run.close()
-    return True
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:

@@ -51,6 +51,7 @@ from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.address import RunAddress, checkpoint_named, find_address, run_path
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
@@ -99,6 +100,8 @@ def train(
 
     Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
+    if not resume:
+        RunDirectory(Path(run)).check_free()
     kind, name, player = _player(environment)
     given = {"train": _source_or_tasks(tasks, "tasks"), "held_out": _source_or_tasks(held_out, "held_out")}
     sources = {split: {"source": what if isinstance(what, str) else IN_MEMORY} for split, what in given.items() if what}

@@ -67,7 +67,8 @@ def train_run(
     """Train in a new run directory, or resume the run there; returns the summary.
 
     resume: go on from the latest checkpoint, or from an earlier one by name (`checkpoint`), after which everything is
-    rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted.
+    rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted. A run that
+    has recorded nothing, such as one that was killed in its warm start, is begun anew, also without `resume`.
     runtime: what makes the run's parts; default: what `placement.kind` names.
 
     When a cluster loses a rank of the learner, the run goes on from the last checkpoint, at most three times without
@@ -102,6 +103,9 @@ def _train(
 ) -> dict[str, Any]:
     clock, resumed = Clock(), None
     check_config(config)
+    if resume and checkpoint is None and RunDirectory(path).is_stub:
+        progress.log(f"run {str(path)!r} has recorded nothing yet: it is begun anew")
+        resume = False
     with ExitStack() as cleanup:
         if resume:
             run = RunDirectory.open(path)

@@ -67,8 +67,9 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
             "give it more orchestration.updates, or --resume-from an earlier checkpoint"
         )
     config = run.config(overrides)
-    check_changes(changes(run.config(), config))
-    find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
+    if checkpoint is not None or not run.is_stub:  # which is begun anew
+        check_changes(changes(run.config(), config))
+        find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
     if sources_of(config.data.train)[0].source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
     return config

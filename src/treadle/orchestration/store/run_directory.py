@@ -29,6 +29,7 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader, no_checkpoint, salvage
 
 _LOCK_ATTEMPTS = 5
+_LEFTOVERS = ("warm_start.json", "intervals.jsonl", "ledger.sqlite*")  # of a stub, which a new run adds to
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +88,55 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """Create a new run's directory and lock it. Raises RunError unless it is empty or missing."""
+        """Create a new run's directory and lock it. Raises RunError as `check_free`."""
         run = cls(path)
+        run.check_free()
         try:
-            if path.exists() and any(path.iterdir()):
-                what = f"run directory {str(path)!r} is already in use"
-                raise RunError(f"{what}; resume it (resume=True), or choose another name")
-            run.rollouts.mkdir(parents=True)
-            run.traces.mkdir()
-            run.checkpoints.mkdir()
+            begun = run.is_stub
+            for folder in (run.rollouts, run.traces, run.checkpoints):
+                folder.mkdir(parents=True, exist_ok=begun)
             run.lock()
+            for leftover in (file for pattern in _LEFTOVERS if begun for file in path.glob(pattern)):
+                leftover.unlink()
             run.write(run.config_file.name, _config_content(config))
         except FileExistsError as error:  # by another process, just now
             raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
         except OSError as error:
             raise RunError(f"could not create run directory {str(path)!r}: {error}") from error
         return run
+
+    @property
+    def is_stub(self) -> bool:
+        """Whether a run was begun here that has recorded nothing: its process may have been killed in a warm start."""
+        folders = (self.rollouts, self.traces, self.checkpoints)
+        if not (self.path / "lock").is_file() or not all(folder.is_dir() for folder in folders):
+            return False
+        recorded = (*self.rollouts.glob("*.parquet"), *self._steps(), self.metrics_file, self.summary_file)
+        return not any(path.exists() for path in recorded)
+
+    def _steps(self) -> list[Path]:
+        return list(self.checkpoints.glob("step-*"))
+
+    def check_free(self) -> None:
+        """Raise RunError, with what can be done, unless a run can be made here: there is nothing, or only a stub."""
+        what = f"run directory {str(self.path)!r}"
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise RunError(f"could not create {what}: it is a file; choose another name")
+        if self.state() == "in progress":
+            raise self._in_progress()
+        if self.is_stub or not any(self.path.iterdir()):
+            return
+        advice = ""
+        if self._steps():
+            advice = "resume it (--resume, in Python resume=True), or "
+        elif self.config_file.is_file():
+            advice = "it has no checkpoint to resume: delete it, or "
+        raise RunError(f"{what} is already in use; {advice}choose another name")
+
+    def _in_progress(self) -> RunError:
+        return RunError(f"another process is training in {str(self.path)!r}; wait for it or stop it")
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -119,7 +153,7 @@ class RunDirectory:
     def ledger(self) -> LedgerReader:
         """Reader of the ledger. Raises RunError, with what can be done, if there is none."""
         if not self.ledger_file.is_file():
-            if any(self.checkpoints.glob("step-*")):
+            if self._steps():
                 raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
             raise RunError(f"run {str(self.path)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
         return LedgerReader(self.ledger_file)
@@ -170,8 +204,7 @@ class RunDirectory:
             except BlockingIOError as error:  # another run's, or for a moment a reader's: `state`
                 if not attempts_left:
                     file.close()
-                    message = f"another process is training in {str(self.path)!r}; wait for it or stop it"
-                    raise RunError(message) from error
+                    raise self._in_progress() from error
                 time.sleep(0.02)
         self._lock = file
 
