@@ -53,7 +53,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "environment=nope data.train.source=train.jsonl data.train.options={}": ("environments: 'nope' is not registered",),
     # combinations
     "training.group_size=1": ("training.group_size is 1", "raise it to 2 or more"),
-    "rollout.max_input_tokens=600": ("600 + max_completion_tokens 8 = 608", "context of 128; lower one of them"),
+    "rollout.max_input_tokens=600": ("600 + max_completion_tokens 8 = 608", "set rollout.max_input_tokens=120 and"),
     "engine.kind=vllm engine.options.python=/nowhere": ("'/nowhere' is not an interpreter; set engine.options.python",),
     # models
     "model.build=null model.path=/nowhere": ("model.path: no directory '/nowhere'; give the directory of",),
@@ -98,6 +98,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "eval tiny.yaml --model model --dump no/where": ("--dump: cannot write 'no/where': No such file or directory",),
     "train RUN@40 --resume": ("a run goes on from its latest checkpoint; to go back to this one: treadle train RUN",),
     "serve model": ("MODEL: no tokenizer.json in 'model'",),
+    "serve servd": ("MODEL: no directory 'servd'; did you mean 'served'? give the directory",),
+    "train tiny.yaml model.build=null model.path=./modle": ("no directory './modle'; did you mean 'model'? give",),
+    "train tiny.yaml model.build=null model.path=smolm2": ("no directory 'smolm2'; did you mean 'smollm2'? give",),
     "serve served --port 65536": ("--port 65536: ports are 0 to 65535",),
     "serve served --port BUSY": ("--port BUSY is in use; choose another, or --port 0 for any free one",),
     "serve served --advertised-url box:80": ("treadle serve: advertised_url: 'box:80' is not a base URL;",),

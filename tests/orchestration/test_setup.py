@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.setup.engines import EngineSpec, check_engine, embedded_engine
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, make_inputs
 from treadle.orchestration.setup.thread_count import SMALL, default_threads
+from treadle.orchestration.setup.validation import check_context
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.flat import flatten
 from treadle.rollout.attempt import Players
@@ -109,6 +111,25 @@ def test_limits_beyond_the_models_context_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_completion_tokens 5 = 69 exceeds .* context of 68"):
         check(Told(), context=68)
     check(Told(), context=69)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fitting"),
+    [
+        ([], "rollout.max_input_tokens=96 and rollout.max_completion_tokens=32"),
+        (["rollout.max_completion_tokens=8"], "rollout.max_input_tokens=120 and rollout.max_completion_tokens=8"),
+        (
+            ["evaluation.max_completion_tokens=64", "rollout.compaction={}"],
+            "rollout.max_input_tokens=96 and rollout.max_completion_tokens=32 and evaluation.max_completion_tokens=32 "
+            "and rollout.compaction.max_tokens=32",
+        ),
+    ],
+)
+def test_limits_that_fit_are_proposed(overrides: list[str], fitting: str) -> None:
+    limits = ("rollout.max_input_tokens=1024", "rollout.max_completion_tokens=256", *overrides)
+    with pytest.raises(ConfigError, match=f"exceeds the model's context of 128; set {re.escape(fitting)}$"):
+        check_context(tiny(*limits), 128)
+    check_context(tiny(*limits, *fitting.split(" and ")), 128)
 
 
 def test_nothing_is_left_behind_by_a_run_that_cannot_start(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from importlib.resources import files
@@ -91,9 +92,18 @@ def require_model(name: str, setting: str) -> Path:
         raise ConfigError(f"{setting}: no directory {name!r}; ~ is not expanded here; write the whole path")
     what = "file" if name.endswith(".gguf") else "directory"
     raise ConfigError(
-        f"{setting}: no {what} {name!r}; give the directory of a Hugging Face causal LM, a GGUF file, a hub's ORG/NAME "
-        f"or one of {', '.join(PACKAGED)}"
+        f"{setting}: no {what} {name!r}; {_meant(name)}give the directory of a Hugging Face causal LM, a GGUF file, a "
+        f"hub's ORG/NAME or one of {', '.join(PACKAGED)}"
     )
+
+
+def _meant(name: str) -> str:
+    """Return `did you mean 'models/sums'? ` for a model in the same directory that is spelled alike, else ""."""
+    path = Path(name)
+    models = [config.parent.name for config in path.parent.glob("*/config.json")]
+    models += [*(file.name for file in path.parent.glob("*.gguf")), *(PACKAGED if path.name == name else ())]
+    near = difflib.get_close_matches(path.name, models, n=1)
+    return f"did you mean {str(path.with_name(near[0]))!r}? " if near else ""
 
 
 def is_hub_name(name: str) -> bool:

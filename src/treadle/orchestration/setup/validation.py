@@ -85,9 +85,15 @@ def check_context(config: RunConfig, context: int) -> None:
     completion = max(config.rollout.longest_call - prompt, config.evaluation.max_completion_tokens or 0)
     longest = prompt + completion
     if longest > context:
+        share = min(completion, context // 4)
+        fitting = {"rollout.max_input_tokens": context - share, "rollout.max_completion_tokens": share}
+        if (config.evaluation.max_completion_tokens or 0) > share:
+            fitting["evaluation.max_completion_tokens"] = share
+        if config.rollout.compaction is not None and config.rollout.compaction.max_tokens > share:
+            fitting["rollout.compaction.max_tokens"] = share
         raise ConfigError(
             f"rollout.max_input_tokens {prompt} + max_completion_tokens {completion} = {longest} exceeds the model's "
-            f"context of {context}; lower one of them"
+            f"context of {context}; set {' and '.join(f'{path}={tokens}' for path, tokens in fitting.items())}"
         )
 
 
