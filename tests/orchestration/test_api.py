@@ -257,3 +257,38 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
         train(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
     assert "no running event loop" not in "".join(traceback.format_exception(raised.value))
+
+
+class DividesByZero(treadle.Callback):
+    def update(self, row: Any) -> None:
+        1 / 0  # noqa: B018
+
+
+def test_tracebacks_have_no_lines_of_treadle_but_those_of_user_code(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text("Hi")
+    nothing: list[Task] = []
+    for tasks in (nothing, tmp_path / "broken.jsonl"):
+        with pytest.raises(TreadleError) as wrong:
+            train(tmp_path / "run", tasks=tasks)
+        assert wrong.value.__cause__ is None
+        assert [frame.name for frame in traceback.extract_tb(wrong.value.__traceback__)][-2:] == ["train", "called"]
+    with pytest.raises(TreadleError) as stopped:
+        train(tmp_path / "run", callbacks=[DividesByZero()])
+    assert [frame.name for frame in traceback.extract_tb(stopped.value.__traceback__)][-2:] == ["train", "called"]
+    assert "1 / 0" in "".join(traceback.format_exception(stopped.value))
+
+
+def test_an_error_that_user_code_raises_keeps_its_lines(tmp_path: Path) -> None:
+    def tasks() -> Any:
+        raise DataError("mine")
+        yield
+
+    with pytest.raises(DataError) as wrong:
+        train(tmp_path / "run", tasks=tasks())
+    assert [frame.name for frame in traceback.extract_tb(wrong.value.__traceback__)][-1] == "tasks"
+
+
+def test_a_taken_directory_is_said_before_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(RunError, match="already in use; choose another name"):
+        treadle.train("nowhere:Nothing", "missing.jsonl", model="missing", run=tmp_path)

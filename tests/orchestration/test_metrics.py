@@ -1,7 +1,11 @@
 """Figures over trajectories and tasks, and the lines a person reads."""
 
 import itertools
+import os
 import re
+import signal
+import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +20,7 @@ from treadle.core.metrics import Measures, Metric, measured
 from treadle.core.outcomes import as_played
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
-from treadle.orchestration.reporting.callbacks import PlainProgress, evaluation_lines, update_line
+from treadle.orchestration.reporting.callbacks import PlainProgress, evaluation_lines, loading, update_line
 from treadle.orchestration.reporting.metrics import (
     DECLARED,
     evaluation_result,
@@ -267,3 +271,30 @@ def test_an_update_line_fits_the_width_with_whole_figures_and_its_failures(width
     assert line.endswith("  FAILED 1/2") == failed
     figures = line.removesuffix("  FAILED 1/2").split("  ")
     assert figures == whole.split("  ")[: len(figures)] and len(figures) >= 2
+
+
+def test_the_first_line_says_that_pytorch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loading(PlainProgress()):  # it is here already
+        pass
+    assert capsys.readouterr().out == ""
+    monkeypatch.delitem(sys.modules, "torch")
+    progress = PlainProgress()
+    with loading(progress):
+        pass
+    progress.phase("sft", 1, 10)
+    assert capsys.readouterr().out == "loading PyTorch and transformers\nsft 1/10\n"
+
+
+def test_a_library_that_swallows_ctrl_c_while_it_is_imported_does_not_keep_it() -> None:
+    def imported(error: Exception | None) -> None:
+        with loading(PlainProgress()):
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            if error is not None:
+                raise error
+
+    for error in (None, ImportError("initialization failed")):
+        with pytest.raises(KeyboardInterrupt):
+            imported(error)

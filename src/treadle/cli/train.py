@@ -19,6 +19,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
 from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.reporting.callbacks import loading
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.setup.inputs import load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
@@ -94,7 +95,8 @@ def run_train(options: argparse.Namespace) -> int:
         command = shlex.join(["treadle", "train", str(path), "--resume"])
         try:
             with make_progress(config) as progress:
-                from treadle.orchestration.train import train_run
+                with loading(progress):
+                    from treadle.orchestration.train import train_run
 
                 summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
         except KeyboardInterrupt:
@@ -247,7 +249,8 @@ def run_sft(options: argparse.Namespace) -> int:
     check_model_files(config.model)
     load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     with make_progress(config) as progress:
-        from treadle.orchestration.setup.warm_start import make_warm_model
+        with loading(progress):
+            from treadle.orchestration.setup.warm_start import make_warm_model
 
         report = make_warm_model(config, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
@@ -266,7 +269,8 @@ def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: S
     sources = [word for word in options.sources if not _is_override(word)]
     lesson = prepare(start, sources, options.select, overrides)
     with make_progress(lesson.config) as progress:
-        from treadle.orchestration.setup.warm_start import learn_recorded
+        with loading(progress):
+            from treadle.orchestration.setup.warm_start import learn_recorded
 
         report = learn_recorded(lesson, options.out, progress)
     console, exactly = Console(), "as recorded"

@@ -6,14 +6,14 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from treadle.core.config import apply_overrides, build
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
 from treadle.core.user_functions import check_function
 from treadle.data.rows import ArrowData, Row, make_task
@@ -35,6 +35,7 @@ from treadle.orchestration.reporting.callbacks import (
     PlainProgress,
     Progress,
     load_callbacks,
+    loading,
 )
 from treadle.orchestration.setup.inputs import (
     IN_MEMORY,
@@ -56,14 +57,37 @@ from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
 from treadle.rollout.isolation.event_loop import paused_event_loop
+from treadle.rollout.isolation.user_code import has_user_frames
 
 if TYPE_CHECKING:
     from treadle.orchestration.setup.warm_start import RecordedReport
     from treadle.orchestration.store.recorded import Trajectories
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
 
+def _short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
+    """Leave Treadle's own lines out of the tracebacks of TreadleErrors; those of user code, also of a cause, stay."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TreadleError as error:
+            if has_user_frames(error.__traceback__):
+                raise
+            cause = error.__cause__
+            while cause is not None and not has_user_frames(cause.__traceback__):
+                cause = cause.__cause__
+            raise error.with_traceback(None) from cause
+
+    return called
+
+
+@_short_tracebacks
 def train(
     environment: EnvironmentFactory | Agent | RewardFunction | DriverFactory | str,
     tasks: Tasks,
@@ -129,6 +153,7 @@ def train(
     return _run(config, inputs, Path(run), progress, resume=resume)
 
 
+@_short_tracebacks
 def resume(
     run: str | Path,
     *,
@@ -154,6 +179,7 @@ def resume(
     return _run(config, inputs, path, progress or _progress(config), resume=True, checkpoint=which)
 
 
+@_short_tracebacks
 def evaluate(
     run_or_recipe: str | Path,
     environment: EnvironmentFactory | Agent | RewardFunction | DriverFactory | str | None = None,
@@ -192,6 +218,7 @@ def evaluate(
         return evaluate_model(subject, inputs, shown, None if dump is None else Path(dump))
 
 
+@_short_tracebacks
 def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype: str | None = None) -> Path:
     """Write the model of `RUN`, `RUN@best` or `RUN@40` as a plain Hugging Face directory, which must be new.
 
@@ -205,6 +232,7 @@ def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype
     return Path(directory)
 
 
+@_short_tracebacks
 def sft(
     sources: str | Path | Sequence[str | Path],
     directory: str | Path,
@@ -227,13 +255,15 @@ def sft(
     if Path(directory).exists():
         raise ConfigError(f"{str(directory)!r} exists already; choose another directory")
     wait_passively()
-    from treadle.orchestration.setup.warm_start import learn_recorded  # torch
-
     shown = progress or PlainProgress(0)
+    with loading(shown):
+        from treadle.orchestration.setup.warm_start import learn_recorded
+
     with paused_event_loop():
         return learn_recorded(lesson, Path(directory), shown)
 
 
+@_short_tracebacks
 def load_run(source: str | Path) -> Trajectories:
     """Read the recorded trajectories of a run, or of files: `load_run("runs/demo").dataframe()`.
 
@@ -257,7 +287,8 @@ def _progress(config: RunConfig) -> Progress:
 def _run(
     config: RunConfig, inputs: Inputs, path: Path, progress: Progress, resume: bool, checkpoint: str | None = None
 ) -> dict[str, Any]:
-    from treadle.orchestration.train import train_run  # torch
+    with loading(progress):
+        from treadle.orchestration.train import train_run
 
     with paused_event_loop():  # a notebook's
         summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)

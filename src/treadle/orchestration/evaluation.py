@@ -19,7 +19,7 @@ from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
-from treadle.orchestration.reporting.callbacks import Progress
+from treadle.orchestration.reporting.callbacks import Progress, loading
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
@@ -232,10 +232,11 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 
     dump: a file for all trajectories, one a line.
     """
-    from treadle.models.chat import load_chat
-    from treadle.orchestration.setup.device import check_device, settled, unused_gpus
-    from treadle.orchestration.setup.engines import use_threads
-    from treadle.training.make import load_source
+    with loading(progress):
+        from treadle.models.chat import load_chat
+        from treadle.orchestration.setup.device import check_device, settled, unused_gpus
+        from treadle.orchestration.setup.engines import use_threads
+        from treadle.training.make import load_source
 
     config = settled(subject.config)
     if config.engine.kind == "torch":

@@ -14,6 +14,8 @@ import inspect
 import json
 import math
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.rollout.isolation.event_loop import handled
 from treadle.rollout.isolation.user_code import raised
 
 
@@ -237,6 +240,29 @@ class Progress(Callback):
     def phase(self, name: str, done: int, total: int, note: str = "") -> None:
         """Show the progress of a phase. note: a few words beside it."""
 
+    def loading(self) -> None:
+        """Show that PyTorch is loaded next, which takes seconds without another event."""
+
+
+@contextmanager
+def loading(progress: Progress) -> Iterator[None]:
+    """Import PyTorch within this context: it takes seconds. Libraries may swallow a Ctrl-C while they are imported, or
+    replace it by an error of their own: here it is raised in any case.
+    """
+    progress.loading()
+    with handled(_interrupt, signal.SIGINT) as interrupted:
+        try:
+            yield
+        except Exception:
+            if not interrupted:
+                raise
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
 
 def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:
     """Return `update 37/200  reward 0.61 ...`, most important first, without what exceeds `width`; failures always."""
@@ -292,6 +318,11 @@ class PlainProgress(Progress):
     def log(self, line: str) -> None:
         self._last = time.monotonic()
         print(escape_line(line), flush=True)  # noqa: T201
+
+    def loading(self) -> None:
+        if "torch" not in sys.modules:
+            self.log("loading PyTorch and transformers")
+            self._last = -math.inf  # the first phase is shown at once
 
     def phase(self, name: str, done: int, total: int, note: str = "") -> None:
         if done and time.monotonic() - self._last >= self._interval:
