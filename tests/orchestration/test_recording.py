@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pyarrow.parquet as pq
 import pytest
+from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 
 from tests.cli.worlds import ROOT, treadle
@@ -19,6 +21,7 @@ from tests.worlds import plain_renderer
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams
+from treadle.orchestration.store.file_as_run import file_as_run
 from treadle.orchestration.store.recorded import RecordedTrajectory
 from treadle.orchestration.store.recording import Recorder, Recording
 from treadle.orchestration.store.trajectory_files import read_files, read_records, write_records
@@ -26,6 +29,7 @@ from treadle.rendering.replies import hermes
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
 from treadle.rollout.session import Address, Session, SessionSpec
+from treadle.view.app import make_app
 
 TOKENIZER = ROOT / "src" / "treadle" / "recipes" / "tokenizer" / "tokenizer.json"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -236,10 +240,11 @@ async def test_a_recorded_file_is_shown_as_a_run_is(tmp_path: Path) -> None:
         await c.say("say 1", "1", "again", base=session["base_url"])
         await c.post("reward", base=session["base_url"], reward=0.5)
         await c.say("another")
+    unrated = read(path)[1].trajectory.trajectory_id
     listed = treadle("show", path)
     assert (listed.status, listed.err) == (0, "")
     assert [line.split()[:3] for line in listed.out.splitlines()[-2:]] == [
-        [read(path)[1].trajectory.trajectory_id, read(path)[1].task_id, "failed"],
+        [unrated, read(path)[1].task_id, "unrated"],
         [session["id"], "sum", "done"],
     ]
     shown = treadle("show", path, session["id"], "--json")
@@ -249,6 +254,20 @@ async def test_a_recorded_file_is_shown_as_a_run_is(tmp_path: Path) -> None:
     ]
     report = json.loads(treadle("report", path, "--json").out)
     assert [row["trajectories"] for row in report["splits"]] == [2]
+    assert f"{unrated}   train, no reward, unrated\n" in treadle("show", path, unrated).out
+    lines = treadle("report", path).out.splitlines()
+    assert lines[0] == f"{path}: recorded trajectories"
+    assert [line.split()[-4:] for line in lines if "statuses" in line] == [["unrated", "1,", "done", "1"]]
+    assert not [line for line in lines if re.search("update|checkpoint|resume|failed|stopped", line)]
+    with TestClient(make_app([file_as_run(path)])) as view:
+        page = view.get("/api/runs/calls.jsonl").json()
+        assert (page["state"], page["problems"]) == ("recorded", [])
+        assert page["no_update"] == "Trajectories of a file, which has no updates."
+        assert view.get("/api/runs/calls.jsonl/counts").json()["failures"] == []
+        attempt = view.get(f"/api/runs/calls.jsonl/trajectories/{unrated}").json()["attempt"]
+        assert (attempt["status"], attempt["failure_message"]) == ("unrated", None)
+        groups = view.get("/api/runs/calls.jsonl/groups").json()["rows"]
+        assert {group["when"] for group in groups} == {"no update: trajectories of a file"}
     write_records(path, "jsonl", [record for _, record in read_records(path)] * 2)
     assert_refused(path, f"{path}:3: trajectory {session['id']} is at {path}:1, too")
     path.write_text("")

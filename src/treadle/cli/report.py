@@ -86,11 +86,10 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def _print(console: Console, facts: Facts) -> None:
-    console.line(
-        f"{facts['run']}: {facts['recipe']}, seed {facts['seed']}, {facts['state']}, "
-        f"{facts['update']} of {facts['updates']} updates",
-        style="bold",
-    )
+    is_run = facts["state"] != "recorded"
+    recipe, updates = f"{facts['recipe']}, seed {facts['seed']}", f"{facts['update']} of {facts['updates']} updates"
+    what = f"{recipe}, {facts['state']}, {updates}" if is_run else "recorded trajectories"
+    console.line(f"{facts['run']}: {what}", style="bold")
     latest = facts["latest_checkpoint"]
     if facts["state"] == "stopped" and latest is not None:
         console.line(f"go on from {latest} with: {shlex.join(['treadle', 'train', facts['run'], '--resume'])}")
@@ -113,6 +112,8 @@ def _print(console: Console, facts: Facts) -> None:
         console.line(problem, style="red")
         console.line()
     _print_evaluations(console, facts["evaluations"], facts["table_by"])
+    if not is_run:
+        return
     checkpoints = ", ".join(f"{name} (latest)" if name == latest else name for name in facts["checkpoints"])
     console.line(f"checkpoints: {checkpoints}" if checkpoints else f"the run {no_checkpoint(Path(facts['run']))}")
 

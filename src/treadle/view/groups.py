@@ -103,6 +103,8 @@ def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> 
     if version is not None:
         return f"an update of version {version} that metrics.jsonl does not name"
     ends = dict.fromkeys(end for attempt in attempts for end in attempt.states)
+    if state == "recorded":
+        return "no update: trajectories of a file"
     if StepState.RECORDED in ends:
         return "no update yet" if state == "in progress" else "no update: the run stopped before it"
     reasons = [end.partition(": ")[2] for end in ends]
@@ -172,7 +174,7 @@ _STATES: Mapping[StepState, Explanation] = {
     StepState.TRAINED: Explanation("Trained."),
     StepState.EVALUATED: Explanation("Played in an evaluation, which trains nothing.", ("evaluation.every",)),
     StepState.RECORDED: Explanation(
-        "Recorded and durable; no checkpoint holds it yet.", ("orchestration.checkpoint_every",)
+        "Recorded and durable; no checkpoint holds it.", ("orchestration.checkpoint_every",)
     ),
 }
 _LIMITS: Mapping[Cause, tuple[str, ...]] = {

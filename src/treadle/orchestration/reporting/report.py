@@ -41,13 +41,13 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
         decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
     except TreadleError as error:
         decode, no_tokenizer = None, str(error)
-    updates = [row for row in log.rows if row["kind"] == "update"]
+    updates, state = [row for row in log.rows if row["kind"] == "update"], run.state()
     saved = latest[1].update if latest else 0
     return {
-        "run": str(run.path),
+        "run": run.recording_file.read_text() if state == "recorded" else str(run.path),
         "recipe": config.recipe,
         "seed": config.seed,
-        "state": run.state(),
+        "state": state,
         "update": max([saved, *(row["update"] for row in updates)]),
         "updates": config.orchestration.updates,
         "last_update": updates[-1] if updates else None,

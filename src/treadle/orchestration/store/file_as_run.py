@@ -11,20 +11,26 @@ from pathlib import Path
 
 from treadle.core.config import build
 from treadle.core.errors import DataError
-from treadle.core.types import Group
+from treadle.core.types import DropReason, Group, StepState
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.store.address import find_address
-from treadle.orchestration.store.recorded import RecordedTrajectory
+from treadle.orchestration.store.ledger import Ledger
+from treadle.orchestration.store.recorded import UNREWARDED, RecordedTrajectory
 from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.run_store import open_ledger
+from treadle.orchestration.store.tables import update
 from treadle.orchestration.store.trajectory_files import read_records
 
 _SHARD = 512  # groups
+UNRATED = "unrated"
+_UNREWARDED = (UNREWARDED.cause, UNREWARDED.message)
 
 
 def file_as_run(file: Path) -> Path:
     """Return a run directory, removed at exit, with the trajectories that a .jsonl file has now.
+
+    Its state is `recorded`. Those to which no reward was given have not failed: their status is `unrated`.
 
     Raises DataError for a file that is malformed, empty, has text without ids, or an id twice.
     """
@@ -45,8 +51,18 @@ def file_as_run(file: Path) -> Path:
             while part := list(islice(groups, _SHARD)):
                 shard = write_shard(run.rollouts, f"{split}-{part[0].index}", part)
                 ledger.record(part, split, 0, shard)
+        _mark_unrated(ledger)
+    run.write(run.recording_file.name, str(file).encode())
     run.close()
     return run.path
+
+
+def _mark_unrated(ledger: Ledger) -> None:
+    changes = {"status": UNRATED, "failure_cause": None, "failure_message": None}
+    which = "trajectory_id IN (SELECT trajectory_id FROM trajectories WHERE status = ?) AND reason = ?"
+    with ledger.transaction() as db:
+        update(db, "trajectories", changes, "failure_cause = ? AND failure_message = ?", *_UNREWARDED)
+        update(db, "steps", {"state": StepState.RECORDED, "reason": None}, which, UNRATED, DropReason.FAILED)
 
 
 def _check_distinct(records: Iterable[RecordedTrajectory]) -> None:

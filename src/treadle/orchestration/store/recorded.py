@@ -28,6 +28,9 @@ from treadle.rendering.replies import Tool
 from treadle.training.demonstrations import checked_demonstration, demonstrated_calls
 
 _BESIDE = ("weight", "annotations")  # what OpenAI's messages have, and no template writes
+UNREWARDED = Failure(Cause.VERIFIER, "no reward was given")
+"""Of a recorded trajectory that got no reward."""
+
 _SHARDS = 8  # kept in memory while trajectories are read in the order of their groups
 
 

@@ -17,15 +17,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from treadle.core.errors import Cause, ConfigError
-from treadle.core.types import DropReason, Failure, Message, Status, Task, Trajectory
-from treadle.orchestration.store.recorded import RecordedTrajectory, vocabulary_sha256
+from treadle.core.errors import ConfigError
+from treadle.core.types import DropReason, Message, Status, Task, Trajectory
+from treadle.orchestration.store.recorded import UNREWARDED, RecordedTrajectory, vocabulary_sha256
 from treadle.orchestration.store.trajectory_files import as_record, is_torn, part
 from treadle.rendering.texts import TokenTexts
 from treadle.rollout.gateway.request import ApiError, CompletionRequest
 from treadle.rollout.session import Reply
-
-_UNREWARDED = Failure(Cause.VERIFIER, "no reward was given")
 
 
 class Recording:
@@ -80,7 +78,7 @@ class Recording:
         self, begun: tuple[str, str, int], reply: Reply, request: CompletionRequest, reward: float | None
     ) -> None:
         ident, task_id, attempt = begun
-        status, failure = (Status.FAILED, _UNREWARDED) if reward is None else (Status.DONE, None)
+        status, failure = (Status.FAILED, UNREWARDED) if reward is None else (Status.DONE, None)
         trajectory = Trajectory(ident, task_id, attempt, (reply.step,), reward, status, failure)
         recorded = RecordedTrajectory(str(self.path), "train", task_id, Task(task_id), trajectory, self._vocabulary)
         messages = None if request.prompts is not None else _messages(request, reply.message)

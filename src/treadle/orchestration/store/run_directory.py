@@ -83,6 +83,7 @@ class RunDirectory:
         self.intervals_file = path / "intervals.jsonl"
         self.summary_file = path / "summary.json"
         self.curve_file = path / "curve.png"
+        self.recording_file = path / "recording.txt"
         self.written: list[WrittenFile] = []  # by this process, for the ledger
         self._lock: IO[str] | None = None
 
@@ -216,7 +217,9 @@ class RunDirectory:
             return False
 
     def state(self) -> str:
-        """`finished`, `in progress` (a process holds the lock), or `stopped`."""
+        """`finished`, `in progress` (a process holds the lock), `stopped`, or `recorded`: made of a file."""
+        if self.recording_file.is_file():
+            return "recorded"
         if self.has_summary:
             return "finished"
         try:

@@ -136,7 +136,7 @@ export function RunPage({run}) {
     <${DoesNow} now=${now} whole />
     <${Problems} error=${metrics.error} problems=${[...detail.problems, uncounted]} />
     <${Facts} items=${[
-      ["updates", html`${detail.update}<span class="faint"> of ${detail.updates}</span>`],
+      detail.state !== "recorded" && ["updates", html`${detail.update}<span class="faint"> of ${detail.updates}</span>`],
       ["held-out, last", detail.last ? percent(detail.last.success) : "–"],
       ["best", detail.best ? html`${percent(detail.best.success)}<span class="faint"> at ${detail.best.update}</span>` : "–"],
       ["reward", figure(detail.reward)], ["per update", duration(detail.seconds_per_update)], ["total time", duration(detail.wall_seconds)],

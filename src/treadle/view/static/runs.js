@@ -56,7 +56,7 @@ export function RunsPage() {
           <div class="what"><a class="name" href=${link(["run", run.key])}>${run.name}</a>
             <div class="faint about">${run.recipe}${run.seed === null ? "" : `, seed ${run.seed}`}</div></div>
           <${StatePill} state=${run.state} />
-          <${Progress} done=${run.update} all=${run.updates} />
+          ${run.state === "recorded" ? html`<span></span>` : html`<${Progress} done=${run.update} all=${run.updates} />`}
           <${Sparkline} values=${run.rewards} label="training reward" />
           <dl><div><dt>reward</dt><dd>${figure(run.reward)}</dd></div>
             <div><dt>held-out, last</dt><dd><${HeldOut} held=${run.last} /></dd></div>
