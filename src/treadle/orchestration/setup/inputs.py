@@ -32,6 +32,7 @@ from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
 from treadle.rollout.isolation.event_loop import run, watched_event_loop
 from treadle.rollout.other_models import AttemptModels, MakeModel, PolicyCopy
+from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def load_inputs(config: RunConfig) -> Inputs:
 
     Raises ConfigError or DataError.
     """
-    if config.warm_start is not None:
+    if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     environments = configured_environments(config)
     train, held_out = (load_split(config, split, environments) for split in SPLITS)
