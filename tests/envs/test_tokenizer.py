@@ -40,7 +40,7 @@ def chatml(messages: tuple[Message, ...]) -> str:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"], ["search-small"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["sql-small"], ["search-small"], ["tools-small"]])
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, seed: str, words: list[str]) -> None:
     if words == ["search-small"]:
@@ -63,6 +63,7 @@ def test_building_anew_gives_the_shipped_files_byte_for_byte(tmp_path: Path, see
         ("demo", 726, build_tokenizer.TAGS),
         ("sql-small", 588, build_tokenizer.SQL_TAGS),
         ("search-small", 735, build_tokenizer.SEARCH_TAGS),
+        ("tools-small", 988, build_tokenizer.TOOL_TAGS),
     ],
 )
 def test_ids_are_frozen(name: str, size: int, tags: Sequence[str]) -> None:
@@ -128,3 +129,24 @@ def test_transformers_loads_the_same_tokenizer() -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert ids == encode(text) and tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special_tokens=True).count("<search>") == text.count("<search>") > 0
+
+
+def test_a_tool_a_call_and_a_word_take_few_tokens() -> None:
+    """Whether it stands in a question, a call or an answer, a word is the same token; digits are tokens of their own."""
+    tokenizer = Tokenizer.from_file(str(FOLDERS["tools-small"] / "tokenizer.json"))
+
+    def tokens(text: str) -> list[str]:
+        return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text).ids]
+
+    assert tokens("What does tea cost? 42") == [*["What", " ", "does", " ", "tea", " ", "cost", "?", " ", "4", "2"]]
+    call = '<tool_call>\n{"name": "price", "arguments": {"item": "tea"}}\n</tool_call>'
+    assert tokens(call) == [
+        '<tool_call>\n{"name": "',
+        "price",
+        '", "arguments": {',
+        '"',
+        "item",
+        '": "',
+        "tea",
+        '"}}\n</tool_call>',
+    ]

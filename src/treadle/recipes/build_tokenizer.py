@@ -28,7 +28,7 @@ from treadle.envs.search import small as search_small
 from treadle.envs.sql import small as sql_small
 from treadle.envs.sql.environment import INVALID, render_table
 
-VOCABULARY = 800
+VOCABULARY = 1200
 """Most tokens; the training text has fewer distinct words, so the tokenizer ends up smaller."""
 
 PAD, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -125,7 +125,7 @@ def build(plan: Plan) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, byte_level]) if plan.apart else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=(2000 if plan.apart else VOCABULARY) - len(plan.tags),
+        vocab_size=VOCABULARY - len(plan.tags),
         special_tokens=list(SPECIAL),
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

@@ -83,9 +83,10 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
                 error = error or answer.observations[0]["content"]
             else:
                 break
-            player.messages.extend([call, *answer.observations])
+            player.messages.append(call)
             if answer.done:
                 return RandomAttempt(player.messages, environment.tools, error)
+            player.messages.extend(answer.observations)
         player.messages.append(Message(role="assistant", content=player.word()))
         return RandomAttempt(player.messages, environment.tools, error)
     finally:

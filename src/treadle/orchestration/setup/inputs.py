@@ -263,7 +263,16 @@ def first_prompt(
                     f"environment {name!r} has tools, whose answers are messages of their own, and "
                     "rollout.conversation is 'single_message'; leave it out"
                 )
-        ids = Conversation(renderer).render(messages, tools).ids
+        try:
+            ids = Conversation(renderer).render(messages, tools).ids
+        except DataError as error:
+            if not tools:
+                raise
+            raise ConfigError(
+                f"environment {task.environment!r} has tools, but {error}; take a model that reads about them: with "
+                "model.chat_template=qwen3_keep_thoughts any of ChatML, or the recipe tools-small, a small one from "
+                "scratch"
+            ) from error
         if len(ids) > config.rollout.max_input_tokens:
             raise ConfigError(
                 f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.max_input_tokens is "
