@@ -122,7 +122,7 @@ def test_tools_that_never_work_are_said(error: Exception, said: str) -> None:
 
 def test_an_attempt_that_fails_is_left_out() -> None:
     class Some(Shop):
-        def reset(self, task: Task) -> Sequence[Any]:  # type: ignore[override]
+        def reset(self, task: Task) -> Sequence[Any]:
             if task.task_id == "milk":
                 raise TrajectoryFailure(Cause.INFRASTRUCTURE, "no milk")
             self.task = task

@@ -102,7 +102,7 @@ def test_a_conversation_encodes_as_its_messages_do_alone(index: int) -> None:
     assert encode(chatml(messages)) == [token for piece in pieces for token in encode(piece)]
 
 
-@pytest.mark.parametrize("name", SHIPPED_TOKENIZERS)
+@pytest.mark.parametrize("name", [name for name in SHIPPED_TOKENIZERS if name != "tools-small"])  # it has Qwen's
 @pytest.mark.parametrize("trim", [False, True])
 def test_the_template_is_chatml_under_any_trimming(trim: bool, name: str) -> None:
     jinja2 = pytest.importorskip("jinja2")
@@ -132,21 +132,12 @@ def test_transformers_loads_the_same_tokenizer() -> None:
 
 
 def test_a_tool_a_call_and_a_word_take_few_tokens() -> None:
-    """Whether it stands in a question, a call or an answer, a word is the same token; digits are tokens of their own."""
+    """A word is the same token in a question, a call and an answer; digits are tokens of their own."""
     tokenizer = Tokenizer.from_file(str(FOLDERS["tools-small"] / "tokenizer.json"))
 
     def tokens(text: str) -> list[str]:
         return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text).ids]
 
-    assert tokens("What does tea cost? 42") == [*["What", " ", "does", " ", "tea", " ", "cost", "?", " ", "4", "2"]]
-    call = '<tool_call>\n{"name": "price", "arguments": {"item": "tea"}}\n</tool_call>'
-    assert tokens(call) == [
-        '<tool_call>\n{"name": "',
-        "price",
-        '", "arguments": {',
-        '"',
-        "item",
-        '": "',
-        "tea",
-        '"}}\n</tool_call>',
-    ]
+    assert tokens("What does tea cost? 42") == ["What", " ", "does", " ", "tea", " ", "cost", "?", " ", "4", "2"]
+    call = ['<tool_call>\n{"name": "', "price", '", "arguments": {', '"', "item", '": "', "tea", '"}}\n</tool_call>']
+    assert tokens("".join(call)) == call
