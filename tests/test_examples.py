@@ -8,6 +8,7 @@ import json
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,11 +51,12 @@ def test_a_program_says_what_it_shows_and_runs(
 ) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     if name == "tools.py":  # it has its settings from a shipped recipe
-        small = {**SMALL, "warm_start.options.attempts": 40, "evaluation.every": 1}
-        train = treadle.train
-        monkeypatch.setattr(
-            treadle, "train", lambda *given, settings, **more: train(*given, settings=settings | small, **more)
-        )
+        train, small = treadle.train, {**SMALL, "warm_start.options.attempts": 40}
+
+        def shorter(*given: Any, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+            return train(*given, settings=settings | small, **more)
+
+        monkeypatch.setattr(treadle, "train", shorter)
     assert text.startswith('"""') and f"    python examples/{name}" in text.partition('\n"""')[0]
     assert len(text.splitlines()) <= 60
     monkeypatch.setattr("sys.argv", [name, "--updates", "2"])
