@@ -55,7 +55,7 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
 
 
 def sources() -> list[Path]:
-    users = {ROOT / "__init__.py", *(ROOT / "recipes" / "skeleton").glob("*.py")}  # they take the public names
+    users = {ROOT / "__init__.py", *(ROOT / "recipes").glob("skeleton*/*.py")}  # they take the public names
     return [path for path in sorted(ROOT.rglob("*.py")) if path not in users]
 
 

@@ -148,6 +148,21 @@ def test_the_package_passes_its_own_test_and_can_be_trained(tmp_path: Path, monk
     assert (tmp_path / "runs" / "run" / "summary.json").is_file()
 
 
+@pytest.mark.slow
+def test_the_package_with_tools_passes_its_own_test_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    assert treadle("new", "env", "shop", "--tools").status == 0
+    assert all("skeleton" not in path.read_text() for path in (tmp_path / "shop").iterdir())
+    tested = command(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "shop")
+    assert tested.returncode == 0 and "3 passed" in tested.stdout, tested.stdout
+    words = ("shop/recipe.yaml", "orchestration.updates=10", "--name", "run")
+    trained = command(tmp_path, "treadle.cli.main", "train", *words)
+    assert trained.returncode == 0, trained.stderr
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["held_out_success_before"] < 0.4 < 0.7 < summary["held_out_success_after"]
+
+
 def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "die").write_text("mine")

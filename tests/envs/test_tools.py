@@ -64,7 +64,7 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def played(world: Any, *replies: str, template: str = CHATML) -> Trajectory:
+def played(world: Any, *replies: str, template: str = CHATML, task: Task = TASK) -> Trajectory:
     """An attempt in which the model says this."""
     said = iter(replies)
     engine = FakeEngine(lambda prompt, sampling: [*plain_ids(next(said)), END])
@@ -75,7 +75,7 @@ def played(world: Any, *replies: str, template: str = CHATML) -> Trajectory:
     )
 
     async def play() -> Trajectory:
-        [playing] = rollouts.start("g0", TASK, [Address(0, Stream.TRAIN, 0, 0, 0)])
+        [playing] = rollouts.start("g0", task, [Address(0, Stream.TRAIN, 0, 0, 0)])
         return await playing
 
     return asyncio.run(play())
@@ -372,8 +372,10 @@ def test_it_trains_in_a_few_lines_and_a_template_without_tools_is_refused(tmp_pa
 def test_the_example_of_the_documentation_plays() -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     [example] = [block for block in page.split("```python\n") if "ToolEnvironment" in block[:200]]
-    code = example.split("```")[0]
-    assert len(list(filter(str.strip, code.splitlines()))) <= 12
+    code, _, training = example.split("```")[0].partition("treadle.train(")
+    assert len(list(filter(str.strip, code.splitlines()))) < 15 and training.count("\n") == 1
     found: dict[str, Any] = {"__name__": "shop"}
     exec(code, found)
-    assert played(found["Shop"], call("price", item="tea"), call("pay", amount=2.5)).reward == 1.0
+    first = found["tasks"][0]
+    task = Task("t", (user(first["prompt"]),), "world", first["ground_truth"], first["extras"])
+    assert played(found["Shop"], call("price", item="bread"), first["ground_truth"], task=task).reward == 1.0

@@ -20,6 +20,7 @@ from treadle.core.errors import DataError, RunError
 from treadle.data.table import rows_of
 from treadle.orchestration.reporting.callbacks import NotebookProgress
 from treadle.orchestration.store.recorded import RecordedTrajectory
+from treadle.orchestration.store.run_directory import RunDirectory
 
 
 class Short(Environment):
@@ -48,6 +49,57 @@ def test_training_on_an_environment_of_ones_own(tmp_path: Path) -> None:
     assert again["weights_sha256"] == summary["weights_sha256"]
     other = train(tmp_path / "other", settings={"seed": 5})
     assert other["weights_sha256"] != summary["weights_sha256"]
+
+
+class Shop(treadle.ToolEnvironment):
+    """Tools of one's own."""
+
+    def price(self, item: str) -> int:
+        """Look up what an item costs."""
+        return int(self.task.extras[item])
+
+    def answered(self, text: str) -> float:
+        return float(text == self.task.ground_truth)
+
+    tools = (price,)
+
+
+def test_tools_of_ones_own_need_no_demonstrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped recipe, shortened: its model, its settings, and random calls to begin with."""
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    items = [
+        {"prompt": f"What does {item} cost?", "extras": {item: i}, "ground_truth": str(i)}
+        for i, item in enumerate(["tea", "milk", "soap", "bread", "coffee", "cheese"])
+    ]
+    small = {
+        "warm_start.steps": 3,
+        "warm_start.options.attempts": 80,
+        "training.tasks_per_update": 2,
+        "training.group_size": 2,
+        "orchestration.updates": 2,
+    }
+
+    def run(name: str, world: type[Environment] = Shop) -> dict[str, Any]:
+        options: dict[str, Any] = {"model": None, "recipe": "tools-small", "settings": small}
+        return train(tmp_path / name, world, items[2:], held_out=items[:2], **options)
+
+    first = run("first")
+    check_finished(tmp_path / "first")
+    config = RunDirectory.open(tmp_path / "first").config()
+    assert (config.recipe, config.environment, config.model.tokenizer) == ("first", "Shop", "tools-small")
+    assert config.data.table_by is None  # it is of the recipe's own tasks
+    second = run("second")
+    assert (first["warm_start"]["cached"], second["warm_start"]["cached"]) == (False, True)
+    assert second["weights_sha256"] == first["weights_sha256"]
+
+    class Dearer(Shop):
+        def price(self, item: str) -> int:
+            """Look up what an item costs."""
+            return 100 + int(self.task.extras[item])
+
+    assert not run("third", world=Dearer)["warm_start"]["cached"]  # the demonstrations say otherwise
+    with pytest.raises(ConfigError, match="'Short' has no tools to call"):
+        train(tmp_path / "none", model=None, recipe="tools-small", settings=small)
 
 
 async def test_the_stop_button_of_a_notebook_where_an_event_loop_is_running_stops_like_ctrl_c(tmp_path: Path) -> None:
@@ -239,6 +291,13 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"tasks": [{"prompt": 3}]}, DataError, r'tasks\[0\]: prompt must be text or a JSON array.*write \[{"role"'),
         ({"tasks": [{"question": "?"}]}, DataError, r"tasks\[0\]: unknown key 'question'; keys are task_id, prompt"),
         ({"tasks": Task("t")}, ConfigError, "tasks is one Task; give a list"),
+        ({"model": None}, ConfigError, "no model to train; give model=, or a recipe that has one"),
+        ({"recipe": "tols-small"}, ConfigError, "no recipe 'tols-small'; did you mean 'tools-small'"),
+        (
+            {"environment": Shop, "model": {**MODEL, "chat_template": None, "tokenizer": "demo"}},
+            ConfigError,
+            "'Shop' has tools, but the chat template refuses .* one tool by heart.*or the recipe tools-small",
+        ),
         ({"model": 3}, ConfigError, "model: got 3, expected an object"),
         ({"environment": "lokup"}, ConfigError, "environments: 'lokup' is not registered; did you mean 'lookup'"),
         ({"environment": Short()}, ConfigError, r"environment is one Short, .* lambda: Short\(\.\.\.\)"),

@@ -25,7 +25,6 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import IsolatedEnvironment
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, load_group_reward, load_shaping
-from treadle.rollout.session import Reply
 from treadle.training.config import TrainingConfig
 from treadle.training.learner import Learner
 
@@ -177,7 +176,7 @@ def said_of_step(make: Callable[[], Any]) -> str:
         await environment.make()
         await environment.reset(TASK)
         try:
-            await environment.step(Reply(Message(role="assistant", content="yes"), STEP, 0))
+            await environment.step(Message(role="assistant", content="yes"), "yes")
         except TrajectoryFailure as error:
             return str(error)
         return ""

@@ -49,6 +49,7 @@ _RECIPES_EXAMPLES = """examples:
 """
 _NEW_EXAMPLES = """examples:
   treadle new env die                       a package die/: an environment, its tasks, a recipe and a test
+  treadle new env shop --tools              the same, whose model calls Python functions
   treadle train die/recipe.yaml             it learns as it stands; then make it yours
   python -m pytest die
 """
@@ -65,7 +66,7 @@ _CLUSTER_EXAMPLES = """examples:
 
 It reserves what a run of the recipe would, compares versions, directory and GPUs at each place, and starts nothing.
 """
-_SKELETON = "treadle.recipes.skeleton"
+_SKELETON, _SKELETON_TOOLS = "treadle.recipes.skeleton", "treadle.recipes.skeleton_tools"
 _SCHEMA = "recipe.schema.json"  # named in the skeleton's recipe
 _MAX_PROBLEMS = 10
 _TEXT = 300  # characters shown of a value
@@ -86,6 +87,7 @@ def add_commands(commands: Commands) -> None:
     below = parser.add_subparsers(metavar="{env}", required=True)
     env = add_command(below, "env", run_env, "make a package: environment, tasks, recipe and test", _NEW_EXAMPLES)
     env.add_argument("name", metavar="NAME", help="of the package, a new directory here")
+    env.add_argument("--tools", action="store_true", help="an environment whose tools are Python functions")
 
     parser = add_command(commands, "data", run_data_check, "show and check data sets", _DATA_EXAMPLES)
     below = parser.add_subparsers(metavar="{head,check,prepare}", required=True)
@@ -176,15 +178,18 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
 
 def run_env(options: argparse.Namespace) -> int:
     console = Console()
-    for path in make_environment(options.name, Path.cwd()):
+    for path in make_environment(options.name, Path.cwd(), options.tools):
         console.line(str(path))
     console.line(f"train: treadle train {options.name}/recipe.yaml")
     console.line(f"test:  python -m pytest {options.name}")
     return 0
 
 
-def make_environment(name: str, parent: Path) -> list[Path]:
-    """Write the package `name` into a directory; return its files. Raises ConfigError, RunError if it exists."""
+def make_environment(name: str, parent: Path, tools: bool = False) -> list[Path]:
+    """Write the package `name` into a directory; return its files. Raises ConfigError, RunError if it exists.
+
+    tools: whether its environment is one with tools.
+    """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} is not a Python package name; use letters, digits and _, as in my_environment")
     directory = parent / name
@@ -194,10 +199,11 @@ def make_environment(name: str, parent: Path) -> list[Path]:
         raise ConfigError(f"{name!r} would hide an installed module of that name; choose another name")
     directory.mkdir()
     written = []
-    for source in sorted(files(_SKELETON).iterdir(), key=lambda file: file.name):
+    skeleton = _SKELETON_TOOLS if tools else _SKELETON
+    for source in sorted(files(skeleton).iterdir(), key=lambda file: file.name):
         if source.is_file():
-            text = source.read_text(encoding="utf-8").replace(_SKELETON.replace(".", "/"), name)
-            text = text.replace(_SKELETON, name).replace("recipe: skeleton", f"recipe: {name}")
+            text = source.read_text(encoding="utf-8").replace(skeleton.replace(".", "/"), name)
+            text = text.replace(skeleton, name).replace(f"recipe: {skeleton.rpartition('.')[2]}", f"recipe: {name}")
             (directory / source.name).write_text(text, encoding="utf-8")
             written.append(Path(name) / source.name)
     (directory / _SCHEMA).write_text(recipe_schema(), encoding="utf-8")

@@ -21,10 +21,11 @@ from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.reporting.callbacks import loading
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.setup.inputs import load_inputs, resumable_config
+from treadle.orchestration.setup.inputs import Inputs, load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.address import checkpoint_named, find_address
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
+from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
 
 if TYPE_CHECKING:
@@ -247,12 +248,16 @@ def run_sft(options: argparse.Namespace) -> int:
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     check_model_files(config.model)
-    load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
+    if config.warm_start.demonstrations == RANDOM_CALLS:
+        inputs = load_inputs(config)
+    else:
+        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
+        inputs = Inputs([], [])
     with make_progress(config) as progress:
         with loading(progress):
             from treadle.orchestration.setup.warm_start import make_warm_model
 
-        report = make_warm_model(config, options.out, progress)
+        report = make_warm_model(config, inputs, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
     Console().line(f"loss {report.loss:.3f} nats a token ({how})")
     _print_next(options.out, config, recipe, recipe)

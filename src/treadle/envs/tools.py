@@ -34,7 +34,8 @@ from treadle.core.types import Message, ToolCall
 from treadle.envs.base import Environment, EnvStep, Reply
 
 _CALLS = Metric("tool_calls", "trajectory", "mean", "calls", "tool calls of a trajectory")
-_ERRORS = Metric("tool_errors", "trajectory", "mean", "calls", "tool calls that were answered by an error")
+TOOL_ERRORS = "tool_errors"
+_ERRORS = Metric(TOOL_ERRORS, "trajectory", "mean", "calls", "tool calls that were answered by an error")
 
 Tool = Callable[..., Any]
 
@@ -126,7 +127,7 @@ class ToolEnvironment(Environment):
             answers.append(self._answer(call, result))
             if done:
                 break
-        info |= {"tool_calls": len(answers), "tool_errors": errors}
+        info |= {"tool_calls": len(answers), TOOL_ERRORS: errors}
         return EnvStep(answers, reward, done, info, state, rewards=rewards)
 
     def _bound(self, call: ToolCall) -> Callable[[], Any] | _Error:
@@ -178,7 +179,7 @@ def _called(call: Callable[[], Any]) -> Awaitable[Any]:
 
 def _last(graded: float | Reward | EnvStep) -> EnvStep:
     step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
-    return step._replace(info={**step.info, "tool_calls": 0, "tool_errors": 0})
+    return step._replace(info={**step.info, "tool_calls": 0, TOOL_ERRORS: 0})
 
 
 @lru_cache(maxsize=1024)

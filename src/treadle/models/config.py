@@ -48,8 +48,8 @@ class ModelConfig(Config):
     )
     tokenizer: str | None = Field(
         None,
-        description="directory of a tokenizer, that of a shipped recipe (demo, sql-small, search-small), or a name as "
-        "of model.path; default: model.path",
+        description="directory of a tokenizer, that of a shipped recipe (demo, sql-small, search-small, tools-small), "
+        "or a name as of model.path; default: model.path",
     )
     chat_template: str | None = Field(
         None, description="file of a chat template, or the name of one of the tokenizer's or ours; default: its own"

@@ -13,7 +13,12 @@ from treadle.core.errors import ConfigError
 from treadle.models.config import ModelConfig
 from treadle.models.model_cache import PACKAGED, converted_directory, is_convertible
 
-SHIPPED_TOKENIZERS = {"demo": "tokenizer", "sql-small": "sql_tokenizer", "search-small": "search_tokenizer"}
+SHIPPED_TOKENIZERS = {
+    "demo": "tokenizer",
+    "sql-small": "sql_tokenizer",
+    "search-small": "search_tokenizer",
+    "tools-small": "tools_tokenizer",
+}
 """Names that `model.tokenizer` may have -> directories of `treadle.recipes`."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"

@@ -27,7 +27,7 @@ from treadle.envs.tasks import (
     load_environment,
     made_class,
 )
-from treadle.orchestration.config import RunConfig
+from treadle.orchestration.config import RunConfig, read_recipe
 from treadle.orchestration.evaluation import Evaluation, check_subject, evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.reporting.callbacks import (
     Callback,
@@ -66,6 +66,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_OF_ITS_OWN_TASKS = (
+    *("about", "data", "environment", "environment_options", "agent", "reward", "driver", "driver_options"),
+)
+"""What of a recipe is about what it trains on, and not taken over by `train(recipe=...)`."""
+
 Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
 
@@ -92,15 +97,16 @@ def train(
     environment: EnvironmentFactory | Agent | RewardFunction | DriverFactory | str,
     tasks: Tasks,
     *,
-    model: str | Path | dict[str, Any],
+    model: str | Path | dict[str, Any] | None = None,
     run: str | Path,
+    recipe: str | Path | None = None,
     held_out: Tasks = (),
     settings: dict[str, Any] | None = None,
     resume: bool = False,
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Train `model` to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
+    """Train a model to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
 
     environment: called once per attempt, for a fresh `Environment` (the class itself will do), or the name of one, as
     in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
@@ -112,6 +118,7 @@ def train(
     model: what `model.path` takes (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
     `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
+    recipe: whose settings and model are used, where no others are given: a shipped one, or a .yaml file.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
@@ -129,12 +136,13 @@ def train(
     kind, name, player = _player(environment)
     given = {"train": _source_or_tasks(tasks, "tasks"), "held_out": _source_or_tasks(held_out, "held_out")}
     sources = {split: {"source": what if isinstance(what, str) else IN_MEMORY} for split, what in given.items() if what}
-    data: dict[str, Any] = {
-        "recipe": Path(run).name,
-        kind: name,
-        "data": {"train": {"source": IN_MEMORY}, **sources},
-        "model": {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model,
-    }
+    data = {} if recipe is None else read_recipe(os.fspath(recipe))
+    data = {key: value for key, value in data.items() if key not in _OF_ITS_OWN_TASKS}
+    data |= {"recipe": Path(run).name, kind: name, "data": {"train": {"source": IN_MEMORY}, **sources}}
+    if model is not None:
+        data["model"] = {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model
+    if "model" not in data:
+        raise ConfigError("there is no model to train; give model=, or a recipe that has one: recipe='tools-small'")
     data = apply_overrides(data, _overrides(settings))
     config = build(RunConfig, data, "treadle.train")
     check_config(config)

@@ -437,8 +437,12 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     A recipe with `extends: OTHER` holds only what differs from that one, a shipped name or a path relative to the
     recipe's directory (`core.config.merge`; null takes a key away). What is returned, and saved, is whole.
     """
-    data = _read(_recipe_path(recipe), ())
-    return build(RunConfig, {"recipe": Path(recipe).stem, **data}, recipe, overrides)
+    return build(RunConfig, {"recipe": Path(recipe).stem, **read_recipe(recipe)}, recipe, overrides)
+
+
+def read_recipe(recipe: str) -> dict[str, Any]:
+    """Return what a recipe and those that it extends say, as plain data. Raises ConfigError."""
+    return _read(_recipe_path(recipe), ())
 
 
 def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:

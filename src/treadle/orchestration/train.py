@@ -130,7 +130,7 @@ def _train(
         if resumed is None:
             # what would fail later, after the warm start or in every attempt
             check_first_prompts(inputs, renderer, config, trainer.model.context, progress.log)
-            check_demonstrations(config, renderer)
+            check_demonstrations(config, inputs, renderer)
             check_drivers(inputs.players, renderer, config, progress.log)
             run = cleanup.enter_context(closing(RunDirectory.create(path, config)))
             record_data(run, inputs)
@@ -240,7 +240,9 @@ class _Run:
 
     async def _warm_start(self) -> dict[str, Any] | None:
         """Train on demonstrations, if configured; returns the report, which is on record from now on."""
-        report = await run_warm_start(self.trainer, self.renderer, self.config, self.progress, self.status.phase)
+        report = await run_warm_start(
+            self.trainer, self.renderer, self.config, self.inputs, self.progress, self.status.phase
+        )
         if report is None:
             return None
         how = "read from the cache" if report.cached else f"{report.seconds:.0f} s"

@@ -1,11 +1,11 @@
 """Build a recipe's tokenizer: byte-level BPE, ChatML, one token for each name of its world.
 
     python -m treadle.recipes.build_tokenizer DIR             that of the demo
-    python -m treadle.recipes.build_tokenizer DIR sql-small   (or search-small)
+    python -m treadle.recipes.build_tokenizer DIR sql-small   (or search-small, tools-small)
 
-writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/tokenizer`,
-`recipes/sql_tokenizer` and `recipes/search_tokenizer` are frozen, because their ids are what a checkpoint means; this
-script is how they came about, and a test builds them anew.
+writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/*tokenizer`
+are frozen, because their ids are what a checkpoint means; this script is how they came about, and a test builds them
+anew.
 
 A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word
 of the training text into one token: training ends by itself, somewhat below it.
@@ -17,17 +17,18 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from treadle.envs import arithmetic, lookup
 from treadle.envs.search import small as search_small
 from treadle.envs.sql import small as sql_small
 from treadle.envs.sql.environment import INVALID, render_table
 
-VOCABULARY = 800
+VOCABULARY = 1200
 """Most tokens; the training text has fewer distinct words, so the tokenizer ends up smaller."""
 
 PAD, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -37,6 +38,30 @@ SQL_TAGS = tuple(
     tag for name in ("think", "sql", "solution", "observation", "reminder") for tag in (f"<{name}>", f"</{name}>")
 )
 SEARCH_TAGS = (*TAGS, "<information>", "</information>")
+TOOL_TAGS = (
+    # the parts that `templates/qwen3_keep_thoughts.jinja` writes around tools, calls and answers
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
+    "signatures within <tools></tools> XML tags:\n<tools>\n",
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call>",
+    '<tool_call>\n{"name": "',
+    '", "arguments": {',
+    "}}\n</tool_call>",
+    "<tool_response>\n",
+    "\n</tool_response>",
+    # and the parts of a tool's schema
+    '{"type": "function", "function": {"name": "',
+    '", "description": "',
+    '", "parameters": {"additionalProperties": false, "properties": {',
+    *(f'": {{"type": "{kind}"}}' for kind in ("string", "integer", "number", "boolean")),
+    '}, "required": [',
+    '], "type": "object"}}}',
+    '": "',
+    '"}}\n</tool_call>',
+    '", "',
+)
+"""Texts of which each is one token: a model of 0.2M parameters then has prompts of some 50 tokens, not 600."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}
@@ -71,21 +96,33 @@ PLAIN_TEMPLATE = """\
 """
 """ChatML."""
 
+KEEP_THOUGHTS = (files("treadle.recipes") / "templates" / "qwen3_keep_thoughts.jinja").read_text(encoding="utf-8")
+"""ChatML with tools, as Qwen 3 has them."""
+
+WORDS = (files("treadle.recipes") / "words.txt").read_text(encoding="utf-8")
+"""Words that become one token each: common ones, and names of what small tools are asked about."""
+
 _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of times
 
 
 class Plan(NamedTuple):
-    """What a tokenizer is trained on, its tags, and its chat template."""
+    """What a tokenizer is trained on, its tags, and its chat template.
+
+    apart: spaces and digits are tokens of their own, so that a word is the same token wherever it stands.
+    """
 
     texts: Callable[[], Iterator[str]]
     tags: Sequence[str]
     template: str
+    apart: bool = False
 
 
 def build(plan: Plan) -> Tokenizer:
     """Train a tokenizer: equal to the shipped one, byte for byte."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    apart = pre_tokenizers.Split(Regex(r"[ \d]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, byte_level]) if plan.apart else byte_level
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(plan.tags),
@@ -138,10 +175,17 @@ def _search_texts() -> Iterator[str]:
     yield from search_small.corpus(_CORPUS)
 
 
+def _tools_texts() -> Iterator[str]:
+    yield "system\nuser\nassistant\n"
+    for _ in range(20):
+        yield WORDS
+
+
 PLANS: Mapping[str, Plan] = {
     "demo": Plan(_demo_texts, TAGS, CHAT_TEMPLATE),
     "sql-small": Plan(_sql_texts, SQL_TAGS, PLAIN_TEMPLATE),
     "search-small": Plan(_search_texts, SEARCH_TAGS, PLAIN_TEMPLATE),
+    "tools-small": Plan(_tools_texts, TOOL_TAGS, KEEP_THOUGHTS, apart=True),
 }
 """By the name that `model.tokenizer` knows it by."""
 

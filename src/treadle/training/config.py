@@ -32,7 +32,10 @@ class OptimizerConfig(Config):
 class WarmStartConfig(Config):
     """Configures supervised learning on demonstrations before RL (also `treadle sft`)."""
 
-    demonstrations: str = Field(description="a .jsonl of {messages: [...]}, a registered name or module:function")
+    demonstrations: str = Field(
+        description="a .jsonl of {messages: [...]}, a registered name, module:function; or random_calls: the "
+        "environment's tools, called at random"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the demonstrations' generator")
     steps: int = Field(500, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="conversations a step")

@@ -119,8 +119,8 @@ def dry_run(config: RunConfig, runs: Path, log: Log) -> DryRun:
         result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
     if inputs is not None and renderer is not None:
         result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
-    if (section := config.warm_start) is not None and renderer is not None:
-        result.attempt("warm start", lambda: _demonstrations(config, section, renderer))
+    if (section := config.warm_start) is not None and inputs is not None and renderer is not None:
+        result.attempt("warm start", lambda: _demonstrations(config, section, inputs, renderer))
     if model is not None and (reference is not None or not kl_model) and (teacher is not None or not taught_by):
         prompt = _longest_prompt(config, inputs, renderer)
         result.memory = estimate_memory(config, model, reference, teacher, prompt)
@@ -252,8 +252,10 @@ def _prompt(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log)
     return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
 
 
-def _demonstrations(config: RunConfig, section: WarmStartConfig, renderer: ChatRenderer) -> tuple[object, str]:
-    check_demonstrations(config, renderer)
+def _demonstrations(
+    config: RunConfig, section: WarmStartConfig, inputs: Inputs, renderer: ChatRenderer
+) -> tuple[object, str]:
+    check_demonstrations(config, inputs, renderer)
     return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
 
 

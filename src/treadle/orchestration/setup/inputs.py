@@ -32,6 +32,7 @@ from treadle.rollout.drivers.driver import DriverFactory, load_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
 from treadle.rollout.isolation.event_loop import run, watched_event_loop
 from treadle.rollout.other_models import AttemptModels, MakeModel, PolicyCopy
+from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def load_inputs(config: RunConfig) -> Inputs:
 
     Raises ConfigError or DataError.
     """
-    if config.warm_start is not None:
+    if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
     environments = configured_environments(config)
     train, held_out = (load_split(config, split, environments) for split in SPLITS)
@@ -263,7 +264,16 @@ def first_prompt(
                     f"environment {name!r} has tools, whose answers are messages of their own, and "
                     "rollout.conversation is 'single_message'; leave it out"
                 )
-        ids = Conversation(renderer).render(messages, tools).ids
+        try:
+            ids = Conversation(renderer).render(messages, tools).ids
+        except DataError as error:
+            if not tools:
+                raise
+            raise ConfigError(
+                f"environment {task.environment!r} has tools, but {error}; take a model that reads about them: with "
+                "model.chat_template=qwen3_keep_thoughts any of ChatML, or the recipe tools-small, a small one from "
+                "scratch"
+            ) from error
         if len(ids) > config.rollout.max_input_tokens:
             raise ConfigError(
                 f"the first prompt of task {task.task_id} has {len(ids)} tokens, rollout.max_input_tokens is "

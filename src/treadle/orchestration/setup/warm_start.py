@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from treadle.core.errors import CheckpointError, DataError, RunError
+from treadle.core.config import build
+from treadle.core.errors import CheckpointError, ConfigError, DataError, RunError
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
 from treadle.core.trainer import Conversation, Trainer
@@ -32,11 +34,19 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Progress
 from treadle.orchestration.setup.device import check_device, settled
 from treadle.orchestration.setup.engines import use_threads
+from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.sft import Lesson
 from treadle.orchestration.store.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
 from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, play_all_at_random
 from treadle.training.config import WarmStartConfig
-from treadle.training.demonstrations import demonstrated_calls, load_demonstrations, reshuffled
+from treadle.training.demonstrations import (
+    Demonstration,
+    Demonstrations,
+    demonstrated_calls,
+    load_demonstrations,
+    reshuffled,
+)
 from treadle.training.make import make_trainer
 from treadle.training.sft import warm_start
 
@@ -51,21 +61,45 @@ class WarmStartReport:
     cached: bool
 
 
-def check_demonstrations(config: RunConfig, renderer: ChatRenderer) -> None:
+class _Source(NamedTuple):
+    """Demonstrations by number, and the hash of what they are made of."""
+
+    row: Demonstrations
+    sha256: str
+
+
+def check_demonstrations(config: RunConfig, inputs: Inputs, renderer: ChatRenderer) -> None:
     """Raise ConfigError or DataError if there are no demonstrations to learn from, or the first cannot be rendered."""
     if config.warm_start is not None:
-        section = config.warm_start
-        first = load_demonstrations(section.demonstrations, section.options, config.seed)(0)
+        first = asyncio.run(_open(config, inputs, most=64)).row(0)
         demonstrated_calls(first.messages, renderer, first.tools)
 
 
-def make_warm_model(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
+async def _open(config: RunConfig, inputs: Inputs, most: int | None = None) -> _Source:
+    """Find the configured demonstrations, or have them played. most: attempts to play; default: as configured."""
+    section = config.warm_start
+    assert section is not None, "the configuration has a warm start"
+    if section.demonstrations != RANDOM_CALLS:
+        source = section.demonstrations
+        file = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
+        return _Source(load_demonstrations(source, section.options, config.seed), file_sha256(Path(file)))
+    options = build(RandomCallsConfig, section.options, "warm_start.options")
+    tasks = [task for task in inputs.train if task.environment]
+    if not tasks:
+        raise ConfigError(f"warm_start.demonstrations is {RANDOM_CALLS}, and no environment plays a task; name others")
+    count = min(options.attempts, most or options.attempts)
+    played = await play_all_at_random(tasks, inputs.players.environments, config.rollout, config.seed, count)
+    rows = [Demonstration(attempt.messages, attempt.tools) for attempt in played]
+    return _Source(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+
+
+def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
     renderer, config = load_chat(config.model)[1], settled(config)
     with _trainer(config) as trainer:
 
         async def work() -> WarmStartReport | None:
-            report = await run_warm_start(trainer, renderer, config, progress)
+            report = await run_warm_start(trainer, renderer, config, inputs, progress)
             await trainer.export(directory)
             return report
 
@@ -143,6 +177,7 @@ async def run_warm_start(
     trainer: Trainer,
     renderer: ChatRenderer,
     config: RunConfig,
+    inputs: Inputs,
     progress: Progress,
     phase: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> WarmStartReport | None:
@@ -154,15 +189,15 @@ async def run_warm_start(
     """
     if config.warm_start is None:
         return None
-    started = time.perf_counter()
-    entry = cache_directory() / "warm_start" / _key(config, config.warm_start, tokenizer_directory(config.model))
+    started, source = time.perf_counter(), await _open(config, inputs)
+    key = _key(config, config.warm_start, source.sha256, tokenizer_directory(config.model))
+    entry = cache_directory() / "warm_start" / key
     if cached := await _from_cache(entry, trainer, progress):
         return replace(cached, cached=True, seconds=time.perf_counter() - started)
     section = config.warm_start
-    demonstrations = load_demonstrations(section.demonstrations, section.options, config.seed)
 
     def conversation(index: int) -> Conversation:
-        row = demonstrations(index)
+        row = source.row(index)
         return demonstrated_calls(row.messages, renderer, row.tools)
 
     def advance(step: int, loss: float) -> None:
@@ -196,13 +231,12 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
     return report
 
 
-def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
-    """Hash of everything the result depends on, down to what changes rounding."""
-    source, places = section.demonstrations, [] if config.model.build is not None else [base_directory(config.model)]
+def _key(config: RunConfig, section: WarmStartConfig, demonstrations: str, tokenizer: Path) -> str:
+    """Hash of everything the result depends on, down to what changes rounding. demonstrations: hash of those."""
+    places = [] if config.model.build is not None else [base_directory(config.model)]
     if config.model.adapter is not None:
         places.append(Path(config.model.adapter))
     model = [file for place in places for file in sorted(place.glob("*")) if file.is_file()]
-    source = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
     facts = {
         "lora": None if config.training.lora is None else config.training.lora.model_dump(mode="json"),
         "warm_start": section.model_dump(mode="json"),
@@ -210,7 +244,7 @@ def _key(config: RunConfig, section: WarmStartConfig, tokenizer: Path) -> str:
         "model_files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in model],
         "seed": config.seed,
         "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
-        "demonstrations": file_sha256(Path(source)),
+        "demonstrations": demonstrations,
         "threads": torch.get_num_threads(),
         "placement": [config.placement.learner.model_dump(mode="json"), config.device, config.training.precision],
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],

@@ -90,7 +90,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
                 limit = error
                 break
             session.set_state(reply.number, state)
-            answer = await environment.step(reply)
+            answer = await environment.step(reply.message, reply.text)
             if answer.rejected:
                 session.reject(reply.number)
             else:
@@ -188,12 +188,13 @@ class IsolatedEnvironment:
             )
         return messages
 
-    async def step(self, reply: SessionReply) -> EnvStep:
+    async def step(self, reply: Message, text: str) -> EnvStep:
+        """Act on a reply. text: its content, with the stop string that ended it."""
         what = "the reward function" if isinstance(self._environment, SingleTurn) else "step"
-        argument: str | Reply = reply.text
+        argument: str | Reply = text
         if self.takes_reply:
-            thought, calls = reply.message.get("reasoning_content", ""), tuple(reply.message.get("tool_calls", ()))
-            argument = Reply(reply.text, thought, calls)
+            thought, calls = reply.get("reasoning_content", ""), tuple(reply.get("tool_calls", ()))
+            argument = Reply(text, thought, calls)
         return await self._call("step", argument, check=self._checked_step, what=what)
 
     async def finish(self, ended: Status) -> Finish:

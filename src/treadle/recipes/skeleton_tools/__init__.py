@@ -1,0 +1,1 @@
+"""An environment with tools of our own, its tasks and its recipe."""

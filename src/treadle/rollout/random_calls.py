@@ -1,0 +1,169 @@
+"""Demonstrations that nobody writes: attempts of a player that calls an environment's tools at random.
+
+    user       What does Anna pay?
+    assistant  <tool_call>{"name": "bought", "arguments": {"customer": "Anna"}}</tool_call>
+    tool       tea
+    assistant  Anna
+
+It picks a tool, gives it words and numbers that it has read, and answers with one of them. Calls that do not
+work are left out. A small model from scratch learns from that how calls are written; it is right now and then, which
+is what RL starts from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from treadle.core.config import Config
+from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.types import FunctionCall, Message, Task, ToolCall
+from treadle.envs.tools import TOOL_ERRORS
+from treadle.rollout.attempt import user_code
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment
+
+RANDOM_CALLS = "random_calls"
+"""`warm_start.demonstrations` of a run that begins with them."""
+
+
+class RandomCallsConfig(Config):
+    """The options of these demonstrations, `warm_start.options`."""
+
+    attempts: int = Field(1000, ge=1, description="how many are played, task after task")
+
+
+_WORD = re.compile(r"\w+(?:[-.']\w+)*")
+_NUMBER = re.compile(r"(?<![\w.])\d{1,9}(?:\.\d{1,9})?(?![\w.])")
+_MAX_DEPTH = 4  # of a value inside others
+_TRIES, _AT_ONCE = 30, 64
+
+
+class RandomAttempt(NamedTuple):
+    """An attempt at random. error: the first answer to a call that did not work."""
+
+    messages: list[Message]
+    tools: Sequence[Mapping[str, Any]]
+    error: str = ""
+
+    @property
+    def has_calls(self) -> bool:
+        return any("tool_calls" in message for message in self.messages)
+
+
+async def play_at_random(factory: EnvironmentFactory, task: Task, config: RolloutConfig, key: str) -> RandomAttempt:
+    """Play one attempt. key: what the draws depend on.
+
+    Raises ConfigError for an environment without tools, TrajectoryFailure if it fails.
+    """
+    player, user = _Player(random.Random(key), []), user_code(task, "as a demonstration")
+    environment, error = IsolatedEnvironment(task.environment, factory, user, config), ""
+    try:
+        await environment.make()
+        player.messages.extend(await environment.reset(task.copy()))
+        if not (environment.tools and environment.takes_reply):
+            raise ConfigError(
+                f"warm_start.demonstrations is {RANDOM_CALLS}, but environment {task.environment!r} has no tools to "
+                "call; name a generator of demonstrations, or make it a treadle.ToolEnvironment"
+            )
+        for _ in range(config.max_steps - 1):
+            if player.draw.random() < 0.5:
+                break
+            for _ in range(_TRIES):
+                call = player.call(environment.tools)
+                answer = await environment.step(call, "")
+                if not answer.info.get(TOOL_ERRORS):
+                    break
+                error = error or answer.observations[0]["content"]
+            else:
+                break
+            player.messages.append(call)
+            if answer.done:
+                return RandomAttempt(player.messages, environment.tools, error)
+            player.messages.extend(answer.observations)
+        player.messages.append(Message(role="assistant", content=player.word()))
+        return RandomAttempt(player.messages, environment.tools, error)
+    finally:
+        await environment.close()
+        user.release()
+
+
+async def play_all_at_random(
+    tasks: Sequence[Task], environments: Mapping[str, EnvironmentFactory], config: RolloutConfig, seed: int, count: int
+) -> list[RandomAttempt]:
+    """Play `count` attempts, at the tasks in turn; returns those that did not fail.
+
+    Raises ConfigError as `play_at_random` does, DataError if no call worked.
+    """
+
+    async def play(number: int) -> RandomAttempt | TrajectoryFailure:
+        task, key = tasks[number % len(tasks)], f"{seed}/{RANDOM_CALLS}/{number}"
+        try:
+            return await play_at_random(environments[task.environment], task, config, key)
+        except TrajectoryFailure as failure:
+            return failure
+
+    played: list[RandomAttempt | TrajectoryFailure] = []
+    for first in range(0, count, _AT_ONCE):
+        played += await asyncio.gather(*map(play, range(first, min(first + _AT_ONCE, count))))
+    attempts = [each for each in played if isinstance(each, RandomAttempt)]
+    if config.max_steps > 1 and not any(attempt.has_calls for attempt in attempts):
+        problem = next((getattr(each, "error", "") or str(each) for each in played), "")
+        raise DataError(
+            f"warm_start.demonstrations: {RANDOM_CALLS}: in {count} attempts no call of a tool worked, first: "
+            f"{problem:.300}; name a generator of demonstrations that calls the tools as they need it"
+        )
+    return attempts
+
+
+class _Player(NamedTuple):
+    """Draws what it says from what it has read. messages: so far."""
+
+    draw: random.Random
+    messages: list[Message]
+
+    def call(self, tools: Sequence[Mapping[str, Any]]) -> Message:
+        function = self.draw.choice(tools)["function"]
+        schema = function.get("parameters") or {"type": "object"}
+        arguments = json.dumps(self.value(schema, schema.get("$defs", {})), ensure_ascii=False)
+        written = FunctionCall(name=function["name"], arguments=arguments)
+        call = ToolCall(id=f"call-{len(self.messages)}", type="function", function=written)
+        return Message(role="assistant", content="", tool_calls=[call])
+
+    def value(self, schema: Mapping[str, Any], named: Mapping[str, Any], depth: int = 0) -> Any:
+        """Draw a value of a JSON schema as pydantic writes them; what is not required is left out."""
+        schema = named[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+        if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
+            return self.draw.choice(choices)
+        if kinds := schema.get("anyOf"):
+            return self.value(self.draw.choice(kinds), named, depth + 1)
+        match schema.get("type"):
+            case "object":
+                parts = {name: schema["properties"][name] for name in schema.get("required", ())}
+                return {name: self.value(part, named, depth + 1) for name, part in parts.items()}
+            case "array":
+                length = self.draw.randint(1, 2) if depth < _MAX_DEPTH else 0
+                return [self.value(schema.get("items", {}), named, depth + 1) for _ in range(length)]
+            case "boolean":
+                return self.draw.random() < 0.5
+            case "integer" | "number" as kind:
+                number = float(self.draw.choice(_NUMBER.findall(self.read())) if _NUMBER.search(self.read()) else 1)
+                return int(number) if kind == "integer" or number.is_integer() else number
+            case "null":
+                return None
+        return self.word()
+
+    def word(self) -> str:
+        """Draw a word: half of the time of the last message."""
+        words: list[str] = _WORD.findall(self.read(last=self.draw.random() < 0.5))
+        return self.draw.choice(words or ["1"])
+
+    def read(self, last: bool = False) -> str:
+        texts = [message["content"] for message in self.messages if message["role"] in ("user", "tool")]
+        return " ".join(texts[-1:] if last else texts)
