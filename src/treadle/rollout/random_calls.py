@@ -113,7 +113,7 @@ async def play_all_at_random(
     for first in range(0, count, _AT_ONCE):
         played += await asyncio.gather(*map(play, range(first, min(first + _AT_ONCE, count))))
     attempts = [each for each in played if isinstance(each, RandomAttempt)]
-    if config.max_steps > 1 and not any(attempt.has_calls for attempt in attempts):
+    if not attempts or (config.max_steps > 1 and not any(attempt.has_calls for attempt in attempts)):
         problem = next((getattr(each, "error", "") or str(each) for each in played), "")
         raise DataError(
             f"warm_start.demonstrations: {RANDOM_CALLS}: in {count} attempts no call of a tool worked, first: "
