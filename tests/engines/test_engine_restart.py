@@ -48,6 +48,13 @@ async def killed(engine: RemoteEngine) -> None:
     await until(lambda: not is_running(pid))
 
 
+async def stopped(engine: RemoteEngine) -> None:
+    """Stop its next process before a call reaches it: whoever waits for it is told one turn of the event loop later."""
+    worker = engine._supervised._worker
+    worker.add_done_callback(lambda _: os.kill(pid_of(engine), signal.SIGSTOP))
+    await asyncio.wait([worker])
+
+
 async def sampled(engine: Engine, *sessions: str) -> list[tuple[Any, ...]]:
     """What a call of each session is answered, made at once."""
     calls = [engine.generate(PROMPT + n, sampling(n), session=name) for n, name in enumerate(sessions)]
@@ -100,8 +107,7 @@ async def test_the_next_process_goes_on_with_what_was_published_last(lock_step: 
         amid = asyncio.create_task(engine.generate(PROMPT, sampling(), session="c"))
         await ticks(5)
         await killed(engine)
-        await until(lambda: not engine.is_down)
-        os.kill(pid_of(engine), signal.SIGSTOP)
+        await stopped(engine)
         await ticks(5)
         with (tmp_path / "engine.log").open("a") as log:
             log.write("the last words\n")
