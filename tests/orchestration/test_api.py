@@ -16,7 +16,7 @@ from tests.orchestration.runs import MODEL, SETTINGS, Interrupting, check_finish
 from tests.worlds import Quiet, user
 from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, TreadleError
 from treadle.cli.main import main
-from treadle.core.errors import DataError, RunError
+from treadle.core.errors import DataError, RunError, TrainingStopped
 from treadle.data.table import rows_of
 from treadle.orchestration.reporting.callbacks import NotebookProgress
 from treadle.orchestration.store.recorded import RecordedTrajectory
@@ -100,6 +100,44 @@ def test_tools_of_ones_own_need_no_demonstrations(tmp_path: Path, monkeypatch: p
     assert not run("third", world=Dearer)["warm_start"]["cached"]  # the demonstrations say otherwise
     with pytest.raises(ConfigError, match="'Short' has no tools to call"):
         train(tmp_path / "none", model=None, recipe="tools-small", settings=small)
+
+
+def test_an_agents_model_begins_with_random_calls_of_tools_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def solve(task: Task, client: Any) -> float:
+        tools = Shop().tool_schemas
+        answer = await client.chat.completions.create(model="policy", messages=list(task.prompt), tools=tools)
+        return float(answer.choices[0].message.content == task.ground_truth)
+
+    monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
+    tasks = [Task(f"t{i}", (user("What does tea cost?"),), ground_truth="7", extras={"tea": 7}) for i in range(3)]
+    options: dict[str, Any] = {"recipe": "tools-small", "model": None, "settings": {"warm_start.steps": 3}}
+    with pytest.raises(ConfigError, match=r"no environment plays, .* set warm_start.options.environment to one"):
+        train(tmp_path / "none", solve, tasks, **options)
+    named = {"attempts": 80, "environment": "tests.orchestration.test_api:Shop"}
+    options["settings"]["warm_start.options"] = named
+    assert train(tmp_path / "run", solve, tasks, **options)["warm_start"]["steps"] == 3
+    given = {"model": MODEL, "recipe": "tools-small", "settings": {}}  # which the recipe's warm start is not for
+    assert train(tmp_path / "other", tasks=[*tasks], **given)["warm_start"] is None
+
+
+def test_a_run_in_which_all_held_out_attempts_fail_ends_with_the_reason_and_evaluates_anew(tmp_path: Path) -> None:
+    class Broken(Short):
+        mended = False
+
+        async def step(self, text: str) -> EnvStep:
+            if not Broken.mended:
+                raise LookupError("no dictionary")
+            return EnvStep(reward=1.0, done=True)
+
+    held_out = [Task("h", (user("be brief"),))]
+    reason = r"1 of 1 trajectories at held-out tasks failed .*LookupError: no dictionary.*test_api.py.*then --resume"
+    with pytest.raises(TrainingStopped, match=reason):
+        train(tmp_path / "run", Broken, held_out=held_out)
+    Broken.mended = True
+    summary = train(tmp_path / "run", Broken, held_out=held_out, resume=True)
+    assert (summary["held_out_success_before"], summary["held_out_success_after"]) == (1.0, 1.0)
 
 
 async def test_the_stop_button_of_a_notebook_where_an_event_loop_is_running_stops_like_ctrl_c(tmp_path: Path) -> None:

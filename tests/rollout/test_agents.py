@@ -453,11 +453,27 @@ async def no_client(task: Task) -> float:
     return 0.0
 
 
+def waits_for_nothing(task: Task, client: AsyncOpenAI) -> float:
+    return 0.0
+
+
+async def cannot_wait(task: Task, client: OpenAI) -> float:
+    return 0.0
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [
         (too_many, r"is called as agent\(task, client\), but: missing a required argument: 'tools'"),
         (no_client, r"is called as agent\(task, client\), but: too many positional arguments"),
+        (
+            waits_for_nothing,
+            "plain def, which is given a client of class OpenAI, .* annotated as AsyncOpenAI",
+        ),
+        (
+            cannot_wait,
+            "an async def, which is given a client of class AsyncOpenAI, .* or write a plain def",
+        ),
         (Counting, r"it must be a function: agent\(task, client\)"),
         (3, "is of type int"),
     ],

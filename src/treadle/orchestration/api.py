@@ -118,7 +118,8 @@ def train(
     model: what `model.path` takes (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
     `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
-    recipe: whose settings and model are used, where no others are given: a shipped one, or a .yaml file.
+    recipe: whose settings are used, and its model with its warm start where no other model is given: a shipped one, or
+    a .yaml file.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
     resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
@@ -140,6 +141,7 @@ def train(
     data = {key: value for key, value in data.items() if key not in _OF_ITS_OWN_TASKS}
     data |= {"recipe": Path(run).name, kind: name, "data": {"train": {"source": IN_MEMORY}, **sources}}
     if model is not None:
+        data.pop("warm_start", None)  # of the recipe's own model
         data["model"] = {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model
     if "model" not in data:
         raise ConfigError("there is no model to train; give model=, or a recipe that has one: recipe='tools-small'")

@@ -24,7 +24,7 @@ from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation
 from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.validation import check_playing
-from treadle.orchestration.stopping import StopRequest
+from treadle.orchestration.stopping import StopRequest, check_evaluation
 from treadle.orchestration.store.address import find_address, model_path
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.ledger_reader import LoopState
@@ -114,7 +114,8 @@ class Evaluator:
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
         """Make the pending evaluations; return the state with their results.
 
-        Those that a stop request comes before stay pending until the run is resumed.
+        Those that a stop request comes before stay pending until the run is resumed, as does one all of whose attempts
+        failed: StopConditionMet.
         """
         config, update, reporter = self._config, state.update, self._reporter
         for temperature in self.pending(state):
@@ -137,6 +138,7 @@ class Evaluator:
             if groups is None:
                 return state
             self._store.record_evaluation(name, groups, state.version)
+            check_evaluation(groups, config)
             result = _result(config, groups, update, temperature)
             reporter.callbacks.evaluate(result)
             state = replace(state, evaluations=(*state.evaluations, asdict(result)))

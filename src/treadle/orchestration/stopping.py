@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from treadle.core.errors import TrainingStopped
-from treadle.core.types import DropReason, Failure
+from treadle.core.types import DropReason, Failure, Group
 from treadle.orchestration.config import RunConfig
 from treadle.rollout.isolation.event_loop import handled
 
@@ -101,14 +101,18 @@ def check_failure_rate(window: WindowStats, config: RunConfig, update: int) -> N
     That may be before a batch's worth has finished, if it is certain by then. update: the one that is waited for.
     """
     everyone = max(window.trajectories, config.groups_per_batch * config.training.group_size)
-    for failure, count in window.failures.most_common(1):
-        place = f" ({failure.place})" if failure.place else ""
-        what = f"of update {update} failed"
-        why = f"most often ({count}x) {failure.cause}: {failure.message}{place}"
-        _check_share(window.failures.total(), everyone, config, what, why)
+    _check_failures(window, everyone, config, f"of update {update} failed")
     for warning, _ in window.bad_requests.most_common(1):
         what, why = f"of update {update} sent malformed requests", f"for example: {warning}"
         _check_share(window.bad_requests.total(), everyone, config, what, why)
+
+
+def check_evaluation(groups: Sequence[Group], config: RunConfig) -> None:
+    """Raise StopConditionMet if all attempts at held-out tasks failed, unless failures are never to end the run."""
+    everyone = [trajectory for group in groups for trajectory in group.trajectories]
+    window = WindowStats(failures=Counter(t.failure for t in everyone if t.failure is not None))
+    if window.failures.total() == len(everyone):
+        _check_failures(window, len(everyone), config, "at held-out tasks failed")
 
 
 def check_refusal_rate(refused: Mapping[str, str], config: RunConfig, update: int) -> None:
@@ -129,6 +133,13 @@ def check_discard_rate(window: WindowStats, config: RunConfig, update: int) -> N
         f"{window.groups} groups were sampled for update {update}, which needs {batch}; discarded: {reasons} "
         f"(failures.max_sampled is {limit:g} times what is needed)"
     )
+
+
+def _check_failures(window: WindowStats, everyone: int, config: RunConfig, what: str) -> None:
+    for failure, count in window.failures.most_common(1):
+        place = f" ({failure.place})" if failure.place else ""
+        why = f"most often ({count}x) {failure.cause}: {failure.message}{place}"
+        _check_share(window.failures.total(), everyone, config, what, why)
 
 
 def _check_share(count: int, everyone: int, config: RunConfig, what: str, why: str) -> None:

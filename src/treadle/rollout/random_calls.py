@@ -37,6 +37,9 @@ class RandomCallsConfig(Config):
     """The options of these demonstrations, `warm_start.options`."""
 
     attempts: int = Field(1000, ge=1, description="how many are played, task after task")
+    environment: str | None = Field(
+        None, description="whose tools are called; default: the one that plays the task, which an agent's tasks lack"
+    )
 
 
 _WORD = re.compile(r"\w+(?:[-.']\w+)*")

@@ -27,6 +27,7 @@ from treadle.core.errors import CheckpointError, ConfigError, DataError, RunErro
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.registry import resolve
 from treadle.core.trainer import Conversation, Trainer
+from treadle.envs.tasks import load_environment
 from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
@@ -84,11 +85,18 @@ async def _open(config: RunConfig, inputs: Inputs, most: int | None = None) -> _
         file = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
         return _Source(load_demonstrations(source, section.options, config.seed), file_sha256(Path(file)))
     options = build(RandomCallsConfig, section.options, "warm_start.options")
-    tasks = [task for task in inputs.train if task.environment]
+    environments, tasks = inputs.players.environments, [task for task in inputs.train if task.environment]
+    if (name := options.environment) is not None:
+        environments = {name: load_environment(name)}
+        tasks = [replace(task, environment=name, agent="", driver="") for task in inputs.train]
     if not tasks:
-        raise ConfigError(f"warm_start.demonstrations is {RANDOM_CALLS}, and no environment plays a task; name others")
+        raise ConfigError(
+            f"warm_start.demonstrations is {RANDOM_CALLS}, and no environment plays, whose tools could be called; set "
+            "warm_start.options.environment to one with the agent's tools, module:Class, or warm_start to null if the "
+            "model can call them"
+        )
     count = min(options.attempts, most or options.attempts)
-    played = await play_all_at_random(tasks, inputs.players.environments, config.rollout, config.seed, count)
+    played = await play_all_at_random(tasks, environments, config.rollout, config.seed, count)
     rows = [Demonstration(attempt.messages, attempt.tools) for attempt in played]
     return _Source(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest())
 

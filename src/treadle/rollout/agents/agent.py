@@ -12,7 +12,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.rewards import Reward
 from treadle.core.types import Task
 from treadle.core.user_functions import Expected, check_function
-from treadle.rollout.agents.clients import wants_anthropic
+from treadle.rollout.agents.clients import wanted_client, wants_anthropic
 from treadle.rollout.isolation.user_code import is_async
 
 if TYPE_CHECKING:
@@ -76,6 +76,14 @@ def check_agent(candidate: object, name: str) -> Agent:
     """Return the object, if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
     check_function(candidate, where, AGENT_FUNCTION)
+    wanted = wanted_client(candidate).removeprefix("Async")
+    if wanted in ("OpenAI", "Anthropic") and (wanted != wanted_client(candidate)) is not is_async(candidate):
+        kinds = [("a plain def", wanted), ("an async def", f"Async{wanted}")]
+        (kind, given), (other, annotated) = reversed(kinds) if is_async(candidate) else kinds
+        raise ConfigError(
+            f"{where} is {kind}, which is given a client of class {given}, and its client is annotated as "
+            f"{annotated}; annotate it as {given}, or write {other}"
+        )
     others = ["anthropic"] if wants_anthropic(candidate) else []
     if missing := [package for package in (*_PACKAGES, *others) if importlib.util.find_spec(package) is None]:
         install = " ".join(["pip install 'treadle[train]'", *others])

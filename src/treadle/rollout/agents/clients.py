@@ -50,11 +50,16 @@ async def client_of(
             yield stack.enter_context(anthropic_client(plain)) if claude else plain
 
 
-def wants_anthropic(agent: object) -> bool:
-    """Return whether its second parameter is annotated as a client of Anthropic's SDK."""
+def wanted_client(agent: object) -> str:
+    """Return the class that its second parameter is annotated as, without its module: "AsyncOpenAI"; or ""."""
     parameters = [*inspect.signature(agent).parameters.values()] if callable(agent) else []
     annotation = parameters[1].annotation if len(parameters) > 1 else ""
-    return str(getattr(annotation, "__name__", annotation)).rpartition(".")[2] in ("Anthropic", "AsyncAnthropic")
+    return str(getattr(annotation, "__name__", annotation)).rpartition(".")[2]
+
+
+def wants_anthropic(agent: object) -> bool:
+    """Return whether its second parameter is annotated as a client of Anthropic's SDK."""
+    return wanted_client(agent) in ("Anthropic", "AsyncAnthropic")
 
 
 @overload
