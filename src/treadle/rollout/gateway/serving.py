@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import secrets
 import socket
@@ -37,6 +38,15 @@ from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 _LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between two looks at whether the server listens
 _CONNECTIONS = 16384  # a quarter of the files that `SharedGateway` allows; beyond it, uvicorn answers 503
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Leave out requests that end because the run does: their tasks are cancelled, or what they wait for was."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+
+
+logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
 
 
 class _Server(uvicorn.Server):
