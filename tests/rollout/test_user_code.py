@@ -6,12 +6,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -247,6 +249,45 @@ def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
     assert line.startswith("cancelled, but does not end, and is left behind: ")
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_is_not_swallowed_where_it_arrives() -> None:
+    """An exception in a finalizer is ignored."""
+
+    class Dying:
+        def __del__(self) -> None:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        with event_loop.handled(lambda: None, signal.SIGINT, again=event_loop.interrupt_run()):
+            Dying()
+            await asyncio.sleep(3600)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), print, new_event_loop=VirtualLoop)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_interrupts_a_loop_that_is_blocked_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "_TO_REACT", 0.02)
+    swallowed = 0
+
+    async def main() -> None:
+        nonlocal swallowed
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            try:
+                time.sleep(CEILING)
+            except KeyboardInterrupt:
+                swallowed += 1
+        time.sleep(CEILING)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), print)
+    assert swallowed == 2
+
+
 # What blocks
 
 
@@ -276,6 +317,27 @@ def test_who_blocks_the_loop_is_named_while_it_does_and_counted(monkeypatch: pyt
         [line] = [line for line in said if "test_user_code.py" in line and f"in {name}" in line]
         assert line.startswith("environment 'world' blocks the event loop, at ")
         assert "(task t, trajectory g000000.0)" in line
+
+
+def test_a_library_that_is_awaited_is_not_user_code_that_blocks() -> None:
+    library: dict[str, Any] = {}
+    source = "async def create(ask): ask()\ndef get(ask): ask()\n"
+    exec(compile(source, f"{sysconfig.get_path('purelib')}/sdk.py", "exec"), library)
+    frames: list[FrameType] = []
+
+    def ask() -> None:
+        frames[:] = list(user_code.thread_frames(threading.get_ident()))[2:]  # without this function's
+
+    async def waits() -> None:
+        await library["create"](ask)
+
+    async def blocks() -> None:
+        library["get"](ask)
+
+    asyncio.run(waits())
+    assert user_code.blocking_place(frames) == ""
+    asyncio.run(blocks())
+    assert user_code.blocking_place(frames).endswith(" in blocks")
 
 
 # Plain methods

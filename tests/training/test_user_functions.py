@@ -156,6 +156,30 @@ def test_an_advantage_that_is_none_is_named_wherever_it_is_needed(
             assert part in str(refused.value)
 
 
+def raises(_: Any, second: Any, __: Any) -> Any:
+    return second.no_such
+
+
+@pytest.mark.parametrize("kind", ["policy_loss", "clipped", "advantage"])
+def test_an_error_in_a_loss_or_an_advantage_is_named_with_its_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the error's cause."""
+    made = {
+        "policy_loss": PolicyLoss(raises),
+        "clipped": PolicyLoss(lambda logp, tokens, options: -tokens.advantage * logp, clipped=raises),
+        "advantage": Advantage(raises),
+    }
+    monkeypatch.setattr(f"{HERE}.MINE", made[kind])
+    section = "advantage" if kind == "advantage" else "policy_loss"
+    chosen: dict[str, Any] = {section: f"{HERE}:MINE"}
+    learner = Learner(exact(), TrainingConfig(), AlgorithmConfig(**chosen), 10)
+    with pytest.raises(ConfigError) as refused:
+        learner.train_batch(random_groups(0))
+    assert isinstance(refused.value.__cause__, AttributeError)
+    said, line = str(refused.value), raises.__code__.co_firstlineno + 1
+    assert said.startswith(f"algorithm.{section}: '{HERE}:MINE': {HERE}:raises raised AttributeError: ")
+    assert f"no attribute 'no_such', at {__file__}:{line} in raises; it is called as " in said
+
+
 class Counted(Environment):
     """Gives whatever it was made with."""
 

@@ -39,7 +39,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.outcomes import by_role
 from treadle.core.registry import NoOptions, build_options, resolve
 from treadle.core.types import BreakCause, Group
-from treadle.core.user_functions import Expected, check_function, not_finite
+from treadle.core.user_functions import Expected, call, check_function, not_finite
 from treadle.packing.breaks import parent_steps
 from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 
@@ -141,8 +141,8 @@ def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | Non
 
     Raises ConfigError unless that is one floating-point number a token, finite for each trainable one.
     """
-    estimate = by_name(config.advantage).per_token
-    advantage = estimate(batch, signals or Signals(), options_of(config))
+    estimate, where = by_name(config.advantage).per_token, f"algorithm.advantage: {config.advantage!r}"
+    advantage = call(estimate, where, ADVANTAGE_FUNCTION, batch, signals or Signals(), options_of(config))
     if (
         not isinstance(advantage, np.ndarray)
         or advantage.shape != (len(batch),)
@@ -152,7 +152,6 @@ def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | Non
     else:
         wrong = not_finite(advantage, batch.mask)
     if wrong:
-        where = f"algorithm.advantage: {config.advantage!r}"
         raise ConfigError(f"{where}: {ADVANTAGE_FUNCTION.refusal(estimate, advantage, wrong)}")
     return advantage
 

@@ -1,21 +1,35 @@
 """Checks of functions that a user writes, and what their errors say.
 
 resolved  -check_function-> called as (task, text)? -> ConfigError
+called    -call-> "my_losses:mine raised TypeError: ..., at my_losses.py:12; it is called as ..." -> ConfigError
 returned  -Expected.refusal-> "my_losses:mine returned a Tensor of shape [], float32; it must return ..., as in ..."
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.core.errors import ConfigError
+import treadle.core
+from treadle.core.errors import ConfigError, TreadleError
+
+T = TypeVar("T")
+
+_FOLDERS = sysconfig.get_paths()
+_LIBRARIES = (
+    f"{Path(treadle.core.__file__).parents[1]}/",
+    "<frozen ",
+    *(f"{_FOLDERS[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +89,31 @@ def check_function(function: object, where: str, expected: Expected, optional: S
     raise ConfigError(
         f"{where} ({name_of(function)}) is called as {expected.signature}, but: {problem}; write\n{expected.example}"
     )
+
+
+def call(function: Callable[..., T], where: str, expected: Expected, *arguments: Any) -> T:
+    """Call the function; what one of the user's raises becomes the cause of a ConfigError that begins with `where`."""
+    try:
+        return function(*arguments)
+    except TreadleError:
+        raise
+    except Exception as error:
+        name = name_of(function)
+        if name.startswith("treadle.") or type(error).__name__ == "OutOfMemoryError":  # of torch, wherever it happens
+            raise
+        raise ConfigError(
+            f"{where}: {name} raised {type(error).__name__}: {error}{_place(error)}; it is called as "
+            f"{expected.signature}, as in\n{expected.example}"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """Return `, at my_losses.py:12 in mine`: the innermost line outside of Treadle and of installed libraries."""
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            return f", at {file}:{line} in {frame.f_code.co_name}"
+    return ""
 
 
 def name_of(function: object) -> str:

@@ -75,7 +75,10 @@ Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
 
 def _short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
-    """Leave Treadle's own lines out of the tracebacks of TreadleErrors; those of user code, also of a cause, stay."""
+    """Leave Treadle's own lines out of the tracebacks of TreadleErrors; those of user code, also of a cause, stay.
+
+    A Ctrl-C is a plain KeyboardInterrupt: whatever it happened to interrupt is left out, too.
+    """
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -88,6 +91,8 @@ def _short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
             while cause is not None and not has_user_frames(cause.__traceback__):
                 cause = cause.__cause__
             raise error.with_traceback(None) from cause
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
 
     return called
 
@@ -128,7 +133,7 @@ def train(
     callbacks: follow the run (`treadle.Callback`), beside those in `settings`.
 
     Ctrl-C, or a notebook's stop button, ends the run after the current update, with a checkpoint, and this returns; a
-    second one raises KeyboardInterrupt at once.
+    second one raises KeyboardInterrupt at once, and `resume` goes on from the latest checkpoint.
 
     Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
@@ -297,11 +302,17 @@ def _progress(config: RunConfig) -> Progress:
 def _run(
     config: RunConfig, inputs: Inputs, path: Path, progress: Progress, resume: bool, checkpoint: str | None = None
 ) -> dict[str, Any]:
-    with loading(progress):
-        from treadle.orchestration.train import train_run
+    try:
+        with loading(progress):
+            from treadle.orchestration.train import train_run
 
-    with paused_event_loop():  # a notebook's
-        summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)
+        with paused_event_loop():  # a notebook's
+            summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        saved = any(path.glob("checkpoints/step-*"))
+        advice = "go on from the latest checkpoint with resume=True" if saved else "nothing was trained yet"
+        progress.log(f"interrupted; {advice}")
+        raise
     if summary["stopped_early"]:
         progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; go on with resume=True")
     return summary

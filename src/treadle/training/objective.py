@@ -18,7 +18,7 @@ from treadle.algorithms.config import AlgorithmConfig
 from treadle.algorithms.corrections import Corrected, corrected
 from treadle.algorithms.distillation import distilled, top_k_divergence
 from treadle.algorithms.kl import ESTIMATORS, k1, k2, k3
-from treadle.algorithms.losses import LOSS_FUNCTION, PolicyLoss, Tokens
+from treadle.algorithms.losses import LOSS_FUNCTION, PolicyLoss, TokenFunction, Tokens
 from treadle.algorithms.values import ValueTargets, explained_variance, value_clipped, value_loss
 from treadle.core.config import Config
 from treadle.core.draws import Stream, task_uniforms
@@ -26,7 +26,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.metrics import Measures, Metric, Tally, measured
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Group
-from treadle.core.user_functions import not_finite
+from treadle.core.user_functions import call, not_finite
 from treadle.packing.flat import FlatBatch, Indices
 from treadle.training.metrics import (
     CLIP_FRACTION,
@@ -172,14 +172,20 @@ class Objective:
 
     def _policy_losses(self, logp: Tensor, tokens: Tokens) -> Tensor:
         """Return the policy loss of each token [n]. Raises ConfigError for anything else."""
-        each = self.policy_loss.per_token(logp, tokens, self.loss_options)
+        each = self._call(self.policy_loss.per_token, logp, tokens)
         if not isinstance(each, Tensor) or each.shape != logp.shape or not each.is_floating_point():
             raise ConfigError(self._refused(each, f"for {len(logp)} tokens"))
         return each
 
+    def _call(self, function: TokenFunction, logp: Tensor, tokens: Tokens) -> Tensor:
+        return call(function, self._where, LOSS_FUNCTION, logp, tokens, self.loss_options)
+
+    @property
+    def _where(self) -> str:
+        return f"algorithm.policy_loss: {self.config.policy_loss!r}"
+
     def _refused(self, value: object, wrong: str) -> str:
-        said = LOSS_FUNCTION.refusal(self.policy_loss.per_token, value, wrong)
-        return f"algorithm.policy_loss: {self.config.policy_loss!r}: {said}"
+        return f"{self._where}: {LOSS_FUNCTION.refusal(self.policy_loss.per_token, value, wrong)}"
 
     def refusal(self, scores: TokenScores) -> str:
         """Return `: FUNCTION returned ..., nan at index 4 ...`, or "" if the policy loss of every token is finite."""
@@ -207,7 +213,7 @@ class Objective:
         """Return what the loss of each token was made of. scores: of all N, in order."""
         _, tokens = self._tokens(scores)
         made = [
-            None if function is None else function(scores.logp, tokens, self.loss_options)
+            None if function is None else self._call(function, scores.logp, tokens)
             for function in (self.policy_loss.ratio, self.policy_loss.clipped)
         ]
         return TokenTrace(scores.logp, scores.entropy, tokens.advantage, *made)
@@ -222,7 +228,7 @@ class Objective:
             ratio = _wide(ratio).exp()  # in float64, which no ratio leaves
             values |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
-            values[CLIP_FRACTION] = self.policy_loss.clipped(scores.logp, tokens, self.loss_options)[mask]
+            values[CLIP_FRACTION] = self._call(self.policy_loss.clipped, scores.logp, tokens)[mask]
         if self.config.correction.active:
             correction = self._corrected(index, tokens)
             values[CORRECTION_MASKED] = ~correction.keep[mask]

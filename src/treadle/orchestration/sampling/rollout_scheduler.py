@@ -109,7 +109,7 @@ class RolloutScheduler:
                     task.cancel()
         except BaseExceptionGroup as several:
             if all(isinstance(error, TreadleError) for error in several.exceptions) or len(several.exceptions) == 1:
-                raise several.exceptions[0] from None
+                raise several.exceptions[0] from several.exceptions[0].__cause__
             raise
         finally:
             await self.groups.store.settled()  # also if those who waited for it were cancelled

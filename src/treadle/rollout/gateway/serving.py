@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import secrets
 import socket
@@ -37,6 +38,15 @@ from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 _LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between two looks at whether the server listens
 _CONNECTIONS = 16384  # a quarter of the files that `SharedGateway` allows; beyond it, uvicorn answers 503
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Leave out requests that end because the run does: their tasks are cancelled, or what they wait for was."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+
+
+logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
 
 
 class _Server(uvicorn.Server):
@@ -209,7 +219,8 @@ def _session(gateway: Gateway, request: Request) -> Attached:
         return attached
     if "secret" in request.path_params:
         raise ApiError(404, "unknown or expired session")
-    raise ApiError(401, "the API key belongs to no session, or to one that has ended", code="invalid_api_key")
+    remedy = "give the key that treadle serve prints, or that of a session that is open"
+    raise ApiError(401, f"the API key is wrong, or its session has ended; {remedy}", code="invalid_api_key")
 
 
 async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> tuple[Attached, bytes]:
@@ -253,10 +264,15 @@ def _json(raw: bytes) -> Json:
     return value
 
 
+_BASE_URL = "the base URL ends in /v1; only that of Anthropic's clients, which add it, does not"
+
+
 async def _error(request: Request, error: Exception) -> Response:
     headers = None
     if isinstance(error, HTTPException):  # no such route
-        headers, error = error.headers, ApiError(error.status_code, f"{request.method} of this path: {error.detail}")
+        remedy = f"; {_BASE_URL}" if error.status_code == 404 else ""
+        what = f"{request.method} of this path: {error.detail}{remedy}"
+        headers, error = error.headers, ApiError(error.status_code, what)
     assert isinstance(error, ApiError)
     routes = {**DIALECTS, _COUNTING: MESSAGES}
     dialect = next((dialect for path, dialect in routes.items() if request.url.path.endswith(path)), CHAT)

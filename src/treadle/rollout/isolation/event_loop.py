@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import signal
 import threading
 import time
 from asyncio.events import Handle
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ T = TypeVar("T")
 
 _TO_END = 60.0  # seconds that cancelled tasks have to end: environments are being closed
 _TO_END_INTERRUPTED = 5.0  # after a second Ctrl-C
+_TO_REACT = 1.0  # seconds that a loop has to react to a second Ctrl-C
 
 _left_behind: list[asyncio.Task[Any]] = []  # referenced forever: asyncio complains of pending tasks that are collected
 
@@ -36,13 +39,16 @@ def run(
     """
     loop = (new_event_loop or asyncio.new_event_loop)()
     loop.set_default_executor(user_code.DaemonThreads())
-    task, seconds = loop.create_task(main), _TO_END
+    interrupter, context = _Interrupter(loop), copy_context()
+    context.run(_interrupter.set, interrupter)
+    task, seconds = loop.create_task(main, context=context), _TO_END
     has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def cancel() -> None:
         loop.call_soon_threadsafe(task.cancel)
 
-    with closing(loop), handled(cancel, *([signal.SIGINT] if has_default_handler else [])) as interrupts:
+    numbers = [signal.SIGINT] if has_default_handler else []
+    with closing(loop), handled(cancel, *numbers, again=interrupter.interrupt) as interrupts:
         try:
             return _completed(loop, task, log)
         except asyncio.CancelledError:
@@ -50,11 +56,46 @@ def run(
                 raise user_code.Interrupt from None
             raise
         except KeyboardInterrupt:
+            interrupter.arrived.set()
             seconds = _TO_END_INTERRUPTED
             loop.set_exception_handler(lambda *_: None)  # tasks fail for what it broke
             raise
         finally:
             _completed(loop, loop.create_task(_end_tasks(log, seconds)), log)
+            interrupter.arrived.set()
+
+
+class _Interrupter:
+    """Ends `run` by an `Interrupt` that nothing can swallow: a callback of the loop's own raises it.
+
+    It is raised where the main thread is only if the loop does not react for a second, and each second from then on:
+    there, a library may swallow it. arrived: set once `run` has got it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.arrived = threading.Event()
+        self._loop, self._asked, self._is_blocked = loop, False, False
+
+    def interrupt(self, number: int) -> None:
+        """Called by a signal's handler, which may interrupt anything: it takes no lock."""
+        if self._is_blocked or self.arrived.is_set():
+            raise user_code.Interrupt
+        if not self._asked:
+            self._asked = True
+            _thread.start_new_thread(self._insist, (number,))  # threading.Thread.start takes a lock
+            self._loop.call_soon_threadsafe(self._raise)
+
+    def _raise(self) -> None:
+        if not self.arrived.is_set():
+            raise user_code.Interrupt
+
+    def _insist(self, number: int) -> None:
+        while not self.arrived.wait(_TO_REACT):
+            self._is_blocked = True
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+_interrupter: ContextVar[_Interrupter | None] = ContextVar("treadle_interrupter", default=None)
 
 
 @contextmanager
@@ -120,8 +161,8 @@ def watched_event_loop(log: Callable[[str], None]) -> Iterator[None]:
     """Watch the running event loop, and warn while user code blocks it.
 
     A thread has the loop answer every tenth of a second. When it has not answered for a second, the thread looks at the
-    loop's stack, and names the attempt whose user code is running and the line. log: called from that thread, once for
-    each line that blocks.
+    loop's stack, and names the attempt whose user code is running and the line, unless that line awaits a library, or
+    another turn of a task is running at the next look. log: called from that thread, once for each line that blocks.
     """
     watch, over = _Watch(log), threading.Event()
     thread = threading.Thread(target=watch.run, args=(over,), name="treadle-loop-watch", daemon=True)
@@ -139,12 +180,14 @@ class _Watch:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._answered, self._asked = time.monotonic(), False
         self._blocking: user_code.UserCode | None = None
+        self._turn: Handle | None = None  # that was running at the last look
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(_PERIOD):
             if not self._asked:
                 self._asked = True
-                self._loop.call_soon_threadsafe(self._answer)
+                with suppress(RuntimeError):  # the loop was closed: an interrupted run does not wait for this thread
+                    self._loop.call_soon_threadsafe(self._answer)
             elif self._blocking is None and time.monotonic() - self._answered >= BLOCKED:
                 self._warn()
 
@@ -155,14 +198,16 @@ class _Watch:
         self._answered, self._asked, self._blocking = now, False, None
 
     def _warn(self) -> None:
-        frames, user = list[FrameType](), None
+        frames, user, turn = list[FrameType](), None, None
         for frame in user_code.thread_frames(self._thread):
             if frame.f_code is Handle._run.__code__:  # runs a callback of the loop: a turn of a task, in its context
-                user = frame.f_locals["self"]._context.get(user_code.RUNNING)
+                turn = frame.f_locals["self"]
+                user = turn._context.get(user_code.RUNNING)
                 break
             frames.append(frame)
-        place = user_code.user_place(frames)
-        if user is None or not place or not self._asked:
+        lasts, self._turn = turn is self._turn, turn
+        place = user_code.blocking_place(frames)
+        if user is None or not place or not lasts or not self._asked:
             return
         self._blocking = user
         if (user.name, place) not in self._logged and len(self._logged) < _WARNINGS:
@@ -173,19 +218,32 @@ class _Watch:
             )
 
 
+def _raise_interrupt(number: int) -> None:
+    raise user_code.Interrupt
+
+
+def interrupt_run() -> Callable[[int], None]:
+    """Return what interrupts the `run` that this is called in, for `handled`."""
+    interrupter = _interrupter.get()
+    return _raise_interrupt if interrupter is None else interrupter.interrupt
+
+
 @contextmanager
-def handled(ask: Callable[[], None], *numbers: int) -> Iterator[list[int]]:
+def handled(
+    ask: Callable[[], None], *numbers: int, again: Callable[[int], None] = _raise_interrupt
+) -> Iterator[list[int]]:
     """Handle these signals while the context lasts, on the main thread only; yield the first one, once it came.
 
-    The first signal calls `ask`, each later one raises `Interrupt`.
+    The first signal calls `ask`, each later one `again`.
     """
     asked: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if asked:
-            raise user_code.Interrupt
-        asked.append(number)
-        ask()
+            again(number)
+        else:
+            asked.append(number)
+            ask()
 
     if threading.current_thread() is not threading.main_thread():
         numbers = ()

@@ -12,7 +12,7 @@ import inspect
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -251,6 +251,7 @@ _ROOT = Path(treadle.core.__file__).parents[1]
 _USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
 _GLUE = f"{_ROOT}/envs/tasks.py"  # between the run and a reward function
 _OURS = (*(f"{folder}/" for folder in (_ROOT, *asyncio.__path__, *concurrent.futures.__path__)), threading.__file__)
+_AWAITED = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -284,8 +285,26 @@ def user_place(frames: Iterable[FrameType]) -> str:
     """
     users = [frame for frame in frames if _is_users(frame.f_code.co_filename)]
     for frame in [*(f for f in users if not f.f_code.co_filename.startswith(_LIBRARIES)), *users]:
-        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return _place(frame)
     return ""
+
+
+def blocking_place(frames: Sequence[FrameType]) -> str:
+    """Return the innermost line of user code outside of libraries, or "" if it awaits the library that is running.
+
+    frames: of a thread, innermost first. `time.sleep(9)` and `requests.get(url)` block; `await client.get(url)` leaves
+    it to the library how long it computes.
+    """
+    for number, frame in enumerate(frames):
+        file = frame.f_code.co_filename
+        if _is_users(file) and not file.startswith(_LIBRARIES):
+            awaits = number > 0 and frames[number - 1].f_code.co_flags & _AWAITED
+            return "" if awaits else _place(frame)
+    return ""
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def thread_frames(thread: int | None) -> Iterator[FrameType]:
@@ -306,4 +325,4 @@ def coroutine_frames(coroutine: Any) -> list[FrameType]:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(_OURS) or (file.startswith(_USERS) and file != _GLUE)
+    return not file.startswith((*_OURS, "<frozen ")) or (file.startswith(_USERS) and file != _GLUE)
