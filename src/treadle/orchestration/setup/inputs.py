@@ -17,7 +17,7 @@ from treadle.data.config import sources_of
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
-from treadle.orchestration.config import RunConfig
+from treadle.orchestration.config import RunConfig, is_registered
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.validation import changes, check_changes, check_context
@@ -73,6 +73,12 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
         find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
     if sources_of(config.data.train)[0].source == IN_MEMORY:
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
+    if not is_registered(config):
+        kind, name = config.player
+        raise RunError(
+            f"run {str(path)!r}: {kind} {name!r} is not registered; if the run was started from Python, go on with "
+            "treadle.train(..., resume=True) there"
+        )
     return config
 
 
