@@ -16,7 +16,6 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.files import check_writable
 from treadle.core.types import Group, Task
-from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.orchestration.config import (
@@ -29,7 +28,7 @@ from treadle.orchestration.config import (
 )
 from treadle.orchestration.reporting.callbacks import Progress, loading
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
-from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
+from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, is_in_memory, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.stopping import StopRequest
@@ -223,7 +222,7 @@ def held_out_inputs(subject: Subject) -> Inputs:
     """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
     config = subject.config
     check_subject(subject)
-    if config.data.held_out is not None and sources_of(config.data.held_out)[0].source == IN_MEMORY:
+    if is_in_memory(config.data.held_out):
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; treadle.evaluate(RUN, environment, tasks) takes "
             f"them, or give data.held_out.source=FILE.jsonl and one of {PLAYER_OVERRIDES}"
