@@ -318,6 +318,16 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"tasks": "no.jsonl"}, ConfigError, r"data\.train\.source: cannot read no\.jsonl"),
         ({"tasks": [{"prompt": 3}]}, DataError, r'tasks\[0\]: prompt must be text or a JSON array.*write \[{"role"'),
         ({"tasks": [{"question": "?"}]}, DataError, r"tasks\[0\]: unknown key 'question'; keys are task_id, prompt"),
+        (
+            {"tasks": [{"prompt": "?", "answer": 1}]},
+            DataError,
+            r"unknown key 'answer'.*: data\.columns\.ground_truth=answer\)",
+        ),
+        (
+            {"environment": lambda task, text: 0.0, "tasks": pd.DataFrame([{"ground_truth": "4", "extras": {}}])},
+            DataError,
+            r"tasks\[0\]: no prompt, and environment .* set data\.columns\.prompt \(there are ground_truth, extras\)",
+        ),
         ({"tasks": Task("t")}, ConfigError, "tasks is one Task; give a list"),
         ({"model": None}, ConfigError, "no model to train; give model=, or a recipe that has one"),
         ({"recipe": "tols-small"}, ConfigError, "no recipe 'tols-small'; did you mean 'tools-small'"),
