@@ -9,7 +9,9 @@ import pytest
 
 from tests.cli.conftest import Trained
 from tests.cli.worlds import treadle
+from tests.orchestration.runs import MODEL, SETTINGS
 from tests.worlds import make_step, plain_renderer
+from treadle import train as from_python
 from treadle.core.errors import Cause, ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Step, Task, Trajectory
@@ -173,6 +175,17 @@ def test_chat_logs_are_text_and_said_to_be(finished: Trained, tmp_path: Path) ->
     record = json.loads((tmp_path / "out" / "sft.json").read_text())
     assert (record["trajectories"], record["calls"], record["inexact"]) == (2, 2, 2)
     assert 0 < record["tokens"] <= 6
+
+
+def test_commands_that_cannot_work_for_a_run_begun_in_python_are_left_out(tmp_path: Path) -> None:
+    run, tasks = tmp_path / "run", [{"prompt": "?"}] * 2
+    from_python(lambda task, text: 0.5, tasks, model=MODEL, run=run, held_out=[{"prompt": "!"}], settings=SETTINGS)
+    done = treadle("sft", "--from", run, "--out", tmp_path / "out", "warm_start.steps=1")
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[-2:] == [
+        f"model directory: {tmp_path / 'out'}",
+        f"train from it: treadle.train(..., model='{tmp_path / 'out'}') in Python",
+    ]
 
 
 def test_atif_is_written_and_read(broken: Path, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_it_writes_a_model_that_transformers_loads_and_says_how_to_go_on(place: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = place.path / "some models" / "warm"
-    done = treadle("sft", place.recipe, "--out", out, "warm_start.steps=10", "seed=5")
+    done = treadle("sft", place.recipe, "--out", out, "warm_start.steps=10", "seed=5", "data.table_by=b")
     assert (done.status, done.err) == (0, "")
     assert re.search(r"^loss \d\.\d{3} nats a token \(10 steps in \d+ s\)$", done.out, re.MULTILINE)
     assert sorted(path.name for path in out.iterdir()) == PLAIN
@@ -271,6 +271,7 @@ def test_it_writes_a_model_that_transformers_loads_and_says_how_to_go_on(place: 
     assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
     assert AutoTokenizer.from_pretrained(out).chat_template is not None
     commands = dict(re.findall(r"^(evaluate it|train from it): treadle (.*)$", done.out, re.MULTILINE))
+    assert all("seed=5 data.table_by=b" in command and "steps" not in command for command in commands.values())
     assert treadle(*shlex.split(commands["evaluate it"])).status == 0
     again = [*shlex.split(commands["train from it"]), "orchestration.updates=1", "--runs", place.runs, "--name", "next"]
     trained = treadle(*again)

@@ -280,6 +280,34 @@ def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> No
         treadle.evaluate(run, Short, [], progress=Quiet())
 
 
+def test_the_command_evaluates_a_run_begun_in_python_with_what_its_overrides_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "def half(task, text):\n    return 0.5\n\n\nasync def tenth(task, client):\n"
+    code += "    await client.chat.completions.create(model='policy', messages=task.prompt)\n    return 0.1\n"
+    (tmp_path / "graders_on_file.py").write_text(code)
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "be brief"}])
+    train(tmp_path / "memory", lambda task, text: 0.2)
+    train(tmp_path / "file", lambda task, text: 0.2, write_rows(tmp_path / "train.jsonl", [{"prompt": "?"}] * 3))
+
+    def evaluated(run: str, *overrides: str) -> str:
+        main(["eval", str(tmp_path / run), *overrides, "--json"])
+        printed = capsys.readouterr()
+        return str(json.loads(printed.out)["result"]["reward_mean"]) if printed.out else printed.err
+
+    tasks = f"data.held_out.source={held_out}"
+    for run in ("memory", "file"):
+        assert evaluated(run, tasks, "reward=graders_on_file:half") == "0.5"
+        assert evaluated(run, tasks, "agent=graders_on_file:tenth") == "0.1"
+        named = "one of reward=module:function, agent=module:function, environment=module:Class, driver=module:Class"
+        assert named in evaluated(run, tasks)
+        assert "by reward=graders_on_file:half" in evaluated(run, tasks, "environment=graders_on_file:half")
+        assert "are both set" in evaluated(run, tasks, "reward=a:b", "agent=a:b")
+    assert main(["train", str(tmp_path / "file"), "--resume", "orchestration.updates=3"]) == 1
+    assert "go on with treadle.train(..., resume=True)" in capsys.readouterr().err
+
+
 def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path: Path) -> None:
     class Opens(Short):
         async def reset(self, task: Task) -> list[Message]:
@@ -328,6 +356,16 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ({"tasks": "no.jsonl"}, ConfigError, r"data\.train\.source: cannot read no\.jsonl"),
         ({"tasks": [{"prompt": 3}]}, DataError, r'tasks\[0\]: prompt must be text or a JSON array.*write \[{"role"'),
         ({"tasks": [{"question": "?"}]}, DataError, r"tasks\[0\]: unknown key 'question'; keys are task_id, prompt"),
+        (
+            {"tasks": [{"prompt": "?", "answer": 1}]},
+            DataError,
+            r"unknown key 'answer'.*: data\.columns\.ground_truth=answer\)",
+        ),
+        (
+            {"environment": lambda task, text: 0.0, "tasks": pd.DataFrame([{"ground_truth": "4", "extras": {}}])},
+            DataError,
+            r"tasks\[0\]: no prompt, and environment .* set data\.columns\.prompt \(there are ground_truth, extras\)",
+        ),
         ({"tasks": Task("t")}, ConfigError, "tasks is one Task; give a list"),
         ({"model": None}, ConfigError, "no model to train; give model=, or a recipe that has one"),
         ({"recipe": "tols-small"}, ConfigError, "no recipe 'tols-small'; did you mean 'tools-small'"),

@@ -38,7 +38,7 @@ from treadle.data.rows import parse_json
 from treadle.data.tasks import check_disjoint
 from treadle.integrations.harbor.tasks import unpack
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
-from treadle.orchestration.setup.inputs import IN_MEMORY, load_context
+from treadle.orchestration.setup.inputs import is_in_memory, load_context
 
 _RECIPES_EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
@@ -278,7 +278,7 @@ def _sections(options: argparse.Namespace) -> tuple[dict[str, Section], LoadCont
     """Return the sections by split, and what their sources have in common."""
     if options.source in recipe_names() or options.source.endswith((".yaml", ".yml")):
         config = load_recipe(options.source, options.overrides)
-        if sources_of(config.data.train)[0].source == IN_MEMORY:
+        if is_in_memory(config.data.train):
             raise ConfigError(f"{options.source}: its tasks were made in Python, not read from a file")
         data, context = config.data, load_context(config)
     else:

@@ -21,7 +21,7 @@ from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.reporting.callbacks import loading
 from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.setup.inputs import Inputs, load_inputs, resumable_config
+from treadle.orchestration.setup.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.address import checkpoint_named, find_address
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
@@ -260,7 +260,7 @@ def run_sft(options: argparse.Namespace) -> int:
         report = make_warm_model(config, inputs, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
     Console().line(f"loss {report.loss:.3f} nats a token ({how})")
-    _print_next(options.out, config, recipe, recipe)
+    _print_next(options.out, config, recipe, recipe, overrides)
     return 0
 
 
@@ -289,16 +289,25 @@ def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: S
     of_run = lesson.subject is None or find_address(lesson.subject) is not None
     recipe = lesson.config.recipe if of_run else lesson.subject
     is_known = not of_run or recipe in recipe_names()
-    _print_next(options.out, lesson.config, lesson.subject, str(recipe) if is_known else "RECIPE")
+    _print_next(options.out, lesson.config, lesson.subject, str(recipe) if is_known else "RECIPE", overrides)
     return 0
 
 
-def _print_next(out: Path, config: RunConfig, subject: str | None, recipe: str) -> None:
-    """Print where the model is, and what to do with it. subject: what it can be evaluated as, if known."""
+def _print_next(out: Path, config: RunConfig, subject: str | None, recipe: str, overrides: Sequence[str]) -> None:
+    """Print where the model is, and what to do with it: commands, with the overrides that still count.
+
+    subject: what it can be evaluated as, if known.
+    """
     console = Console()
     console.line(f"model directory: {out}")
-    if subject is not None:
-        console.line(f"evaluate it: treadle {shlex.join(['eval', subject, '--model', str(out)])}")
+    kept = [override for override in overrides if not override.startswith("warm_start")]
+    if subject is not None and has_held_out(config):
+        settings = [override for override in kept if not override.startswith("model.")]
+        console.line(f"evaluate it: treadle {shlex.join(['eval', subject, *settings, '--model', str(out)])}")
     where = "adapter" if config.training.lora is not None else "path"
-    train = shlex.join(["train", recipe, "model.build=null", f"model.{where}={out}", "warm_start=null"])
-    console.line(f"train from it: treadle {train}")
+    if subject is not None and is_of_python(config):
+        console.line(f"train from it: treadle.train(..., model={str(out)!r}) in Python")
+        return
+    settings = [override for override in kept if not override.startswith(("model.build", f"model.{where}="))]
+    words = ["train", recipe, *settings, "model.build=null", f"model.{where}={out}", "warm_start=null"]
+    console.line(f"train from it: treadle {shlex.join(words)}")

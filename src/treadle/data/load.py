@@ -21,7 +21,7 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import how_to_install
 from treadle.core.types import Task
 from treadle.data.config import Columns, SourceConfig, sources_of
-from treadle.data.rows import PROMPT, Row, make_task
+from treadle.data.rows import PROMPT, Row, make_task, parse_json
 from treadle.data.tasks import Mixture, Player, check_distinct, parse_split, take_range, with_player
 from treadle.envs.base import Environment
 from treadle.envs.tasks import load_environment, made_class
@@ -62,8 +62,10 @@ class LoadContext:
             maker = made_class(self.environments.get(name) or (load_environment(name) if name else Environment))
             if getattr(maker, "reset", None) is Environment.reset:
                 owner = f"environment {name!r} does not make its own" if name else "no environment"
+                value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
                 raise DataError(
-                    f'{row.where}: no prompt, and {owner}; write "prompt": {PROMPT}, or set data.columns.prompt'
+                    f'{row.where}: no prompt, and {owner}; write "prompt": {PROMPT}, or set data.columns.prompt '
+                    f"(there are {', '.join(value) or 'no columns'})"
                 )
         return task
 

@@ -10,7 +10,7 @@ Task("sums-000001", prompt=({"role": "user", "content": "3 + 4?"},), ground_trut
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from treadle.core.errors import DataError
@@ -75,7 +75,7 @@ def task_from_row(row: Any, where: str, task_id: str) -> Task:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
     if unknown := [key for key in row if key not in KEYS]:
-        raise DataError(f"{where}: {unknown_key(unknown[0])}")
+        raise DataError(f"{where}: {unknown_key(unknown[0], row)}")
     task_id = _typed(row, "task_id", task_id, str, where)
     players = {kind: name for kind in PLAYERS if (name := _typed(row, kind, "", str, where))}
     prompt = as_prompt(row.get("prompt", []), where)
@@ -91,11 +91,12 @@ def task_from_row(row: Any, where: str, task_id: str) -> Task:
         raise DataError(f"{where}: {error}; leave the column out, or store it as text or numbers") from error
 
 
-def unknown_key(key: str) -> str:
-    """Return the error text for a key that is none of Treadle's names."""
+def unknown_key(key: str, keys: Collection[str]) -> str:
+    """Return the error text for a key that is none of Treadle's names. keys: all that there are."""
+    part = next((part for part in ("prompt", "ground_truth") if part not in keys), f"extras.{key}")
     return (
         f"unknown key {key!r}; keys are {', '.join(KEYS)} (put your own into extras, or say where each is in "
-        f"data.columns: data.columns.prompt={key})"
+        f"data.columns: data.columns.{part}={key})"
     )
 
 

@@ -274,7 +274,7 @@ def _paths_in_table(part: Part, columns: Columns | None) -> dict[str, str | dict
     names = part.schema.names
     if columns is None:
         if unknown := [name for name in names if name not in KEYS]:
-            raise ConfigError(f"{part.path}: {unknown_key(unknown[0])}")
+            raise ConfigError(f"{part.path}: {unknown_key(unknown[0], names)}")
         return {name: name for name in names}
     paths = {name: name for name in OWN_NAMES if name in names} | dict(columns)
     if not paths:

@@ -35,7 +35,8 @@ def load_environment(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Call
 def check_environment(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Environment]:
     """Return the class, if it is an environment's. Raises ConfigError as `load_environment` does."""
     if not inspect.isclass(candidate):
-        raise ConfigError(f"environments: {name!r} is of type {type(candidate).__name__}, it must be a class")
+        others = f"; a reward function is named by reward={name}, an agent by agent={name}" * callable(candidate)
+        raise ConfigError(f"environments: {name!r} is of type {type(candidate).__name__}, it must be a class{others}")
     for method, arguments in _METHODS.items():
         written = getattr(candidate, method, None)
         if not callable(written) or written is Environment.step:

@@ -16,7 +16,8 @@ from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
 from treadle.core.user_functions import check_function
-from treadle.data.rows import ArrowData, Row, make_task
+from treadle.data.config import SourceConfig
+from treadle.data.rows import ArrowData, Row
 from treadle.data.tasks import LazyTasks, check_no_copies
 from treadle.envs.tasks import (
     REWARD_FUNCTION,
@@ -42,6 +43,7 @@ from treadle.orchestration.setup.inputs import (
     SPLITS,
     Inputs,
     Split,
+    load_context,
     load_inputs,
     load_split,
     make_held_out,
@@ -70,6 +72,8 @@ _OF_ITS_OWN_TASKS = (
     *("about", "data", "environment", "environment_options", "agent", "reward", "driver", "driver_options"),
 )
 """What of a recipe is about what it trains on, and not taken over by `train(recipe=...)`."""
+
+_IN_MEMORY = SourceConfig(source=IN_MEMORY)
 
 Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
@@ -381,9 +385,9 @@ def _tasks(
 ) -> Sequence[Task]:
     if isinstance(tasks, str):
         return load_split(config, split, environments)
-    name, columns = "tasks" if split == "train" else split, config.data.columns
+    name, context = "tasks" if split == "train" else split, load_context(config, environments)
     return [
-        row if isinstance(row, Task) else make_task(Row(row, f"{name}[{number}]", _place(split, number)), columns)
+        context.task(Row(row, f"{name}[{number}]", _place(split, number)), _IN_MEMORY)
         for number, row in enumerate(tasks)
     ]
 

@@ -15,6 +15,7 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
+from treadle.core import registry
 from treadle.core.config import Config, build, load_yaml, merge
 from treadle.core.errors import Cause, ConfigError, RunError
 from treadle.core.types import SamplingParams, named_players
@@ -438,6 +439,23 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     recipe's directory (`core.config.merge`; null takes a key away). What is returned, and saved, is whole.
     """
     return build(RunConfig, {"recipe": Path(recipe).stem, **read_recipe(recipe)}, recipe, overrides)
+
+
+_PLAYERS = ("environment", "reward", "agent", "driver")
+PLAYER_OVERRIDES = "reward=module:function, agent=module:function, environment=module:Class, driver=module:Class"
+
+
+def without_player(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a run's data without what plays, and without its options, if the overrides name another kind."""
+    kinds = {override.partition("=")[0].strip() for override in overrides}.intersection(_PLAYERS)
+    others = {kind for kind in _PLAYERS if kinds and kind not in kinds}
+    return {key: value for key, value in data.items() if key.removesuffix("_options") not in others}
+
+
+def is_registered(config: RunConfig) -> bool:
+    """Whether what plays is named as a recipe can name it: not one that was made in Python."""
+    kind, name = config.player
+    return bool(config.reward) or ":" in name or not name or name in registry.names(f"{kind}s")
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:

@@ -11,17 +11,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.files import check_writable
 from treadle.core.types import Group, Task
-from treadle.data.config import sources_of
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
-from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
+from treadle.orchestration.config import (
+    PLAYER_OVERRIDES,
+    RunConfig,
+    is_registered,
+    load_recipe,
+    recipe_names,
+    without_player,
+)
 from treadle.orchestration.reporting.callbacks import Progress, loading
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
-from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, check_first_prompts, load_held_out
+from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, is_in_memory, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.stopping import StopRequest, check_evaluation
@@ -191,13 +198,15 @@ class Evaluation:
 def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str | Path | None = None) -> Subject:
     """Return the checkpoint that `run_or_recipe` addresses; or a model, with a run's or recipe's configuration.
 
+    overrides: one of what plays (`reward=my_rewards:reward`) replaces what the run recorded.
     model: directory, or address of another run. Needs no torch. Raises ConfigError or RunError for what is not there.
     """
     if touched := [o for o in overrides if o.startswith("model.")]:
         raise ConfigError(f"{' '.join(touched)}: the model is that of the run; choose it with RUN@NAME or --model")
     address = find_address(run_or_recipe)
     if address is not None:
-        config = RunDirectory.open(address.run).config(overrides)
+        run = RunDirectory.open(address.run)
+        config = build(RunConfig, without_player(run.config_data(), overrides), str(run.config_file), overrides)
     elif model is not None:
         config = load_recipe(run_or_recipe, overrides)
     elif run_or_recipe in recipe_names() or Path(run_or_recipe).suffix in (".yaml", ".yml"):
@@ -215,12 +224,17 @@ def held_out_inputs(subject: Subject) -> Inputs:
     """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
     config = subject.config
     check_subject(subject)
-    if config.data.held_out is not None and sources_of(config.data.held_out)[0].source == IN_MEMORY:
+    if is_in_memory(config.data.held_out):
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; treadle.evaluate(RUN, environment, tasks) takes "
-            "them, or give data.held_out.source=FILE.jsonl and environment=module:Class"
+            f"them, or give data.held_out.source=FILE.jsonl and one of {PLAYER_OVERRIDES}"
         )
-    return load_held_out(config)
+    try:
+        return load_held_out(config)
+    except ConfigError as error:
+        if is_registered(config):
+            raise
+        raise ConfigError(f"{error}; what was made in Python is named by one of {PLAYER_OVERRIDES}") from error
 
 
 def check_subject(subject: Subject) -> None:

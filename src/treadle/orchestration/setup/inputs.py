@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar
 from treadle.core.errors import ConfigError, DataError, RunError, TrajectoryFailure
 from treadle.core.files import read_proven
 from treadle.core.types import Ids, Message, Task
-from treadle.data.config import sources_of
+from treadle.data.config import SourceConfig, sources_of
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
-from treadle.orchestration.config import RunConfig
+from treadle.orchestration.config import RunConfig, is_registered
 from treadle.orchestration.reporting.callbacks import Callback, load_callbacks
 from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.validation import changes, check_changes, check_context
@@ -55,6 +55,22 @@ class Inputs:
     callbacks: dict[str, Callback] = field(default_factory=dict)
 
 
+def is_in_memory(section: SourceConfig | tuple[SourceConfig, ...] | None) -> bool:
+    """Whether the tasks of a section were made in Python."""
+    return section is not None and sources_of(section)[0].source == IN_MEMORY
+
+
+def is_of_python(config: RunConfig) -> bool:
+    """Whether no recipe can name the training tasks, or what plays them: they were made in Python."""
+    return is_in_memory(config.data.train) or not is_registered(config)
+
+
+def has_held_out(config: RunConfig) -> bool:
+    """Whether there are held-out tasks that can be loaded and played by what the configuration names."""
+    held_out = config.data.held_out
+    return held_out is not None and not is_in_memory(held_out) and is_registered(config)
+
+
 def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
     """Return the configuration with which a run goes on, from the latest checkpoint or the one that is named.
 
@@ -71,8 +87,14 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
     if checkpoint is not None or not run.is_stub:  # which is begun anew
         check_changes(changes(run.config(), config))
         find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
-    if sources_of(config.data.train)[0].source == IN_MEMORY:
+    if is_in_memory(config.data.train):
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
+    if not is_registered(config):
+        kind, name = config.player
+        raise RunError(
+            f"run {str(path)!r}: {kind} {name!r} is not registered; if the run was started from Python, go on with "
+            "treadle.train(..., resume=True) there"
+        )
     return config
 
 
