@@ -1,7 +1,11 @@
 """The shipped agent programs, trained: the same weights as the demo's environment, also when interrupted."""
 
+import asyncio
 import contextlib
+import gc
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +131,26 @@ def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
     assert RunDirectory.open(run).config().agent == "solve"
     with pytest.raises(ConfigError, match="too many positional arguments"):
         treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=ONCE)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # its connections are dropped
+def test_a_second_ctrl_c_logs_nothing_of_the_requests_that_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def impatient(task: Task, client: openai.AsyncOpenAI) -> float:
+        requests = [
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]) for _ in range(2)
+        ]
+        for request in asyncio.as_completed(requests):
+            await request
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        treadle.train(impatient, [PLAIN, Task("u", (user("!"),))], model=MODEL, run=tmp_path / "run", settings=ONCE)
+    gc.collect()
+    assert not caplog.records
 
 
 def test_a_task_is_played_by_one_of_the_two() -> None:

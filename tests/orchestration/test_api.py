@@ -145,8 +145,10 @@ async def test_the_stop_button_of_a_notebook_where_an_event_loop_is_running_stop
     stopped = train(tmp_path / "run", progress=(progress := Interrupting()))
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
     assert progress.lines[-1] == "stopped after 1 updates, with a checkpoint; go on with resume=True"
-    with pytest.raises(KeyboardInterrupt):  # pressed twice
-        train(tmp_path / "run", progress=Impatient(), resume=True)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        train(tmp_path / "run", progress=(progress := Impatient()), resume=True)  # pressed twice
+    assert interrupted.type is KeyboardInterrupt
+    assert progress.lines[-1] == "interrupted; go on from the latest checkpoint with resume=True"
     assert asyncio.get_running_loop() is loop and asyncio.current_task() is task
     await asyncio.sleep(0)
     assert train(tmp_path / "run", resume=True)["weights_sha256"] == reference["weights_sha256"]
