@@ -120,6 +120,35 @@ def test_too_many_calls_and_long_answers_are_cut() -> None:
     assert "err... (" in prompt(trajectory, 1)
 
 
+@pytest.mark.parametrize("graded", [None, "1", float("nan")])
+def test_a_grade_that_is_none_is_said_of_answered(graded: Any) -> None:
+    class Wrong(Shop):
+        def answered(self, text: str) -> Any:
+            return graded
+
+    failure = played(Wrong, "2.5").failure
+    assert failure is not None and "`answered` gave" in failure.message
+
+
+def test_a_tool_that_gives_an_object_fails_the_attempt() -> None:
+    class Opaque(ToolEnvironment):
+        def look(self) -> object:
+            """Look."""
+            return object()
+
+        tools = (look,)
+
+    failure = played(Opaque, call("look")).failure
+    assert failure is not None and "a tool gave a object; return text" in failure.message
+
+
+def test_a_forgotten_comma_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"tools of One is one function; write tools = \(double,\)"):
+
+        class One(ToolEnvironment):
+            tools = double  # type: ignore[assignment]
+
+
 def test_what_ends_the_attempt_is_not_told() -> None:
     class Lost(ToolEnvironment):
         def look(self) -> None:

@@ -92,7 +92,9 @@ def _print(console: Console, facts: Facts) -> None:
     console.line(f"{facts['run']}: {what}", style="bold")
     latest = facts["latest_checkpoint"]
     if facts["state"] == "stopped" and latest is not None:
-        console.line(f"go on from {latest} with: {shlex.join(['treadle', 'train', facts['run'], '--resume'])}")
+        command = shlex.join(["treadle", "train", facts["run"], "--resume"])
+        how = "treadle.train(..., resume=True) in Python" if facts["is_of_python"] else command
+        console.line(f"go on from {latest} with: {how}")
     console.line()
     _print_last_update(console, facts["last_update"], facts["updates"])
     names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")

@@ -29,8 +29,9 @@ from pydantic_core import to_jsonable_python
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.metrics import Metric
-from treadle.core.rewards import Reward
+from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, ToolCall
+from treadle.core.user_functions import described
 from treadle.envs.base import Environment, EnvStep, Reply
 
 _CALLS = Metric("tool_calls", "trajectory", "mean", "calls", "tool calls of a trajectory")
@@ -74,6 +75,9 @@ class ToolEnvironment(Environment):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        if not isinstance(cls.tools, Sequence) or isinstance(cls.tools, str):
+            name = getattr(cls.tools, "__name__", "mine")
+            raise ConfigError(f"tools of {cls.__name__} is one {type(cls.tools).__name__}; write tools = ({name},)")
         if cls.step in (ToolEnvironment.step, _plain_step):
             some_async = any(map(inspect.iscoroutinefunction, (*(_of(cls, tool) for tool in cls.tools), cls.answered)))
             cls.step = ToolEnvironment.step if some_async else _plain_step  # type: ignore[assignment, method-assign]
@@ -178,6 +182,8 @@ def _called(call: Callable[[], Any]) -> Awaitable[Any]:
 
 
 def _last(graded: float | Reward | EnvStep) -> EnvStep:
+    if not isinstance(graded, EnvStep | Reward) and not is_reward(graded):
+        raise TypeError(f"`answered` gave {described(graded)}; it must give a {NUMBER}, a Reward or an EnvStep")
     step = graded if isinstance(graded, EnvStep) else EnvStep(reward=graded, done=True)
     return step._replace(info={**step.info, "tool_calls": 0, TOOL_ERRORS: 0})
 
@@ -234,7 +240,11 @@ def _without_titles(schema: Any) -> Any:
 
 def _json(value: Any) -> str:
     def other(value: Any) -> Any:
-        return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+        if isinstance(value, np.generic | np.ndarray):
+            return value.tolist()
+        if re.search(r" at 0x[0-9a-f]+>", text := str(value)):  # an address in memory, of an object without a text
+            raise TypeError(f"a tool gave a {type(value).__name__}; return text, or what can be written as JSON")
+        return text
 
     if isinstance(value, set | frozenset):  # whose order differs between processes
         value = sorted(value, key=repr)

@@ -5,9 +5,9 @@
     tool       tea
     assistant  Anna
 
-It picks a tool, gives it words and numbers that it has read, and answers with one of them. Calls that do not
-work are left out. A small model from scratch learns from that how calls are written; it is right now and then, which
-is what RL starts from.
+It picks a tool, gives it numbers and one to three consecutive words that it has read, and answers with such words or
+with what a tool said. Calls that do not work are left out. A small model from scratch learns from that how calls are
+written; it is right now and then, which is what RL starts from.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,22 +43,28 @@ class RandomCallsConfig(Config):
     )
 
 
-_WORD = re.compile(r"\w+(?:[-.']\w+)*")
+_WORD = re.compile(r"\w+(?:[-.]\w+)*")
+_LENGTHS = (1, 1, 1, 2, 3)  # of a phrase, in words; which are drawn alike
+_SHORT = 40  # characters of a tool's answer that is given as the reply
 _NUMBER = re.compile(r"(?<![\w.])\d{1,9}(?:\.\d{1,9})?(?![\w.])")
 _MAX_DEPTH = 4  # of a value inside others
 _TRIES, _AT_ONCE = 30, 64
 
 
 class RandomAttempt(NamedTuple):
-    """An attempt at random. error: the first answer to a call that did not work."""
+    """An attempt at random. failed: calls that did not work, with what was answered."""
 
     messages: list[Message]
     tools: Sequence[Mapping[str, Any]]
-    error: str = ""
+    failed: list[str]
 
-    @property
-    def has_calls(self) -> bool:
-        return any("tool_calls" in message for message in self.messages)
+
+def calls_of_tools(attempts: Sequence[RandomAttempt]) -> Counter[str]:
+    """Count the calls that worked, of each tool, in the order of the tools."""
+    counts = Counter({tool["function"]["name"]: 0 for attempt in attempts for tool in attempt.tools})
+    messages = (message for attempt in attempts for message in attempt.messages)
+    counts.update(call["function"]["name"] for message in messages for call in message.get("tool_calls", ()))
+    return counts
 
 
 async def play_at_random(factory: EnvironmentFactory, task: Task, config: RolloutConfig, key: str) -> RandomAttempt:
@@ -66,14 +73,14 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
     Raises ConfigError for an environment without tools, TrajectoryFailure if it fails.
     """
     player, user = _Player(random.Random(key), []), user_code(task, "as a demonstration")
-    environment, error = IsolatedEnvironment(task.environment, factory, user, config), ""
+    environment, failed = IsolatedEnvironment(task.environment, factory, user, config), list[str]()
     try:
         await environment.make()
         player.messages.extend(await environment.reset(task.copy()))
         if not (environment.tools and environment.takes_reply):
             raise ConfigError(
                 f"warm_start.demonstrations is {RANDOM_CALLS}, but environment {task.environment!r} has no tools to "
-                "call; name a generator of demonstrations, or make it a treadle.ToolEnvironment"
+                "call; name those of a treadle.ToolEnvironment, tools = (price,), or else a generator of demonstrations"
             )
         for _ in range(config.max_steps - 1):
             if player.draw.random() < 0.5:
@@ -83,15 +90,15 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
                 answer = await environment.step(call, "")
                 if not answer.info.get(TOOL_ERRORS):
                     break
-                error = error or answer.observations[0]["content"]
+                failed.append(f"{call['tool_calls'][0]['function']['arguments']}: {answer.observations[0]['content']}")
             else:
                 break
             player.messages.append(call)
             if answer.done:
-                return RandomAttempt(player.messages, environment.tools, error)
+                return RandomAttempt(player.messages, environment.tools, failed)
             player.messages.extend(answer.observations)
-        player.messages.append(Message(role="assistant", content=player.word()))
-        return RandomAttempt(player.messages, environment.tools, error)
+        player.messages.append(Message(role="assistant", content=player.answer()))
+        return RandomAttempt(player.messages, environment.tools, failed)
     finally:
         await environment.close()
         user.release()
@@ -116,11 +123,12 @@ async def play_all_at_random(
     for first in range(0, count, _AT_ONCE):
         played += await asyncio.gather(*map(play, range(first, min(first + _AT_ONCE, count))))
     attempts = [each for each in played if isinstance(each, RandomAttempt)]
-    if not attempts or (config.max_steps > 1 and not any(attempt.has_calls for attempt in attempts)):
-        problem = next((getattr(each, "error", "") or str(each) for each in played), "")
+    if not attempts or (config.max_steps > 1 and not calls_of_tools(attempts).total()):
+        tried = [failed for attempt in attempts for failed in attempt.failed[:4]] or [str(each) for each in played]
         raise DataError(
-            f"warm_start.demonstrations: {RANDOM_CALLS}: in {count} attempts no call of a tool worked, first: "
-            f"{problem:.300}; name a generator of demonstrations that calls the tools as they need it"
+            f"warm_start.demonstrations: {RANDOM_CALLS}: in {count} attempts no call of a tool worked; arguments are "
+            f"numbers and one to three words of the conversation, such as {'; '.join(dict.fromkeys(tried[:4]))[:400]}. "
+            "Name a generator of demonstrations that calls the tools as they need it"
         )
     return attempts
 
@@ -140,7 +148,7 @@ class _Player(NamedTuple):
         return Message(role="assistant", content="", tool_calls=[call])
 
     def value(self, schema: Mapping[str, Any], named: Mapping[str, Any], depth: int = 0) -> Any:
-        """Draw a value of a JSON schema as pydantic writes them; what is not required is left out."""
+        """Draw a value of a JSON schema as pydantic writes them; what is not required is given half of the time."""
         schema = named[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
         if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
             return self.draw.choice(choices)
@@ -148,8 +156,9 @@ class _Player(NamedTuple):
             return self.value(self.draw.choice(kinds), named, depth + 1)
         match schema.get("type"):
             case "object":
-                parts = {name: schema["properties"][name] for name in schema.get("required", ())}
-                return {name: self.value(part, named, depth + 1) for name, part in parts.items()}
+                needed, parts = schema.get("required", ()), schema.get("properties", {}).items()
+                given = [(name, part) for name, part in parts if name in needed or self.draw.random() < 0.5]
+                return {name: self.value(part, named, depth + 1) for name, part in given}
             case "array":
                 length = self.draw.randint(1, 2) if depth < _MAX_DEPTH else 0
                 return [self.value(schema.get("items", {}), named, depth + 1) for _ in range(length)]
@@ -160,12 +169,22 @@ class _Player(NamedTuple):
                 return int(number) if kind == "integer" or number.is_integer() else number
             case "null":
                 return None
-        return self.word()
+        return self.phrase()
 
-    def word(self) -> str:
-        """Draw a word: half of the time of the last message."""
-        words: list[str] = _WORD.findall(self.read(last=self.draw.random() < 0.5))
-        return self.draw.choice(words or ["1"])
+    def answer(self) -> str:
+        last = self.messages[-1]
+        said = last["content"] if last["role"] == "tool" else ""
+        return said if said and len(said) <= _SHORT and self.draw.random() < 0.5 else self.phrase()
+
+    def phrase(self) -> str:
+        """Draw consecutive words: half of the time of the last message."""
+        text = self.read(last=self.draw.random() < 0.5)
+        words = list(_WORD.finditer(text))
+        if not words:
+            return "1"
+        first = self.draw.randrange(len(words))
+        after = min(first + self.draw.choice(_LENGTHS), len(words))
+        return text[words[first].start() : words[after - 1].end()]
 
     def read(self, last: bool = False) -> str:
         texts = [message["content"] for message in self.messages if message["role"] in ("user", "tool")]

@@ -19,6 +19,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import BreakCause, role_of
 from treadle.orchestration.reporting.stalls import stalls
+from treadle.orchestration.setup.inputs import is_of_python
 from treadle.orchestration.store.ledger_reader import LedgerReader
 from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -46,6 +47,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
     return {
         "run": run.recording_file.read_text() if state == "recorded" else str(run.path),
         "recipe": config.recipe,
+        "is_of_python": is_of_python(config),
         "seed": config.seed,
         "state": state,
         "update": max([saved, *(row["update"] for row in updates)]),

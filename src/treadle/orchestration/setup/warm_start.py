@@ -39,7 +39,7 @@ from treadle.orchestration.setup.inputs import Inputs
 from treadle.orchestration.sft import Lesson
 from treadle.orchestration.store.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
 from treadle.rendering.chat import ChatRenderer
-from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, play_all_at_random
+from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, calls_of_tools, play_all_at_random
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import (
     Demonstration,
@@ -63,10 +63,11 @@ class WarmStartReport:
 
 
 class _Source(NamedTuple):
-    """Demonstrations by number, and the hash of what they are made of."""
+    """Demonstrations by number, and the hash of what they are made of. about: a line about those that were played."""
 
     row: Demonstrations
     sha256: str
+    about: str = ""
 
 
 def check_demonstrations(config: RunConfig, inputs: Inputs, renderer: ChatRenderer) -> None:
@@ -98,7 +99,9 @@ async def _open(config: RunConfig, inputs: Inputs, most: int | None = None) -> _
     count = min(options.attempts, most or options.attempts)
     played = await play_all_at_random(tasks, environments, config.rollout, config.seed, count)
     rows = [Demonstration(attempt.messages, attempt.tools) for attempt in played]
-    return _Source(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest())
+    calls = ", ".join(f"{name} {number:,}" for name, number in calls_of_tools(played).items())
+    about = f"random calls that worked, in {len(rows):,} attempts: {calls}"
+    return _Source(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest(), about)
 
 
 def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress: Progress) -> WarmStartReport:
@@ -198,6 +201,8 @@ async def run_warm_start(
     if config.warm_start is None:
         return None
     started, source = time.perf_counter(), await _open(config, inputs)
+    if source.about:
+        progress.log(source.about)
     key = _key(config, config.warm_start, source.sha256, tokenizer_directory(config.model))
     entry = cache_directory() / "warm_start" / key
     if cached := await _from_cache(entry, trainer, progress):
