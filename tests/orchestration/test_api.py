@@ -242,6 +242,21 @@ def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> No
         treadle.evaluate(run, Short, [], progress=Quiet())
 
 
+def test_a_checkpoint_of_a_run_is_a_model_to_train(tmp_path: Path) -> None:
+    train(tmp_path / "run", settings={"rewards.weights": {"style": 1}})
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    for address in ("run", "run@2"):
+        train(tmp_path / f"of-{address}", model=f"{tmp_path}/{address}", settings={"orchestration.updates": 1})
+        assert RunDirectory.open(tmp_path / f"of-{address}").config().model.path == str(checkpoint)
+    with pytest.raises(RunError, match="step-000009"):
+        train(tmp_path / "none", model=f"{tmp_path}/run@9")
+    with pytest.raises(ConfigError, match=f"is a run; take one of its checkpoints, such as {checkpoint},"):
+        train(tmp_path / "none", settings={"algorithm.kl": {"coef": 0.1, "model": str(tmp_path / "run")}})
+    shown = Quiet()
+    treadle.evaluate(tmp_path / "run", Short, [{"prompt": "?"}], progress=shown)
+    assert any("rewards.weights: nothing in the evaluation was given as style" in line for line in shown.lines)
+
+
 def test_the_command_evaluates_a_run_begun_in_python_with_what_its_overrides_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

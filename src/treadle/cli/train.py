@@ -23,7 +23,7 @@ from treadle.orchestration.reporting.callbacks import loading
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.setup.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
-from treadle.orchestration.store.address import checkpoint_named, find_address
+from treadle.orchestration.store.address import checkpoint_named, find_address, with_model_of_run
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
 from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
@@ -82,11 +82,11 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run:
         if resume:
             raise ConfigError("--dry-run is for a new run; leave out --resume, or --dry-run")
-        return print_dry_run(load_recipe(options.recipe, options.overrides), options.runs)
+        return print_dry_run(with_model_of_run(load_recipe(options.recipe, options.overrides)), options.runs)
     if resume:
         config, path = _to_resume(options)
     else:
-        config = load_recipe(options.recipe, options.overrides)
+        config = with_model_of_run(load_recipe(options.recipe, options.overrides))
         path = options.runs / (options.name or "")
         if options.name:
             RunDirectory(path).check_free()  # or an error, before torch is loaded
@@ -244,7 +244,7 @@ def run_sft(options: argparse.Namespace) -> int:
     recipe = starts[0]
     if options.select:
         raise ConfigError("--select chooses among recorded trajectories; add --from RUN")
-    config = load_recipe(recipe, overrides)
+    config = with_model_of_run(load_recipe(recipe, overrides))
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     check_model_files(config.model)
