@@ -224,6 +224,8 @@ def test_a_run_by_its_address(tmp_path: Path) -> None:
     table = recorded.table()
     assert table.num_rows == len(recorded) == query(run, "SELECT count(*) AS n FROM trajectories")[0]["n"]
     assert set(table["split"].to_pylist()) == {"train", "held_out"}
+    assert repr(recorded) == f"<{len(recorded)} trajectories of {run}>"
+    assert {(row["prompt"], row["version"]) for row in table.to_pylist()} >= {("be brief 0", 0)}
     assert recorded.dataframe()["reward"].mean() == pytest.approx(sum(t.reward or 0 for t in recorded) / len(recorded))
 
 
@@ -305,7 +307,7 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
     assert main(["train", "x", "--resume", "--runs", str(tmp_path), "--name", "run"]) == 1
     assert "go on with treadle.train(..., resume=True)" in capsys.readouterr().err
     assert train(tmp_path / "run", resume=True)["weights_sha256"] == whole["weights_sha256"]
-    with pytest.raises(RunError, match="is finished"):
+    with pytest.raises(RunError, match=r"is finished.*give it more orchestration\.updates"):
         train(tmp_path / "run", resume=True)
 
 

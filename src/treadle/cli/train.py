@@ -165,8 +165,15 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
         console.line()
     for check in result.checks:
         style = "bold red" if check.is_missing else "green"
-        console.line(f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), check.text)
+        console.line(
+            f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), one_line(check.text)
+        )
     return 0 if result.is_complete else 1
+
+
+def one_line(text: str) -> str:
+    """Return the text without line breaks, for a row: an error may end in lines of code."""
+    return " ".join(part.strip() for part in text.splitlines())
 
 
 def _print_prompt(console: Console, result: DryRun) -> None:
