@@ -18,7 +18,7 @@ from tests.cli.test_models import PLAIN
 from tests.cli.worlds import ROOT, TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
 from tests.fake_hub import serving_hub
 from tests.orchestration.runs import change_ledger, put_config, updates
-from treadle.cli.train import print_result
+from treadle.cli.train import one_line, print_result
 from treadle.core.registry import names
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.layout import Packing
@@ -312,3 +312,7 @@ def test_it_trains_two_updates(number: int, advantage: str, loss: str, place: Pl
     assert [row["update"] for row in rows] == [1, 2]
     assert all(row["trainable_tokens"] > 0 and row["loss"] is not None for row in rows)
     assert any(row["gradient_norm"] > 0 for row in rows)
+
+
+def test_a_row_of_the_dry_run_is_one_line_of_an_error_with_code() -> None:
+    assert one_line("write\n    def agent(task, client):\n        ...") == "write def agent(task, client): ..."

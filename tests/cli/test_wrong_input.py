@@ -58,7 +58,6 @@ TRAIN: dict[str, tuple[str, ...]] = {
     # models
     "model.build=null model.path=/nowhere": ("model.path: no directory '/nowhere'; give the directory of",),
     "model.build=null model.path=. model.tokenizer=null": ("model.path: no config.json in '.'; give the directory",),
-    "model.build=null model.path=RUN": ("model.path: 'RUN' is a run; take one of its checkpoints",),
     "model.build=null model.path=~/m": ("model.path: no directory '~/m'; ~ is not expanded here",),
     "model.build=null model.path=smollm2": ("model.path: 'smollm2' is not in the cache yet; run: treadle models get",),
     "model.build=null model.path=away.gguf": ("model.path: no file 'away.gguf'; give the directory of",),
@@ -80,6 +79,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "trian demo": ("invalid choice: 'trian'", "did you mean 'train'?"),
     "train demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
     "train RUN": ("'RUN' is a run, not a recipe: continue it with --resume, or give its recipe, RUN/config.yaml",),
+    "train tiiny.yaml": ("no file 'tiiny.yaml'; did you mean 'tiny.yaml'? (it is relative to",),
     "train mine.yaml": ("no file 'mine.yaml' (it is relative to",),
     "train broken.yaml": ("broken.yaml:1: ",),
     "sft --out new": ("name one recipe to learn, or --from a run",),
@@ -130,6 +130,7 @@ OF_RUNS: dict[str, tuple[str, ...]] = {
     "eval RUM@best": ("'RUM' is not a run directory: there is nothing of that name; did you mean 'RUN'?",),
     "train runs/none --resume": ("'runs/none' is not a run directory: there is nothing of that name in",),
     "serve RUN": ("run 'RUN' has no checkpoint yet",),
+    "train tiny.yaml model.build=null model.path=RUN": ("run 'RUN' has no checkpoint yet",),
     "eval RUN": ("run 'RUN' has no checkpoint yet",),
     "show RUN g9.9": ("no trajectory 'g9.9' in RUN; it has for example g000000.1",),
 }

@@ -264,6 +264,8 @@ def test_a_run_by_its_address(tmp_path: Path) -> None:
     table = recorded.table()
     assert table.num_rows == len(recorded) == query(run, "SELECT count(*) AS n FROM trajectories")[0]["n"]
     assert set(table["split"].to_pylist()) == {"train", "held_out"}
+    assert repr(recorded) == f"<{len(recorded)} trajectories of {run}>"
+    assert {(row["prompt"], row["version"]) for row in table.to_pylist()} >= {("be brief 0", 0)}
     assert recorded.dataframe()["reward"].mean() == pytest.approx(sum(t.reward or 0 for t in recorded) / len(recorded))
 
 
@@ -280,6 +282,21 @@ def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> No
         treadle.evaluate(run, tasks=held_out, progress=Quiet())
     with pytest.raises(DataError, match="no tasks to evaluate"):
         treadle.evaluate(run, Short, [], progress=Quiet())
+
+
+def test_a_checkpoint_of_a_run_is_a_model_to_train(tmp_path: Path) -> None:
+    train(tmp_path / "run", settings={"rewards.weights": {"style": 1}})
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    for address in ("run", "run@2"):
+        train(tmp_path / f"of-{address}", model=f"{tmp_path}/{address}", settings={"orchestration.updates": 1})
+        assert RunDirectory.open(tmp_path / f"of-{address}").config().model.path == str(checkpoint)
+    with pytest.raises(RunError, match="step-000009"):
+        train(tmp_path / "none", model=f"{tmp_path}/run@9")
+    with pytest.raises(ConfigError, match=f"is a run; take one of its checkpoints, such as {checkpoint},"):
+        train(tmp_path / "none", settings={"algorithm.kl": {"coef": 0.1, "model": str(tmp_path / "run")}})
+    shown = Quiet()
+    treadle.evaluate(tmp_path / "run", Short, [{"prompt": "?"}], progress=shown)
+    assert any("rewards.weights: nothing in the evaluation was given as style" in line for line in shown.lines)
 
 
 def test_the_command_evaluates_a_run_begun_in_python_with_what_its_overrides_name(
@@ -330,7 +347,7 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
     assert main(["train", "x", "--resume", "--runs", str(tmp_path), "--name", "run"]) == 1
     assert "go on with treadle.train(..., resume=True)" in capsys.readouterr().err
     assert train(tmp_path / "run", resume=True)["weights_sha256"] == whole["weights_sha256"]
-    with pytest.raises(RunError, match="is finished"):
+    with pytest.raises(RunError, match=r"is finished.*give it more orchestration\.updates"):
         train(tmp_path / "run", resume=True)
 
 

@@ -23,7 +23,7 @@ from treadle.orchestration.reporting.callbacks import loading
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.setup.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
-from treadle.orchestration.store.address import checkpoint_named, find_address
+from treadle.orchestration.store.address import checkpoint_named, find_address, with_model_of_run
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
 from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
@@ -82,11 +82,11 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run:
         if resume:
             raise ConfigError("--dry-run is for a new run; leave out --resume, or --dry-run")
-        return print_dry_run(load_recipe(options.recipe, options.overrides), options.runs)
+        return print_dry_run(with_model_of_run(load_recipe(options.recipe, options.overrides)), options.runs)
     if resume:
         config, path = _to_resume(options)
     else:
-        config = load_recipe(options.recipe, options.overrides)
+        config = with_model_of_run(load_recipe(options.recipe, options.overrides))
         path = options.runs / (options.name or "")
         if options.name:
             RunDirectory(path).check_free()  # or an error, before torch is loaded
@@ -165,8 +165,15 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
         console.line()
     for check in result.checks:
         style = "bold red" if check.is_missing else "green"
-        console.line(f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), check.text)
+        console.line(
+            f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), one_line(check.text)
+        )
     return 0 if result.is_complete else 1
+
+
+def one_line(text: str) -> str:
+    """Return the text without line breaks, for a row: an error may end in lines of code."""
+    return " ".join(part.strip() for part in text.splitlines())
 
 
 def _print_prompt(console: Console, result: DryRun) -> None:
@@ -244,7 +251,7 @@ def run_sft(options: argparse.Namespace) -> int:
     recipe = starts[0]
     if options.select:
         raise ConfigError("--select chooses among recorded trajectories; add --from RUN")
-    config = load_recipe(recipe, overrides)
+    config = with_model_of_run(load_recipe(recipe, overrides))
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
     check_model_files(config.model)

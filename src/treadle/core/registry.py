@@ -78,7 +78,9 @@ def _target(group: str, name: str, where: str) -> str:
         near = near or difflib.get_close_matches(name, sorted(registered), n=1)
         module, _, attribute = name.rpartition(".")
         meant = f"did you mean {near[0]!r}? " if near else f"did you mean '{module}:{attribute}'? " if module else ""
-        known = f"registered: {', '.join(sorted(registered))}; or" if registered else "nothing is;"
+        if not registered:
+            raise ConfigError(f"{where} names no module; {meant}write 'module:attribute'")
+        known = f"registered: {', '.join(sorted(registered))}; or"
         raise ConfigError(f"{where} is not registered; {meant}{known} write 'module:attribute'")
     targets = registered[name]
     if len(targets) > 1:
@@ -118,12 +120,16 @@ def _load(target: str, where: str) -> Any:
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or module_name
         is_own = f"{module_name}.".startswith(f"{missing}.")
         hint = "" if is_own else f"; {how_to_install(missing)}"
+        if is_own and module_name.endswith(".py"):
+            hint = f"; leave out .py: '{module_name.removesuffix('.py')}:{attribute}'"
         raise ConfigError(f"{where}: cannot import {module_name!r}: {error}{hint}") from error
     try:
         return reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         place = getattr(module, "__file__", None) or "a namespace package"
-        raise ConfigError(f"{where}: {module_name!r} ({place}) has no {attribute!r}: {error}") from error
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean '{module_name}:{near[0]}'?" if near else ""
+        raise ConfigError(f"{where}: {module_name!r} ({place}) has no {attribute!r}: {error}{hint}") from error
 
 
 def extra_of(module: str) -> str | None:

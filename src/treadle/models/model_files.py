@@ -76,10 +76,9 @@ def require_model(name: str, setting: str) -> Path:
     if (path / "config.json").is_file():
         return path
     if (path / "config.yaml").is_file():
-        raise ConfigError(
-            f"{setting}: {name!r} is a run; take one of its checkpoints, such as "
-            f"{name.rstrip('/')}/checkpoints/step-000100, or what `treadle export` makes of it"
-        )
+        checkpoints = sorted(path.glob("checkpoints/step-*"))
+        such_as = f"take one of its checkpoints, such as {checkpoints[-1]}" if checkpoints else "it has no checkpoint"
+        raise ConfigError(f"{setting}: {name!r} is a run; {such_as}, or what `treadle export` makes of it")
     if is_adapter(path):
         raise ConfigError(f"{setting}: {name!r} is the directory of an adapter; give it as model.adapter")
     if path.is_dir():

@@ -53,7 +53,7 @@ from treadle.orchestration.setup.inputs import (
 from treadle.orchestration.setup.other_models import make_models
 from treadle.orchestration.setup.thread_count import wait_passively
 from treadle.orchestration.setup.validation import check_config
-from treadle.orchestration.store.address import RunAddress, checkpoint_named, find_address, run_path
+from treadle.orchestration.store.address import RunAddress, checkpoint_named, find_address, run_path, with_model_of_run
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
@@ -155,7 +155,7 @@ def train(
     if "model" not in data:
         raise ConfigError("there is no model to train; give model=, or a recipe that has one: recipe='tools-small'")
     data = apply_overrides(data, _overrides(settings))
-    config = build(RunConfig, data, "treadle.train")
+    config = with_model_of_run(build(RunConfig, data, "treadle.train"))
     check_config(config)
     players = _players(config, kind, name, player)
     train_tasks, held_out_tasks = (_tasks(given[split], split, config, players["environments"]) for split in SPLITS)

@@ -250,6 +250,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     """
     with loading(progress):
         from treadle.models.chat import load_chat
+        from treadle.orchestration.reporting.reporter import unknown_components
         from treadle.orchestration.setup.device import check_device, settled, unused_gpus
         from treadle.orchestration.setup.engines import use_threads
         from treadle.training.make import load_source
@@ -268,6 +269,8 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     started = time.perf_counter()
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
+    for line in unknown_components([t for group in groups for t in group.everyone], config, "the evaluation"):
+        progress.log(line)
     if dump is not None:
         _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
     by_value: dict[str, list[Group]] = {}

@@ -12,7 +12,7 @@ from treadle.models.model_files import check_model_files, located, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.evaluation import find_subject
 from treadle.orchestration.setup.inputs import IN_MEMORY
-from treadle.orchestration.store.address import find_address
+from treadle.orchestration.store.address import find_address, with_model_of_run
 from treadle.orchestration.store.recorded import LoggedConversation, RecordedTrajectory, read_run
 from treadle.orchestration.store.selection import Selection
 from treadle.orchestration.store.trajectory_files import read_files
@@ -51,7 +51,7 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
     own = [override for override in overrides if not override.startswith("warm_start")]
     start = start or sources[0]
     is_recipe = start in recipe_names() or Path(start).suffix in (".yaml", ".yml")
-    config = load_recipe(start, own) if is_recipe else _config(start, own)
+    config = with_model_of_run(load_recipe(start, own)) if is_recipe else _config(start, own)
     check_model_files(config.model)
     recorded = [t for source in sources for t in read_source(source) if t.split == "train"]
     chosen = selection.choose(recorded)

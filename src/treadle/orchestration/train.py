@@ -178,7 +178,10 @@ def _find_checkpoint(
     checkpoint = find_checkpoint(run.path, name or "latest")
     state = ledger.checkpoint(checkpoint.directory.name)
     if run.summary_file.is_file() and name is None and state.update >= config.orchestration.updates:
-        raise RunError(f"run {str(run.path)!r} is finished ({state.update} updates); nothing to resume")
+        raise RunError(
+            f"run {str(run.path)!r} is finished ({state.update} updates); nothing to resume; "
+            "give it more orchestration.updates"
+        )
     before = run.config()
     config = _with_threads(settled(config, before), config.training.threads or before.training.threads)
     changed = changes(before, config)

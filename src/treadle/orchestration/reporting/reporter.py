@@ -15,7 +15,7 @@ from treadle.algorithms import estimators
 from treadle.algorithms.estimators import Advantage
 from treadle.core.outcomes import as_played
 from treadle.core.trainer import UpdateResult
-from treadle.core.types import Group
+from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import Callback
 from treadle.orchestration.reporting.metrics import run_metrics, trajectory_metrics
@@ -128,14 +128,20 @@ def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantag
             f"there are rewards of single tokens, of which algorithm.advantage {name} "
             f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
         )
+    if first:
+        yield from unknown_components(trajectories, config, "the first batch")
+
+
+def unknown_components(trajectories: Sequence[Trajectory], config: RunConfig, where: str) -> Iterator[str]:
+    """Yield a line for each setting that names components of rewards which no trajectory was given."""
     names = {component for t in trajectories for component in as_played(t).components}
     judged = config.evaluation.success_of
     named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
     for option, components in named.items():
         unknown = [component for component in components if component not in names]
-        if first and unknown and any(t.reward is not None for t in trajectories):
+        if unknown and any(t.reward is not None for t in trajectories):
             had = ", ".join(sorted(names)) or "none"
-            yield f"{option}: nothing in the first batch was given as {', '.join(unknown)}; components: {had}"
+            yield f"{option}: nothing in {where} was given as {', '.join(unknown)}; components: {had}"
 
 
 def run_summary(

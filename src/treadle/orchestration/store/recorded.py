@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -158,8 +159,16 @@ def logged(row: Mapping[str, Any], where: str, untrained: Iterable[int] = ()) ->
 class Trajectories(list[RecordedTrajectory | LoggedConversation]):
     """What `treadle.load_run` reads: trajectories, and a table of them."""
 
+    def __repr__(self) -> str:
+        """Count and sources alone: each trajectory has thousands of tokens."""
+        sources = ", ".join(dict.fromkeys(re.sub(r":\d+$", "", t.source) for t in self)) or "no source"
+        return f"<{len(self)} trajectories of {sources}>"
+
     def table(self) -> pa.Table:
-        """A row each; `component.NAME` is a component of the reward."""
+        """A row each; `component.NAME` is a component of the reward.
+
+        version: of the weights that sampled the first token. prompt: content of the task's last message.
+        """
         names = dict.fromkeys(name for t in self for name in t.components)
         return pa.Table.from_pylist([_facts(t, names) for t in self])
 
@@ -175,7 +184,9 @@ def _facts(t: RecordedTrajectory | LoggedConversation, components: Iterable[str]
         made = t.trajectory
         facts |= {
             "group_id": t.group_id,
+            "prompt": t.task.prompt[-1].get("content") if t.task.prompt else None,
             "trajectory_id": made.trajectory_id,
+            "version": _version(made),
             "completion_tokens": as_played(made).completion_tokens,
             "seconds": made.seconds,
             "failure": f"{made.failure.cause}: {made.failure.message}" if made.failure else None,
@@ -183,6 +194,11 @@ def _facts(t: RecordedTrajectory | LoggedConversation, components: Iterable[str]
     return facts | {
         f"component.{name}": None if t.reward is None else t.components.get(name, 0.0) for name in components
     }
+
+
+def _version(trajectory: Trajectory) -> int | None:
+    versions = (int(version) for step in trajectory.steps for version in step.policy_versions)
+    return next(versions, None)
 
 
 def vocabulary_sha256(tokenizer: Tokenizer) -> str:
