@@ -17,6 +17,7 @@ from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
 from treadle.core.user_functions import check_function
 from treadle.data.config import SourceConfig
+from treadle.data.load import LoadContext
 from treadle.data.rows import ArrowData, Row
 from treadle.data.tasks import LazyTasks, check_no_copies
 from treadle.envs.tasks import (
@@ -43,7 +44,6 @@ from treadle.orchestration.setup.inputs import (
     SPLITS,
     Inputs,
     Split,
-    load_context,
     load_inputs,
     load_split,
     make_held_out,
@@ -385,7 +385,10 @@ def _tasks(
 ) -> Sequence[Task]:
     if isinstance(tasks, str):
         return load_split(config, split, environments)
-    name, context = "tasks" if split == "train" else split, load_context(config, environments)
+    name, context = (
+        "tasks" if split == "train" else split,
+        LoadContext(config.data.columns, config.player, environments),
+    )
     return [
         context.task(Row(row, f"{name}[{number}]", _place(split, number)), _IN_MEMORY)
         for number, row in enumerate(tasks)

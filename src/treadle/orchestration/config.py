@@ -496,8 +496,8 @@ def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"{where}no recipe {recipe!r}; {meant}{shipped}; or give the path of a .yaml file")
     if not path.is_file():
-        files_beside = [file.name for file in path.parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(path.name, files_beside, n=1)
-        meant = f"; did you mean {str(path.with_name(near[0]))!r}?" if near else ""
+        beside = {file.stem: file for file in path.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(path.stem, beside, n=1)
+        meant = f"; did you mean {str(beside[near[0]])!r}?" if near else ""
         raise ConfigError(f"{where}no file {recipe!r}{meant} (it is relative to {folder.absolute()}); {shipped}")
     return path
