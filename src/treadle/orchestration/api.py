@@ -385,10 +385,8 @@ def _tasks(
 ) -> Sequence[Task]:
     if isinstance(tasks, str):
         return load_split(config, split, environments)
-    name, context = (
-        "tasks" if split == "train" else split,
-        LoadContext(config.data.columns, config.player, environments),
-    )
+    name = "tasks" if split == "train" else split
+    context = LoadContext(config.data.columns, config.player, environments)
     return [
         context.task(Row(row, f"{name}[{number}]", _place(split, number)), _IN_MEMORY)
         for number, row in enumerate(tasks)

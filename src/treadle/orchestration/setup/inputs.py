@@ -223,8 +223,7 @@ def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
     """What all sources of a run have in common. Raises ConfigError for what does not exist."""
-    if config.player[1] not in environments:
-        environments = {**configured_environments(config), **environments}
+    environments = {**configured_environments(config), **environments}
     return LoadContext(config.data.columns, config.player, environments, config.seed)
 
 
