@@ -169,7 +169,7 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
     [
         (["agent=tests.orchestration.test_agents:too_few"], "called as agent"),
         (["agent=tests.orchestration.test_agents:nowhere"], "has no 'nowhere'"),
-        (["agent=nowhere"], "agents: 'nowhere' is not registered"),
+        (["agent=nowhere"], "agents: 'nowhere' names no module"),
         (["data.train.source=lookup"], "would play nothing: each task names its own .* 'lookup'"),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_hook_that_hangs_fails_the_attempt() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "shaping: 'nowhere' is not registered"),
+        ("nowhere", "shaping: 'nowhere' names no module"),
         (f"{__name__}:TASK", "of type Task, it must be a function"),
         (f"{__name__}:takes_one", r"is called as shaping\(task, trajectory\), but: too many"),
     ],

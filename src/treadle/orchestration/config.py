@@ -499,5 +499,5 @@ def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
         beside = {file.stem: file for file in path.parent.glob("*.y*ml")}
         near = difflib.get_close_matches(path.stem, beside, n=1)
         meant = f"; did you mean {str(beside[near[0]])!r}?" if near else ""
-        raise ConfigError(f"{where}no file {recipe!r}{meant} (it is relative to {folder.absolute()}); {shipped}")
+        raise ConfigError(f"{where}no file {recipe!r} (it is relative to {folder.absolute()}){meant}; {shipped}")
     return path
