@@ -79,7 +79,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "trian demo": ("invalid choice: 'trian'", "did you mean 'train'?"),
     "train demmo": ("no recipe 'demmo'; did you mean 'demo'?",),
     "train RUN": ("'RUN' is a run, not a recipe: continue it with --resume, or give its recipe, RUN/config.yaml",),
-    "train tiiny.yaml": ("no file 'tiiny.yaml'; did you mean 'tiny.yaml'? (it is relative to",),
+    "train tiiny.yaml": ("no file 'tiiny.yaml' (it is relative to", "; did you mean 'tiny.yaml'?"),
     "train mine.yaml": ("no file 'mine.yaml' (it is relative to",),
     "train broken.yaml": ("broken.yaml:1: ",),
     "sft --out new": ("name one recipe to learn, or --from a run",),
