@@ -125,7 +125,6 @@ STUDIES: Mapping[str, Study] = {
             *("evaluation.every=6", "data.held_out.options.count=256", "training.threads=1"),
         ),
     ),
-    "tools-small": Study("tools-small", {"default": ()}, common=("training.threads=1",), fresh=True),
     "search-small": Study("search-small", {"synchronous": (), "max_staleness 2": ("orchestration.max_staleness=2",)}),
     "sql-small": Study(
         "sql-small",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
+from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -101,19 +102,21 @@ def call(function: Callable[..., T], where: str, expected: Expected, *arguments:
         name = name_of(function)
         if name.startswith("treadle.") or type(error).__name__ == "OutOfMemoryError":  # of torch, wherever it happens
             raise
+        place = "".join(f", at {line}" for line in user_lines(error.__traceback__)[-1:])
         raise ConfigError(
-            f"{where}: {name} raised {type(error).__name__}: {error}{_place(error)}; it is called as "
+            f"{where}: {name} raised {type(error).__name__}: {error}{place}; it is called as "
             f"{expected.signature}, as in\n{expected.example}"
         ) from error
 
 
-def _place(error: Exception) -> str:
-    """Return `, at my_losses.py:12 in mine`: the innermost line outside of Treadle and of installed libraries."""
-    for frame, line in reversed(list(walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
-            return f", at {file}:{line} in {frame.f_code.co_name}"
-    return ""
+def user_lines(traceback: TracebackType | None) -> list[str]:
+    """Return the lines outside of Treadle and of installed libraries, the innermost last: `my.py:12 in mine`."""
+    lines = ((frame.f_code, line) for frame, line in walk_tb(traceback))
+    return [
+        f"{code.co_filename}:{line} in {code.co_name}"
+        for code, line in lines
+        if not code.co_filename.startswith(_LIBRARIES)
+    ]
 
 
 def name_of(function: object) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
-from treadle.core.user_functions import check_function
+from treadle.core.user_functions import check_function, user_lines
 from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.rows import ArrowData, Row
@@ -59,7 +59,6 @@ from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
 from treadle.rollout.isolation.event_loop import paused_event_loop
-from treadle.rollout.isolation.user_code import has_user_frames
 
 if TYPE_CHECKING:
     from treadle.orchestration.setup.warm_start import RecordedReport
@@ -89,10 +88,10 @@ def _short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except TreadleError as error:
-            if has_user_frames(error.__traceback__):
+            if user_lines(error.__traceback__):
                 raise
             cause = error.__cause__
-            while cause is not None and not has_user_frames(cause.__traceback__):
+            while cause is not None and not user_lines(cause.__traceback__):
                 cause = cause.__cause__
             raise error.with_traceback(None) from cause
         except KeyboardInterrupt:

@@ -18,8 +18,8 @@ from contextvars import ContextVar, copy_context
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from traceback import FrameSummary, StackSummary, TracebackException, walk_tb
-from types import FrameType, TracebackType
+from traceback import FrameSummary, StackSummary, TracebackException
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import treadle.core
@@ -270,12 +270,6 @@ def user_traceback(error: BaseException) -> str:
     if not any(each.stack for each in chain if each is not None):
         return ""
     return "".join(shown.format()).rstrip("\n").encode(errors="backslashreplace").decode()
-
-
-def has_user_frames(traceback: TracebackType | None) -> bool:
-    """Return whether it has lines outside of Treadle and of installed libraries."""
-    files = {frame.f_code.co_filename for frame, _ in walk_tb(traceback)}
-    return any(not file.startswith((*_OURS, *_LIBRARIES, "<frozen ")) for file in files)
 
 
 def user_place(frames: Iterable[FrameType]) -> str:
