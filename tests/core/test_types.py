@@ -189,7 +189,7 @@ def test_malformed_messages_are_refused_with_their_place(value: Any) -> None:
 
 
 def test_a_task_is_plain_json_data_with_checked_messages() -> None:
-    with pytest.raises(DataError, match="task t: ground_truth and extras must be plain JSON data"):
+    with pytest.raises(DataError, match="task t: 'ground_truth' is of type object, which is not plain JSON data"):
         Task("t", ground_truth=object())
     with pytest.raises(DataError, match="task t: prompt: message 0 needs 'role' and 'content'"):
         Task("t", prompt=[{"role": "user"}])  # type: ignore[typeddict-item]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 _STEERS = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERS_IN_A_LINE = re.compile(f"[{_STEERS}]")
 _STEERS_IN_A_TEXT = re.compile(f"[{_STEERS}]".replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and not always where it can be caught
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates
 _CHECKED = re.compile(rb'(\{.+), "checksum": "([0-9a-f]{8})"\}', re.DOTALL)
 
 
@@ -45,22 +45,14 @@ def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
     strict: whether control characters within strings are refused. unique: whether objects that have a key twice are;
     else the last one counts.
 
-    Raises ValueError for broken text, numbers that are not finite, more than `DEEPEST` levels, and lone surrogates.
+    Raises ValueError for broken text (a JSONDecodeError), and for a `json_problem`.
     """
     try:
-        pairs = _unique if unique else None
-        value = json.loads(text, strict=strict, parse_constant=_refused, parse_float=_finite, object_pairs_hook=pairs)
+        value = json.loads(text, strict=strict, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST):
-        items = [i for outer in level for i in (outer.values() if isinstance(outer, dict) else outer)]
-        if not (level := [item for item in items if isinstance(item, dict | list)]):
-            break
-    else:
-        raise ValueError(f"nested deeper than {DEEPEST} levels")
-    if _SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half a character
+    if problem := json_problem(value):
+        raise ValueError(str(problem))
     return value
 
 
@@ -71,15 +63,52 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+class JsonProblem(NamedTuple):
+    """Why a value cannot be written as JSON and read again as it was: `JsonProblem("scores.1", "is nan, which ...")`.
+
+    path: keys and numbers of list elements, with dots between; "" for the value itself.
+    """
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{f'{self.path!r:.60}' if self.path else 'the value'} {self.reason}"
 
 
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not isfinite(number):
-        raise ValueError(f"{digits:.40} is too large a number")
-    return number
+def json_problem(value: Any, levels: int = DEEPEST) -> JsonProblem | None:
+    """Return what of a value is not plain JSON data; None if all is.
+
+    Such are numbers that are not finite, lone surrogates, keys that are not text, more levels than `levels`, and other
+    types than None, bool, int, float, str, dict, list and tuple.
+    """
+    if isinstance(value, str):
+        is_whole = value.isascii() or not _HALF.search(value)
+        return None if is_whole else JsonProblem("", f"has half a character in {value!r:.60}")
+    if value is None or isinstance(value, int):
+        return None
+    if isinstance(value, float):
+        return None if isfinite(value) else JsonProblem("", f"is {value}, which no JSON file holds; write null")
+    if not isinstance(value, dict | list | tuple):
+        kind = type(value).__name__
+        return JsonProblem("", f"is of type {kind}, which is not plain JSON data; store it as text or numbers")
+    if not levels:
+        return JsonProblem("", f"is nested deeper than {DEEPEST} levels; flatten it")
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return JsonProblem("", f"has the key {key!r:.60}, which is not text")
+            if _HALF.search(key):
+                return JsonProblem("", f"has the key {key!r:.60}, with half a character")
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif {*map(type, value)} == {int}:  # often thousands of token ids
+        return None
+    else:
+        items = enumerate(value)
+    for key, inner in items:
+        if problem := json_problem(inner, levels - 1):
+            return problem._replace(path=f"{key}.{problem.path}".rstrip("."))
+    return None
 
 
 def checked_json(row: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from treadle.core.errors import Cause, DataError
 from treadle.core.metrics import Measures
 from treadle.core.rewards import NUMBER, Reward, is_reward
+from treadle.core.text import json_problem
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -231,16 +232,15 @@ class Task:
     driver: str = ""
 
     def __post_init__(self) -> None:
-        if not self.task_id:
-            raise DataError("a task needs a task_id")
+        if not isinstance(self.task_id, str) or not self.task_id:
+            raise DataError(f"a task needs a task_id, which is text, got {self.task_id!r:.100}")
         if len(named := named_players(self)) > 1:
             both = " and ".join(f"the {kind} {name!r}" for kind, name in named.items())
             raise DataError(f"task {self.task_id} names both {both}; leave one out")
         object.__setattr__(self, "prompt", as_messages(self.prompt, f"task {self.task_id}: prompt"))
-        try:
-            json.dumps([self.ground_truth, dict(self.extras)])
-        except (TypeError, ValueError) as error:
-            raise DataError(f"task {self.task_id}: ground_truth and extras must be plain JSON data: {error}") from error
+        parts = {"task_id": self.task_id, "ground_truth": self.ground_truth, "extras": dict(self.extras)}
+        if problem := json_problem(parts | named):
+            raise DataError(f"task {self.task_id}: {problem}")
 
     @property
     def player(self) -> tuple[str, str]:
@@ -449,7 +449,11 @@ def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message
     """Check and copy chat messages that came from outside; raises DataError naming `where`."""
     if isinstance(value, str | Mapping):
         raise DataError(f"{where} must be a list of messages, got {type(value).__name__}")
-    return tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
+    messages = tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
+    for number, message in enumerate(messages):
+        if problem := json_problem(message):
+            raise DataError(f"{where}: message {number}: {problem}")
+    return messages
 
 
 _OPTIONAL = ("reasoning_content", "tool_call_id", "name")

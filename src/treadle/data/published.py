@@ -14,7 +14,6 @@ error before anything is played.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import ConfigError, DataError, TrajectoryFailure
+from treadle.core.text import read_json
 from treadle.core.types import Message, Task
 from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, open_rows
@@ -105,7 +105,7 @@ def sql_questions(split: str, file: str, databases: str) -> Iterator[Task]:
     statements, and BIRD's evidence. Extras keep `db_id`, and `difficulty` where there is one.
     """
     try:
-        rows = json.loads(Path(file).read_bytes())
+        rows = read_json(Path(file).read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"the option file: cannot read {file!r}: {error.strerror}") from error
     except ValueError as error:

@@ -9,11 +9,13 @@ Task("sums-000001", prompt=({"role": "user", "content": "3 + 4?"},), ground_trut
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from treadle.core.errors import DataError
+from treadle.core.text import json_problem, read_json
 from treadle.core.types import PLAYERS, Message, Task, as_messages
 from treadle.data.config import Columns
 
@@ -50,45 +52,53 @@ def make_task(row: Row, columns: Columns | None) -> Task:
     value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
     if columns is not None and isinstance(value, Mapping):
         value = select_fields(value, columns, row.where)
-    return task_from_row(value, row.where, row.task_id)
+    return task_from_row(value, row.where, row.task_id, columns)
 
 
 def parse_json(line: bytes, where: str) -> Any:
     """Return what a line of JSON holds. Raises DataError."""
     try:
-        return json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        return read_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not JSON: {error}; save the file as UTF-8") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error}; write one object a line") from error
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def task_from_row(row: Any, where: str, task_id: str) -> Task:
+def task_from_row(row: Any, where: str, task_id: str, columns: Columns | None = None) -> Task:
     """Return the task in a row that has Treadle's own names.
 
-    where: names the row in errors. task_id: for a row that has none. Raises DataError for anything else.
+    where: names the row in errors. task_id: for a row that has none. columns: where the parts were found, for errors.
+    Raises DataError for anything else.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
     if unknown := [key for key in row if key not in KEYS]:
         raise DataError(f"{where}: {unknown_key(unknown[0], row)}")
+    if problem := json_problem(dict(row)):
+        raise DataError(f"{where}: column {problem._replace(path=_column(problem.path, columns))}")
     task_id = _typed(row, "task_id", task_id, str, where)
     players = {kind: name for kind in PLAYERS if (name := _typed(row, kind, "", str, where))}
-    prompt = as_prompt(row.get("prompt", []), where)
+    prompt = as_prompt(row.get("prompt", []), where, _column("prompt", columns))
     extras = _typed(row, "extras", {}, dict, where)
     if not task_id:
         raise DataError(f"{where}: task_id must not be empty; leave it out to get one from the row's number")
     if len(players) > 1:
         named = " and ".join(f"{kind} {name!r}" for kind, name in players.items())
         raise DataError(f"{where}: names both {named}; leave one out")
-    try:
-        return Task(task_id, prompt, ground_truth=row.get("ground_truth"), extras=extras, **players)
-    except DataError as error:
-        raise DataError(f"{where}: {error}; leave the column out, or store it as text or numbers") from error
+    return Task(task_id, prompt, ground_truth=row.get("ground_truth"), extras=extras, **players)
+
+
+def _column(path: str, columns: Columns | None) -> str:
+    """Return where in the row as it was stored a part of a task stands: `meta.level.0` for `extras.level.0`."""
+    name, _, rest = path.partition(".")
+    column: str | Mapping[str, str] = dict[str, Any](columns or {}).get(name, name)
+    if not isinstance(column, str):
+        key, _, rest = rest.partition(".")
+        column = column.get(key, f"{name}.{key}")
+    return f"{column}.{rest}".rstrip(".")
 
 
 def unknown_key(key: str, keys: Collection[str]) -> str:
@@ -100,9 +110,14 @@ def unknown_key(key: str, keys: Collection[str]) -> str:
     )
 
 
-def as_prompt(value: Any, where: str) -> tuple[Message, ...]:
+def as_prompt(value: Any, where: str, column: str = "prompt") -> tuple[Message, ...]:
     """Return a row's prompt as messages; text is one message of the user, and empty text none. Raises DataError."""
     if isinstance(value, str):
+        if _is_messages(value):
+            raise DataError(
+                f"{where}: column {column!r} has messages as text, {value!r:.60}; store them as a list, with "
+                "json.loads (if this is what the user says, store it as the content of a message)"
+            )
         return (Message(role="user", content=value),) if value else ()
     if not isinstance(value, list):
         raise DataError(f"{where}: prompt must be text or a JSON array of messages, got {value!r:.100}; write {PROMPT}")
@@ -111,6 +126,20 @@ def as_prompt(value: Any, where: str) -> tuple[Message, ...]:
         for message in value  # Arrow has null for the keys that other rows' messages have
     ]
     return as_messages(messages, f"{where}: prompt")
+
+
+def _is_messages(text: str) -> bool:
+    """Return whether a text is a list of messages, or a message, as JSON or as Python writes it."""
+    if not text.lstrip().startswith(("[", "{")) or "role" not in text:
+        return False
+    for read in (read_json, ast.literal_eval):
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        messages = value if isinstance(value, list) else [value]
+        return bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)
+    return False
 
 
 def select_fields(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import how_to_install
+from treadle.core.text import DEEPEST
 from treadle.core.types import PLAYERS, Task
 from treadle.data.config import Columns
 from treadle.data.rows import KEYS, OWN_NAMES, ArrowData, Row, unknown_key
@@ -348,7 +349,7 @@ def _is_part(batch: Any, name: str, where: str | Mapping[str, str]) -> bool:
         return has_text or (pa.types.is_integer(array.type) and array.null_count == 0)
     if name == "extras" and isinstance(where, str) and (not pa.types.is_struct(array.type) or array.null_count):
         return False
-    return all(_is_json(array.type) for array in arrays)
+    return all(map(_is_json, arrays))
 
 
 def _leaf(batch: Any, path: str) -> Any:
@@ -364,7 +365,8 @@ def _leaf(batch: Any, path: str) -> Any:
 
 def _is_prompt(array: Any) -> bool:
     if _is_text(array.type):
-        return _has_no_empty(array, pc.binary_length)
+        like_json = pc.any(pc.match_substring_regex(array, r"^\s*[\[{]")).as_py()  # messages, perhaps
+        return _has_no_empty(array, pc.binary_length) and not like_json
     if not (_is_list(array.type) and pa.types.is_struct(array.type.value_type)):
         return False
     messages = array.flatten()
@@ -384,14 +386,16 @@ def _has_no_empty(array: Any, length: Any) -> bool:
     return array.null_count == 0 and bool(pc.all(pc.greater(length(array), 0)).as_py())
 
 
-def _is_json(kind: Any) -> bool:
-    """Return whether values of an Arrow type are plain JSON data as Python objects."""
+def _is_json(array: Any, levels: int = DEEPEST) -> bool:
+    """Return whether the values of an array are certainly plain JSON data as Python objects."""
+    kind = array.type
     if _is_list(kind):
-        return _is_json(kind.value_type)
+        return levels > 0 and _is_json(array.flatten(), levels - 1)
     if pa.types.is_struct(kind):
-        return all(_is_json(field.type) for field in kind)
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return number or _is_text(kind) or pa.types.is_null(kind)
+        return levels > 0 and all(_is_json(array.field(n), levels - 1) for n in range(kind.num_fields))
+    if pa.types.is_floating(kind):
+        return bool(pc.all(pc.is_finite(array)).as_py())
+    return _is_text(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)
 
 
 def _is_text(kind: Any) -> bool:

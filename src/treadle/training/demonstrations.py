@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -13,7 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 from treadle.core.draws import Stream, permutation
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import resolve
+from treadle.core.text import json_problem
 from treadle.core.types import Ids, Message, as_messages
+from treadle.data.rows import parse_json
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.rendering.identity import parsed
@@ -66,10 +67,7 @@ def reshuffled(rows: Sequence[T], seed: int) -> Callable[[int], T]:
 
 
 def _conversation(line: bytes, where: str) -> Demonstration:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # bad UTF-8 or bad JSON
-        raise DataError(f"{where}: not JSON: {error}") from error
+    row = parse_json(line, where)
     return checked_demonstration(row if isinstance(row, dict) else {}, where)
 
 
@@ -77,10 +75,14 @@ def checked_demonstration(row: Mapping[str, Any] | Sequence[Message], where: str
     """Return a demonstration of plain data, or of messages alone. Raises DataError that begins with `where`."""
     row = row if isinstance(row, Mapping) else {"messages": row}
     if not isinstance(row.get("messages"), list | tuple):
-        raise DataError(f"{where}: needs a 'messages' list")
+        raise DataError(
+            f"{where}: needs a 'messages' list, got {row.get('messages')!r:.80}; write objects, and not as JSON text"
+        )
     tools = row.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{where}: 'tools' must be a list of JSON schemas, got {tools!r:.100}")
+    if problem := json_problem({"tools": tools}):
+        raise DataError(f"{where}: {problem}")
     messages = as_messages(row["messages"], where)
     if fault := _fault(messages):
         raise DataError(f"{where}: {fault}")

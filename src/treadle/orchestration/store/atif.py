@@ -21,6 +21,7 @@ from typing import Any
 import treadle
 from treadle.core.errors import DataError
 from treadle.core.outcomes import was_played
+from treadle.core.text import read_json
 from treadle.core.types import Message, Step
 from treadle.orchestration.store.recorded import LoggedConversation, RecordedTrajectory, logged
 from treadle.rendering.texts import TokenTexts, messages_of
@@ -146,7 +147,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _harbor_result(path: Path) -> dict[str, Any]:
     """Task and reward of the trial whose agent wrote `path`; nothing if they are not there."""
     try:
-        result = json.loads((path.parent.parent / "result.json").read_bytes())
+        result = read_json((path.parent.parent / "result.json").read_text("utf-8"))
         return {"task_id": result["task_name"], "reward": result["verifier_result"]["rewards"]["reward"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

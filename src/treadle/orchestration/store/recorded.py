@@ -20,6 +20,7 @@ from treadle.core.files import sha256_of
 from treadle.core.metrics import Measures
 from treadle.core.outcomes import as_played, reason_on_record
 from treadle.core.rewards import NUMBER, is_reward
+from treadle.core.text import json_problem, read_json
 from treadle.core.trainer import Conversation
 from treadle.core.types import Failure, Message, Status, Step, Task, Trajectory
 from treadle.orchestration.store.rollout_store import load_run_tokenizer, read_shard
@@ -133,13 +134,18 @@ def logged(row: Mapping[str, Any], where: str, untrained: Iterable[int] = ()) ->
     """
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError(f"{where}: 'messages' must be a list of objects, got {messages!r:.80}")
+        raise DataError(
+            f"{where}: 'messages' must be a list of objects, got {messages!r:.80}; write objects, and not as JSON text"
+        )
     plain = [{k: v for k, v in m.items() if v is not None and k not in _BESIDE} for m in messages]
     tools, reward = row.get("tools") or (), row.get("reward")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = read_json(tools) if isinstance(tools, str) else tools
     demonstration = checked_demonstration({"messages": plain, "tools": tools}, where)
     if reward is not None and not is_reward(reward):
         raise DataError(f"{where}: the reward must be a {NUMBER}, got {reward!r:.80}")
+    components = dict(row.get("components") or {})
+    if problem := json_problem({"components": components}):
+        raise DataError(f"{where}: {problem}")
     task = row.get("task")
     task_id = row.get("task_id") or (task.get("task_id") if isinstance(task, Mapping) else None) or where
     return LoggedConversation(
@@ -148,7 +154,7 @@ def logged(row: Mapping[str, Any], where: str, untrained: Iterable[int] = ()) ->
         attempt=int(row.get("attempt") or 0),
         split=str(row.get("split") or "train"),
         reward=None if reward is None else float(reward),
-        components=dict(row.get("components") or {}),
+        components=components,
         status=str(row.get("status") or Status.DONE),
         messages=tuple(demonstration.messages),
         tools=tuple(demonstration.tools),

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from treadle.core.errors import Cause, ConfigError, DataError, RunError, TreadleError
 from treadle.core.files import new_directory
 from treadle.core.outcomes import NOT_PLAYED, was_played
+from treadle.core.text import read_json
 from treadle.core.types import Failure, Message, Status, Task, Trajectory
 from treadle.orchestration.store.atif import as_atif, from_atif, is_atif
 from treadle.orchestration.store.recorded import LoggedConversation, RecordedTrajectory, logged
@@ -237,7 +238,7 @@ def _read(row: Any, where: str, path: Path) -> RecordedTrajectory | LoggedConver
 
 
 def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
-    task, failure = (json.loads(row[name]) if isinstance(row[name], str) else row[name] for name in ("task", "failure"))
+    task, failure = (read_json(row[name]) if isinstance(row[name], str) else row[name] for name in ("task", "failure"))
     trajectory = Trajectory(
         trajectory_id=row["trajectory_id"],
         task_id=row["task_id"],
@@ -298,7 +299,7 @@ def is_torn(line: bytes) -> bool:
     if line.endswith(b"\n") or not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
         return False
     try:
-        json.loads(line)
+        read_json(line.decode())
     except ValueError:
         return True
     return False
@@ -340,7 +341,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        return read_json(content.decode("utf-8-sig"))
     except ValueError as error:  # bad UTF-8 or bad JSON
         raise DataError(f"{where}: not JSON: {error}") from error
 

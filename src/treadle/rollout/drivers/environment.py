@@ -303,8 +303,6 @@ class IsolatedEnvironment:
 def _checked_messages(value: object, where: str, may_be_empty: bool = False) -> tuple[Message, ...]:
     try:
         messages = as_messages(value, where)  # type: ignore[arg-type]
-        for message in messages:
-            message["content"].encode()  # a lone surrogate cannot be tokenized
     except (ValueError, TypeError) as error:
         raise _failure(f"{where} must give messages: {error}") from error
     if not messages and not may_be_empty:
