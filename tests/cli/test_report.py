@@ -54,12 +54,14 @@ def test_pass_at_k_and_environment_metrics_are_shown(measured: Path) -> None:
     out, found = treadle("report", measured).out, facts(measured)
     row, last = found["evaluations"][0], found["last_update"]
     [heading] = [line.split() for line in out.splitlines() if line.startswith("update ") and "env/" in line]
-    assert heading[:5] == ["update", "T", "tasks", "success", "pass@2"] and heading[-1] == "env/characters"
+    assert "pass@2 pass@k tasks reward" in " ".join(heading)
+    assert heading[:5] == ["update", "T", "tasks", "success", "pass@1"] and heading[-1] == "env/characters"
     assert "a 0" in " ".join(heading)  # parts are labelled with what they are by
     [first] = [line.split() for line in out.splitlines() if line.split()[:2] == ["0", "1"]]
-    assert first[4] == f"{row['pass_at']['2']:.3f}" and first[-1] == f"{row['metrics']['env/characters']:.3f}"
-    passes = "  ".join(f"pass@{k} {last[f'pass_at_{k}']:.3f}" for k in (2, 4))
-    assert f"{passes}  env/characters {last['env/characters']:.3f}\n" in out
+    assert first[4:7] == [*(f"{row['pass_at'][k]:.3f}" for k in "12"), str(row["tasks"])]
+    assert first[-1] == f"{row['metrics']['env/characters']:.3f}"
+    passes = "  ".join(f"pass@{k} {last[f'pass_at_{k}']:.3f}" for k in (1, 2, 4))
+    assert f"{passes} of {last['pass_tasks']:.0f} tasks  env/characters {last['env/characters']:.3f}\n" in out
     assert "update 2/2  reward" in out
 
 

@@ -123,7 +123,7 @@ def test_it_goes_on_to_be_summed_up_and_the_last_summary_stays() -> None:
     assert len(summaries) > 2 and trajectory.reward == 3.25
     assert [n for n, step in enumerate(steps) if step.break_cause] == [n + 1 for n in summaries]
     assert texts[summaries[1] + 1] == chatml([*HELLO, user(INTRODUCTION + "two")])
-    row = trajectory_metrics([make_group(0, trajectory)], 1.0, 0)
+    row = trajectory_metrics([make_group(0, trajectory)], 1, 1.0, 0)
     assert row["compactions_mean"] == len(summaries)
     assert row["summary_tokens_mean"] == 4 * len(summaries)
     assert (row["steps_mean"], row["rejected_share"]) == (len(steps), 0.0)
@@ -138,7 +138,7 @@ def test_a_summary_that_is_cut_or_empty_is_rejected_and_drawn_again() -> None:
     assert len({step.sampling.seed for step in (cut, empty, accepted)}) == 3
     assert cut.prompt_ids.tolist() == empty.prompt_ids.tolist() == accepted.prompt_ids.tolist()
     assert len(as_played(trajectory).steps) == 6
-    row = trajectory_metrics([make_group(0, trajectory)], 1.0, 0)
+    row = trajectory_metrics([make_group(0, trajectory)], 1, 1.0, 0)
     assert (row["rejected_share"], row["rejected_tokens"], row["dropped_rejected"]) == (2 / 8, 8 + 2, 2)
     assert (row["steps_mean"], row["compactions_mean"], row["summary_tokens_mean"]) == (6, 1, 6)
 

@@ -156,11 +156,12 @@ def run_eval(options: argparse.Namespace) -> int:
 def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
     console = Console()
     first = subject.config.data.table_by or "tasks of"
-    several = [k for k in evaluation.result.pass_at if k != "1"]
-    columns = ("tasks", "success", *(f"pass@{k}" for k in several), "reward", "steps", "failed")
+    passes = evaluation.result.pass_at
+    of_passes = (*(f"pass@{k}" for k in passes), "pass@k tasks") if passes else ()
+    columns = ("tasks", "success", *of_passes, "reward", "steps", "failed")
     table = make_table(first, *columns, text=(first,))
     for name, r in {**evaluation.parts, "all": evaluation.result}.items():
-        passed = [shown(r.pass_at.get(k)) for k in several]
+        passed = [*(shown(r.pass_at[k]) for k in passes), str(r.pass_tasks)] if passes else []
         figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
         table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
     console.table(table)

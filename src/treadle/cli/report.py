@@ -16,7 +16,7 @@ from treadle.cli.options import Commands, add_command, run_argument
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.callbacks import update_line
-from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.reporting.metrics import shown, shown_passes
 from treadle.orchestration.store.ledger_reader import no_checkpoint
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -214,8 +214,8 @@ def _print_compactions(console: Console, rows: Sequence[Facts]) -> None:
 def _print_last_update(console: Console, row: Facts | None, updates: int) -> None:
     if row is None:
         return
-    passes = [name for name in row if name.startswith("pass_at_") and name != "pass_at_1"]
-    figures = [f"pass@{name.removeprefix('pass_at_')} {shown(row[name])}" for name in passes]
+    passes = {name.removeprefix("pass_at_"): value for name, value in row.items() if name.startswith("pass_at_")}
+    figures = shown_passes(passes, row.get("pass_tasks"))
     figures += [f"{name} {shown(value)}" for name, value in row.items() if name.startswith(("env/", "role/"))]
     console.line(update_line(row, updates, console.width))
     if figures:
@@ -232,7 +232,10 @@ def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None
     figures = {
         "tasks": [str(row["tasks"]) for row in rows],
         "success": [shown(row["success"]) for row in rows],
-        **_columns([{f"pass@{k}": value for k, value in row["pass_at"].items() if k != "1"} for row in rows]),
+        **_columns([{f"pass@{k}": value for k, value in row["pass_at"].items()} for row in rows]),
+        **_columns(
+            [{"pass@k tasks": row["pass_tasks"]} if row["pass_at"] and "pass_tasks" in row else {} for row in rows], 0
+        ),
         "reward": [shown(row["reward_mean"]) for row in rows],
         "steps": [shown(row["steps_mean"], 2) for row in rows],
         "failed": [str(row["failed"]) for row in rows],
@@ -248,10 +251,10 @@ def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None
         console.line()
 
 
-def _columns(rows: Sequence[Mapping[str, float | None]]) -> Columns:
+def _columns(rows: Sequence[Mapping[str, float | None]], digits: int = 3) -> Columns:
     """Return name -> the cells of all rows, of every name that any row has."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [shown(row.get(name)) for row in rows] for name in names}
+    return {name: [shown(row.get(name), digits) for row in rows] for name in names}
 
 
 def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:

@@ -153,8 +153,9 @@ class Evaluator:
 
 
 def _result(config: RunConfig, groups: Sequence[Group], update: int, temperature: float) -> EvaluationResult:
-    section, table_by = config.evaluation, config.data.table_by
-    return evaluation_result(groups, update, temperature, section.success_at, table_by, section.success_of)
+    section, attempts = config.evaluation, config.evaluation.attempts_at(temperature)
+    of_success = section.success_at, config.data.table_by, section.success_of
+    return evaluation_result(groups, attempts, update, temperature, *of_success)
 
 
 # A model on its own, with the draws that a run would use; nothing is written but a dump

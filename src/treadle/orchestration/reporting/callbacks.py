@@ -36,7 +36,7 @@ from treadle.core.text import escape_line
 from treadle.core.types import Group, Trajectory
 from treadle.core.user_functions import Expected, check_function
 from treadle.orchestration.config import CallbackConfig, RunConfig
-from treadle.orchestration.reporting.metrics import EvaluationResult, shown
+from treadle.orchestration.reporting.metrics import EvaluationResult, shown, shown_passes
 from treadle.orchestration.stopping import StopRequest
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.isolation.event_loop import handled
@@ -292,7 +292,7 @@ def evaluation_lines(result: EvaluationResult, table_by: str | None = None, widt
     how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
     failed = f", {result.failed} failed" if result.failed else ""
     tasks = f"{result.tasks} tasks" + (f" x {result.attempts}" if result.attempts > 1 else "")
-    passes = [f"pass@{k} {shown(value)}" for k, value in result.pass_at.items() if k != "1"]
+    passes = shown_passes(result.pass_at, result.pass_tasks)
     by = [f"{key}: {shown(value)}" for key, value in result.by.items()]
     if by and table_by:
         by[0] = f"{table_by} {by[0]}"

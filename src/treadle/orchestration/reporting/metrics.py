@@ -78,8 +78,9 @@ REJECTED_TOKENS = Metric("rejected_tokens", "step", "sum", "tokens", "sampled in
 # over tasks with a graded trajectory
 
 PASS_AT = Metric(
-    "pass_at_*", "task", "mean", "share", "one of k attempts succeeds, estimated; tasks with k graded attempts or more"
+    "pass_at_*", "task", "mean", "share", "one of k attempts succeeds, estimated; of the same tasks for all k"
 )
+PASS_TASKS = Metric("pass_tasks", "task", "sum", "tasks", "those that `pass_at_*` is of: every attempt is graded")
 EQUAL_REWARDS = Metric("equal_reward_groups", "task", "mean", "share", "all graded attempts were given the same reward")
 
 # of the run
@@ -107,13 +108,26 @@ def shown(value: Figure, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def shown_passes(passes: Mapping[str, Figure], tasks: int | None) -> list[str]:
+    """Return `pass@1 0.250`, `pass@2 0.500 of 12 tasks`; without the number where a row of an earlier version has none.
+
+    passes: k -> pass@k.
+    """
+    figures = [f"pass@{k} {shown(value)}" for k, value in passes.items()]
+    if figures and tasks is not None:
+        figures[-1] += f" of {tasks} task{'' if tasks == 1 else 's'}"
+    return figures
+
+
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """Result of an evaluation: held-out tasks, played by one attempt each or several.
 
-    failed: attempts. success: share of graded attempts, None without any; by: the same per value of `table_by`.
-    metrics: the environment's, `env/<name>` -> value, and those of copies, `role/<role>/<name>`. pass_at: with several
-    attempts, k -> share of tasks of which one of k attempts succeeds, estimated.
+    attempts: at each task; failed: those that are left without a reward, however often they were retried. success:
+    share of graded attempts, None without any; by, by_tasks: the same, and the number of tasks with any, per value of
+    `table_by`. metrics: the environment's, `env/<name>` -> value, over all attempts, and those of copies,
+    `role/<role>/<name>`. pass_at: with several attempts, k -> share of tasks of which one of k attempts succeeds,
+    estimated over the `pass_tasks` tasks of which every attempt is graded.
     """
 
     update: int
@@ -128,12 +142,16 @@ class EvaluationResult:
     metrics: dict[str, Figure] = field(default_factory=dict)
     attempts: int = 1
     pass_at: dict[str, Figure] = field(default_factory=dict)
+    pass_tasks: int = 0
 
 
 def trajectory_metrics(
-    groups: Sequence[Group], success_at: float, version: int, success_of: str | None = None
+    groups: Sequence[Group], attempts: int, success_at: float, version: int, success_of: str | None = None
 ) -> Measures:
-    """Return the metrics of one update's groups. version: of the policy before the update."""
+    """Return the metrics of one update's groups.
+
+    attempts: of a group, without those that were retried. version: of the policy before the update.
+    """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
     versions = [step.policy_versions[step.mask] for t in graded for step in as_played(t).steps]
@@ -144,7 +162,7 @@ def trajectory_metrics(
         + _attempt_metrics(everyone)
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
-        + _task_metrics(groups, success_at, success_of)
+        + _task_metrics(groups, attempts, success_at, success_of)
         + environment_metrics(everyone)
         + _role_metrics(everyone)
         + measured("token", {TOKEN_STALENESS: token_staleness})
@@ -237,20 +255,25 @@ def _attempt_metrics(everyone: Sequence[Trajectory]) -> Measures:
     return measured("trajectory", values)
 
 
-def _task_metrics(groups: Sequence[Group], success_at: float, success_of: str | None) -> Measures:
+def _task_metrics(groups: Sequence[Group], attempts: int, success_at: float, success_of: str | None) -> Measures:
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
+    passes = _passes([[_success(t, success_at, success_of) for t in own] for own in graded], attempts)
     values: dict[Metric, Sequence[float]] = {
-        EQUAL_REWARDS: [len({t.reward for t in attempts}) == 1 for attempts in graded if attempts]
+        EQUAL_REWARDS: [len({t.reward for t in own}) == 1 for own in graded if own],
+        **{PASS_AT.of(k): each for k, each in passes.items()},
+        PASS_TASKS: [1] * len(passes[1]),
     }
-    passes = _passes([[_success(t, success_at, success_of) for t in attempts] for attempts in graded], groups)
-    return measured("task", values | {PASS_AT.of(k): each for k, each in passes.items()})
+    return measured("task", values)
 
 
-def _passes(successes: Sequence[Sequence[float]], groups: Sequence[Group]) -> dict[int, list[float]]:
-    """Return k -> pass@k of each task with k graded attempts or more, for k = 1, 2, 4, ... and the group's size."""
-    size = max((len(group.trajectories) for group in groups), default=0)
-    shown_for = sorted({*(2**n for n in range(size.bit_length())), size} - {0})
-    return {k: [pass_at(k, len(won), int(sum(won))) for won in successes if len(won) >= k] for k in shown_for}
+def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, list[float]]:
+    """Return k -> pass@k of each task of which every attempt is graded, for k = 1, 2, 4, ... and `attempts`.
+
+    With tasks of which k attempts are graded, each k would be of other tasks, and pass@k could fall as k grows.
+    """
+    whole = [int(sum(won)) for won in successes if len(won) == attempts]
+    shown_for = sorted({*(2**n for n in range(attempts.bit_length())), attempts})
+    return {k: [pass_at(k, attempts, won) for won in whole] for k in shown_for}
 
 
 def _reward_metrics(graded: Sequence[Trajectory]) -> Measures:
@@ -272,34 +295,40 @@ def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
 
 def evaluation_result(
     groups: Sequence[Group],
+    attempts: int,
     update: int,
     temperature: float,
     success_at: float,
     table_by: str | None,
     success_of: str | None = None,
 ) -> EvaluationResult:
-    """Return the result of an evaluation. update: the last one before it. table_by: key of a task's extras."""
+    """Return the result of an evaluation.
+
+    attempts: at each task, without those that were retried. update: the last one before it. table_by: key of a task's
+    extras.
+    """
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
-    everyone = [t for attempts in graded for t in attempts]
-    successes = [[_success(t, success_at, success_of) for t in attempts] for attempts in graded]
+    everyone = [t for own in graded for t in own]
+    successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
     parts: dict[str, list[list[float]]] = {}
     for group, won in zip(groups, successes, strict=True):
         if table_by is not None and won:
             parts.setdefault(str(group.task.extras.get(table_by)), []).append(won)
-    passes = {str(k): mean(each) for k, each in _passes(successes, groups).items()}
+    passes = _passes(successes, attempts)
     return EvaluationResult(
         update=update,
         temperature=temperature,
         tasks=len(groups),
-        failed=sum(len(group.trajectories) for group in groups) - len(everyone),
+        failed=len(groups) * attempts - len(everyone),
         success=mean(list(chain(*successes))),
         reward_mean=mean([t.reward for t in everyone if t.reward is not None]),
         steps_mean=mean([len(as_played(t).steps) for t in everyone]),
         by={key: mean(list(chain(*parts[key]))) for key in sorted(parts)},
         by_tasks={key: len(parts[key]) for key in sorted(parts)},
-        metrics=dict(environment_metrics(everyone) + _role_metrics(everyone)),
-        attempts=max(map(int, passes), default=0),
-        pass_at=passes if len(passes) > 1 else {},
+        metrics=dict(environment_metrics(t for group in groups for t in group.trajectories) + _role_metrics(everyone)),
+        attempts=attempts,
+        pass_at={str(k): mean(each) for k, each in passes.items()} if attempts > 1 else {},
+        pass_tasks=len(passes[1]),
     )
 
 

@@ -83,15 +83,14 @@ class Reporter:
 
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
         """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
-        size, section = self._config.training.tasks_per_update, self._config.evaluation
+        training, section = self._config.training, self._config.evaluation
         phases = {phase: seconds / len(results) for phase, seconds in self.seconds.items()}
         self.seconds = {}
         of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
         for number, result in enumerate(results):
-            first = number * size % len(groups)  # each epoch goes through all groups
-            played = trajectory_metrics(
-                groups[first : first + size], section.success_at, state.version, section.success_of
-            )
+            first = number * training.tasks_per_update % len(groups)  # each epoch goes through all groups
+            own = groups[first : first + training.tasks_per_update]
+            played = trajectory_metrics(own, training.group_size, section.success_at, state.version, section.success_of)
             row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
             self.callbacks.update({**row, **(played + result.metrics + of_run)})
 

@@ -86,13 +86,13 @@ function secondsByPhase(updates) {
 /** @param {{run: string, rows: any[]}} props */
 function Evaluations({run, rows}) {
   if (!rows.length) return null;
-  const passes = [...new Set(rows.flatMap((row) => Object.keys(row.pass_at || {})))].filter((k) => k !== "1");
+  const passes = [...new Set(rows.flatMap((row) => Object.keys(row.pass_at || {})))];
   const kinds = [...new Set(rows.flatMap((row) => Object.keys(row.by || {})))];
   return html`<section><h2>Held-out tasks ${rows.length > 1 && html`<a class="beside" href=${link(["evaluations"], {before: run})}>task by task: gained and lost</a>`}</h2><div class="scroll"><table class="plain"><thead><tr><th>update</th><th>T</th><th>tasks</th>
-    <th>success</th>${passes.map((k) => html`<th>pass@${k}</th>`)}<th>reward</th><th>steps</th><th>failed</th>
+    <th>success</th>${passes.map((k) => html`<th>pass@${k}</th>`)}${passes.length > 0 && html`<th>pass@k tasks</th>`}<th>reward</th><th>steps</th><th>failed</th>
     ${kinds.map((kind) => html`<th>${kind}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr><td>${row.update}</td><td>${row.temperature || "greedy"}</td><td>${row.tasks}</td>
-      <td>${percent(row.success)}</td>${passes.map((k) => html`<td>${percent(row.pass_at?.[k])}</td>`)}<td>${figure(row.reward_mean)}</td>
+      <td>${percent(row.success)}</td>${passes.map((k) => html`<td>${percent(row.pass_at?.[k])}</td>`)}${passes.length > 0 && html`<td>${figure(row.pass_tasks)}</td>`}<td>${figure(row.reward_mean)}</td>
       <td>${figure(row.steps_mean)}</td><td>${row.failed}</td>${kinds.map((kind) => html`<td>${percent(row.by?.[kind])}</td>`)}</tr>`)}
     </tbody></table></div></section>`;
 }
