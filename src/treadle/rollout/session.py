@@ -76,8 +76,9 @@ class CallOptions:
     sampling_overrides: fields of SamplingParams that the caller asks for: `{"temperature": 0.2}`. tool_calls: whether
     to look for tool calls in the reply. parallel_tool_calls: whether to keep more than the first. template_kwargs,
     continue_final_message: for the chat template.
-    Of agent loops only: max_tokens, max_input_tokens: in the place of the spec's. summary: marks the step. break_cause:
-    why the conversation does not continue the one before, where the loop knows better than its messages tell.
+    Of agent loops only: max_tokens, max_input_tokens, parse: in the place of the spec's and the session's. summary:
+    marks the step. break_cause: why the conversation does not continue the one before, where the loop knows better than
+    its messages tell.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class CallOptions:
     continue_final_message: bool = False
     max_tokens: int | None = None
     max_input_tokens: int | None = None
+    parse: ReplyParser | None = None
     summary: bool = False
     break_cause: BreakCause | None = None
 
@@ -227,7 +229,8 @@ class Session:
                 prompt = replace(prompt, break_cause=options.break_cause)
             number = self._numbered(prompt, options.max_input_tokens)
         step, text, stop = await self._sample(number, prompt, options)
-        message = self._message(self._begun(prompt) + text, tools if options.tool_calls else (), options, number)
+        begun = self._begun(prompt, options.parse or self.parse)
+        message = self._message(begun + text, tools if options.tool_calls else (), options, number)
         continued = prompt.rendering and prompt.rendering.continues
         first = self._first[continued] if continued else number
         self._first[self._conversation.record(prompt, step.completion_ids, message)] = first
@@ -379,17 +382,17 @@ class Session:
         a = self._address
         return call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number)
 
-    def _begun(self, prompt: Prompt) -> str:
+    def _begun(self, prompt: Prompt, parse: ReplyParser) -> str:
         """Return the tag of a thought that the prompt leaves open, for parsers that take thoughts out."""
-        if prompt.rendering is None or not getattr(self.parse, "thoughts", True):
+        if prompt.rendering is None or not getattr(parse, "thoughts", True):
             return ""
         turn = self.renderer.decode(prompt.ids[prompt.rendering.turn :])
-        opening, closing = getattr(self.parse, "tags", THOUGHT_TAGS[0])
+        opening, closing = getattr(parse, "tags", THOUGHT_TAGS[0])
         return opening if turn.rfind(opening) > turn.rfind(closing) else ""
 
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
         """Parse a reply. Tool calls without an id get one that is the same in every repetition of the run."""
-        message = self.parse(text, tools)
+        message = (options.parse or self.parse)(text, tools)
         calls = message.get("tool_calls", [])[: None if options.parallel_tool_calls else 1]
         if calls:
             message["tool_calls"] = [

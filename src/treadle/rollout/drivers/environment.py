@@ -42,7 +42,7 @@ EnvironmentFactory = Callable[[], Environment]
 class EnvironmentDriver(AttemptDriver[Session]):
     """Plays the tasks of environments, each attempt with an environment of its own.
 
-    parse: reads replies for environments that take them parsed.
+    parse: reads summaries, and replies for environments that take them parsed.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
     async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
         """Sample the next reply; if the history has become too long, after a summary that takes its place.
 
-        Raises ContextExceeded if no summary is accepted: those that are complete and not empty are.
+        Raises ContextExceeded if no summary is accepted: those that are complete and more than a thought are.
         """
         compaction, options = self._config.compaction, _options(history, environment)
         if compaction is None or (kept := history.kept(compaction.keep_last)) is None:
@@ -124,7 +124,9 @@ class EnvironmentDriver(AttemptDriver[Session]):
         except ContextExceeded as error:
             tokens = error.prompt_tokens
         request = [*history.messages, Message(role="user", content=compaction.prompt)]
-        brief = replace(options, tool_calls=False, max_tokens=compaction.max_tokens, summary=True)
+        brief = replace(
+            options, tool_calls=False, max_tokens=compaction.max_tokens, parse=self._parse, summary=True
+        )  # parsed for every environment: a thought is no part of a summary
         for _ in range(compaction.attempts):
             reply = await session.chat(request, environment.tools, brief)
             summary = reply.message["content"].strip()
