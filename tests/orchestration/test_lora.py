@@ -104,6 +104,10 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
         ),
         (["training.lora.targets=[gate]"], "no linear layers named"),
         (["placement.learner={ranks: 2, loading: sharded}"], "loading 'sharded' do not go together"),
+        (
+            ["training.lora=null", "model.adapter=adapter", "placement.learner={ranks: 2, loading: sharded}"],
+            "model.adapter and .*loading 'sharded' do not go together",
+        ),
         (["engine={kind: vllm, options: {transfer: collective}}"], "published by files in the run's directory"),
     ],
 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def adapt(
     half: hold the base in bfloat16, beside adapters in float32. weights: without them the model has shapes alone.
     Raises ConfigError for targets that the model lacks, and for an adapter that cannot be loaded or belongs elsewhere.
     """
-    if adapter is not None and weights:
-        load_adapter(model, Path(adapter), config)
+    if adapter is not None:
+        load_adapter(model, Path(adapter), config, weights)
     elif config is not None:
         add_adapters(model, config, seed)
     if half and config is not None:
@@ -74,18 +75,21 @@ def _inject(model: PreTrainedModel, config: peft.LoraConfig) -> None:
         parameter.requires_grad_(".lora_" in name)
 
 
+def _linear_layers(model: PreTrainedModel) -> set[str]:
+    """Return the names of the linear layers that `training.lora` can adapt: all but the head."""
+    head = model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
+
+
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
     """Return the last parts of the names of the linear layers that get an adapter: `["k_proj", "q_proj"]`.
 
     Raises ConfigError for names that no linear layer has.
     """
-    head = model.get_output_embeddings()
-    linear = {
-        name: module for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
-    }
+    linear = _linear_layers(model)
     attention = {name for name, m in model.named_modules() if type(m).__name__.lower().endswith("attention")}
     inside = {name for name in linear if name.rpartition(".")[0] in attention}
-    presets = {"all-linear": set(linear), "attention": inside, "mlp": set(linear) - inside}
+    presets = {"all-linear": linear, "attention": inside, "mlp": linear - inside}
     if isinstance(targets, str):
         if not presets[targets]:
             raise ConfigError(f"training.lora.targets: {type(model).__name__} has no linear layers for {targets!r}")
@@ -99,43 +103,97 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
     return sorted(set(targets))
 
 
-def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | None) -> None:
+def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | None, weights: bool = True) -> None:
     """Give the model the adapter in a directory: merged into its weights, or to be trained on if `config` is given.
 
-    Raises ConfigError for files that cannot be loaded, or other settings than those of `config`; CheckpointError for
-    another base.
+    weights: without them the model has shapes alone, and its base is not hashed.
+    Raises ConfigError for files that cannot be loaded, what is more than LoRA of linear layers, or other settings than
+    those of `config`; DamageError as `prove_files`; CheckpointError for another base.
     """
-    prove_files(directory, (ADAPTER_WEIGHTS, ADAPTER_CONFIG), "export the adapter again")
-    if (directory / BASE).is_file():  # peft's own directories have none
-        _check_base(json.loads((directory / BASE).read_bytes()), directory, Path(str(model.name_or_path)))
+    prove_files(directory, (ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE), "export the adapter again")
     try:
-        there = _read_config(directory, (directory / ADAPTER_CONFIG).read_bytes())
-        weights = load_file(directory / ADAPTER_WEIGHTS)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        settings = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+        there = _read_config(settings)
+        tensors = load_file(directory / ADAPTER_WEIGHTS)
+        base = _read_base((directory / BASE).read_bytes()) if (directory / BASE).is_file() else None
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
+    if base is not None and weights:  # peft's own directories have none
+        _check_base(base, directory, Path(str(model.name_or_path)))
+    _require_plain(directory, settings)
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    _require_untied(model, layers, directory)
     if config is not None:
+        there.target_modules = _last_parts(layers, model, directory)
         _check_same(directory, there, _peft_config(model, config), ConfigError)
     _inject(model, there)
-    copy_adapter(model, weights, str(directory))
+    copy_adapter(model, tensors, str(directory))
     if config is None:
         merge(model)
 
 
-_READ = ("r", "lora_alpha", "use_rslora", "target_modules", "task_type")
-_UNUSED = ("base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_dropout", "peft_version", "revision")
-
-
-def _read_config(directory: Path, content: bytes) -> peft.LoraConfig:
-    """Return the settings of the adapter in a directory. Raises ConfigError for more than LoRA of linear layers."""
-    settings = json.loads(content)
-    config = peft.LoraConfig(**{name: settings[name] for name in _READ if name in settings})
-    for name in sorted(settings.keys() - {*_READ, *_UNUSED}):
-        if settings[name] and settings[name] != getattr(config, name, None):
+def _require_untied(model: PreTrainedModel, layers: Set[str], directory: Path) -> None:
+    """Raise ConfigError for an adapted layer whose weights another layer has, too: merged, both would change."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if name in layers and any(uses[id(parameter)] > 1 for parameter in module.parameters()):
             raise ConfigError(
-                f"model.adapter: {str(directory)!r} has {name} = {settings[name]!r}, which is not supported; merge it "
-                "into its base with peft, and give that as model.path"
+                f"model.adapter: {str(directory)!r} adapts {name}, whose weights are those of another layer, too "
+                "(tie_word_embeddings), and neither is to be merged into the other; give an adapter without it"
             )
-    return config
+
+
+def _last_parts(layers: Set[str], model: PreTrainedModel, directory: Path) -> set[str]:
+    """Return the last parts of the names of an adapter's layers, however its `target_modules` chooses them.
+
+    Raises ConfigError unless these choose the same layers.
+    """
+    names = {layer.rpartition(".")[2] for layer in layers}
+    named = {layer for layer in _linear_layers(model) if layer.rpartition(".")[2] in names}
+    if named != layers:
+        raise ConfigError(
+            f"model.adapter: {str(directory)!r} has an adapter for {len(layers)} layers, and training.lora.targets = "
+            f"{sorted(names)} for {len(named)} (all linear layers of a name, never the head), otherwise for example "
+            f"{min(named ^ layers)}; leave training.lora out, to merge it and train all weights, or {_MERGE}"
+        )
+    return names
+
+
+_READ = ("r", "lora_alpha", "use_rslora", "target_modules", "task_type")
+_UNUSED = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+)
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base, or what is trained of it
+_MERGE = "merge it into its base with peft, and give that as model.path"
+
+
+def _read_config(settings: Mapping[str, Any]) -> peft.LoraConfig:
+    return peft.LoraConfig(**{name: settings[name] for name in _READ if name in settings})
+
+
+def _require_plain(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError, naming the first such setting, for an adapter that is more than LoRA of linear layers."""
+    if (start := settings.get("init_lora_weights", True)) not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"model.adapter: {str(directory)!r} has init_lora_weights = {start!r}, for which peft changes the base "
+            "itself; where it was trained, save it with path_initial_model_for_weight_conversion, or merge it "
+            "(merge_and_unload) and give that as model.path"
+        )
+    plain = peft.LoraConfig()
+    for name in sorted(settings.keys() - {*_READ, *_UNUSED}):
+        value = settings[name]
+        unset = value is None or value is False or value in ("", [], {})
+        if not unset and value != getattr(plain, name, None):
+            raise ConfigError(
+                f"model.adapter: {str(directory)!r} has {name} = {value!r}, which is not supported; {_MERGE}"
+            )
 
 
 _SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rank_stabilized": "use_rslora", "targets": "target_modules"}
@@ -160,7 +218,10 @@ def copy_adapter(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
     mine = adapter_weights(model)
     for name in sorted(mine.keys() | weights.keys()):
         if name not in mine or name not in weights or mine[name].shape != weights[name].shape:
-            raise ConfigError(f"model.adapter: {name} of {source!r} does not fit the model")
+            raise ConfigError(
+                f"model.adapter: {name} of {source!r} does not fit the model: another base, or more than LoRA of "
+                f"linear layers; {_MERGE}"
+            )
     copy_by_name(mine, weights)
 
 
@@ -183,8 +244,10 @@ def check_adapter(model: PreTrainedModel, checkpoint: Manifest) -> None:
     if ADAPTER_CONFIG not in checkpoint.sha256:
         raise CheckpointError(f"checkpoint {where} holds a whole model, and training.lora is set")
     ours: Any = model.peft_config["default"]
-    _check_same(where, _read_config(where, checkpoint.read(ADAPTER_CONFIG)), ours, CheckpointError)
-    _check_base(json.loads(checkpoint.read(BASE)), where, Path(str(model.name_or_path)))
+    settings = json.loads(checkpoint.read(ADAPTER_CONFIG))
+    _require_plain(where, settings)
+    _check_same(where, _read_config(settings), ours, CheckpointError)
+    _check_base(_read_base(checkpoint.read(BASE)), where, Path(str(model.name_or_path)))
 
 
 def adapter_files(model: PreTrainedModel) -> Iterable[tuple[str, bytes]]:
@@ -207,10 +270,17 @@ def base_sha256(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_base(recorded: Mapping[str, str], adapter: Path, base: Path) -> None:
+def _read_base(content: bytes) -> tuple[str, str]:
+    """Return path and SHA-256 of the base that an adapter belongs to."""
+    recorded = json.loads(content)
+    return recorded["path"], recorded["sha256"]
+
+
+def _check_base(recorded: tuple[str, str], adapter: Path, base: Path) -> None:
     """Raise CheckpointError if the adapter belongs to another base."""
-    if recorded["sha256"] != (actual := base_sha256(base.resolve())):
+    path, sha256 = recorded
+    if sha256 != (actual := base_sha256(base.resolve())):
         raise CheckpointError(
-            f"the adapter in {adapter} belongs to the base {recorded['path']} (SHA-256 {recorded['sha256'][:12]}), and "
-            f"{base} is another one ({actual[:12]}); set model.path to the base that it was trained on"
+            f"the adapter in {adapter} belongs to the base {path} (SHA-256 {sha256[:12]}), and {base} is another one "
+            f"({actual[:12]}); set model.path to the base that it was trained on"
         )

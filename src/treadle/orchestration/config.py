@@ -326,16 +326,17 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> RunConfig:
+        if self.placement.learner.loading == "sharded" and (self.training.lora or self.model.adapter):
+            name = "training.lora" if self.training.lora else "model.adapter"
+            raise ValueError(
+                f"{name} and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
+            )
         if self.training.lora is None:
             return self
         if self.model.build is not None:
             raise ValueError(
                 "training.lora needs a model that has learned something: give model.path, and null for model.build "
                 "(`treadle sft RECIPE --out DIR` makes one of a recipe's warm start)"
-            )
-        if self.placement.learner.loading == "sharded":
-            raise ValueError(
-                "training.lora and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
             )
         if self.training.lora.pin_attempts and not self.orchestration.max_staleness:
             raise ValueError(
