@@ -64,7 +64,7 @@ def write(base: Path, directory: Path, save: dict[str, Any] | None = None, **set
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data += 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(directory, **(save or {}))
+        model.save_pretrained(str(directory), **(save or {}))
 
 
 def set_config(directory: Path, **settings: Any) -> None:
@@ -134,7 +134,7 @@ def test_a_start_that_changes_the_base_is_refused(
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora", "pissa_niter_4"])
-def test_one_that_was_converted_computes_as_in_peft(base: Path, tmp_path: Path, start: str) -> None:
+def test_one_that_was_converted_computes_as_in_peft(base: Path, tmp_path: Path, start: Any) -> None:
     with as_peft_likes():
         model: Any = peft.get_peft_model(
             AutoModelForCausalLM.from_pretrained(base),

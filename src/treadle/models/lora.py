@@ -124,7 +124,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     _require_untied(model, layers, directory)
     if config is not None:
-        there.target_modules = _last_parts(layers, model, directory)
+        there = _read_config({**settings, "target_modules": _last_parts(layers, model, directory)})
         _check_same(directory, there, _peft_config(model, config), ConfigError)
     _inject(model, there)
     copy_adapter(model, tensors, str(directory))
@@ -143,7 +143,7 @@ def _require_untied(model: PreTrainedModel, layers: Set[str], directory: Path) -
             )
 
 
-def _last_parts(layers: Set[str], model: PreTrainedModel, directory: Path) -> set[str]:
+def _last_parts(layers: Set[str], model: PreTrainedModel, directory: Path) -> list[str]:
     """Return the last parts of the names of an adapter's layers, however its `target_modules` chooses them.
 
     Raises ConfigError unless these choose the same layers.
@@ -156,7 +156,7 @@ def _last_parts(layers: Set[str], model: PreTrainedModel, directory: Path) -> se
             f"{sorted(names)} for {len(named)} (all linear layers of a name, never the head), otherwise for example "
             f"{min(named ^ layers)}; leave training.lora out, to merge it and train all weights, or {_MERGE}"
         )
-    return names
+    return sorted(names)
 
 
 _READ = ("r", "lora_alpha", "use_rslora", "target_modules", "task_type")
