@@ -367,7 +367,7 @@ def over_ray(sessions: int, rate: float) -> Iterator[OpenRunner]:
             await asyncio.gather(*(engine.open() for engine in remote))
             pool = EnginePool(remote)
             players = Players(drivers={"caller": Caller})
-            renderer = load_chat(config)[1]
+            renderer = load_chat(config, None)[1]
             try:
                 async with open_workers(
                     reservation, pool, renderer, players, rollout, RewardsConfig(), print, None

@@ -106,7 +106,7 @@ def _model_rows(
     repeats: int,
 ) -> list[Row]:
     """Measure every engine with one model, and `generate`."""
-    renderer = load_chat(model)[1]
+    renderer = load_chat(model, None)[1]
     renderer.stop_ids = ()  # all play to the full length
     source = load_source(model, seed=0)
     players: dict[str, RolloutRunner] = {}

@@ -120,7 +120,7 @@ def test_expert_demonstrations_note_all_that_may_be_asked() -> None:
 
 def test_the_recipe_cannot_keep_all_pages_and_every_demonstration_fits() -> None:
     """In tokens, of the recipe's tokenizer and template."""
-    renderer, rollout = load_chat(RECIPE.model)[1], RECIPE.rollout
+    renderer, rollout = load_chat(RECIPE.model, None)[1], RECIPE.rollout
     assert rollout.compaction is not None
     for index in range(200):
         for prompt, completion in demonstrated_calls(demonstration(index, 0, drill=0.0), renderer):

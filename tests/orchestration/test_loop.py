@@ -661,6 +661,6 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_beginning(
     config = tiny("orchestration.updates=3", f"model.chat_template={template}")
     resume(tmp_path / "run", config=config)
     tables = [pandas.read_parquet(shard) for shard in (tmp_path / "run" / "rollouts").iterdir()]
-    year = load_chat(config.model)[1].encode("1999").tolist()
+    year = load_chat(config.model, None)[1].encode("1999").tolist()
     prompts = [list(prompt) for table in tables for prompt in table.prompt_ids]
     assert len(prompts) > 20 and all(prompt[: len(year)] == year for prompt in prompts)

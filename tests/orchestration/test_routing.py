@@ -77,7 +77,7 @@ LIES: dict[str, tuple[Callable[[Routing], Routing | None], str]] = {
 def test_the_experts_of_a_first_call_are_compared_with_the_learners(lie: str) -> None:
     falsify, message = LIES[lie]
     config = tiny(*MOE, "model.build.num_experts_per_tok=1", "model.build.num_local_experts=16")
-    renderer, model = load_chat(config.model)[1], load_model(config.model, 0)
+    renderer, model = load_chat(config.model, None)[1], load_model(config.model, 0)
     tokenizer = tokenizer_directory(config.model)
     trainer = EmbeddedTrainer(Learner(model, config.training, config.algorithm, 4), tokenizer, Compute(None))
 

@@ -155,7 +155,7 @@ def trainer_of(model: PreTrainedModel, *overrides: str) -> EmbeddedTrainer:
 
 def check_trainers(model: PreTrainedModel, *trainers: EmbeddedTrainer, ignoring: bool = False) -> None:
     """With an engine that has a copy of the model, until a trainer publishes to it."""
-    renderer = load_chat(tiny().model)[1]
+    renderer = load_chat(tiny().model, None)[1]
 
     async def ignored(weights: Any, version: int) -> None: ...
 

@@ -44,7 +44,7 @@ def directory() -> Path:
 
 @pytest.fixture(scope="module")
 def renderer() -> ChatRenderer:
-    return load_chat(SMOLLM2)[1]
+    return load_chat(SMOLLM2, None)[1]
 
 
 class Twice(treadle.Environment):
@@ -133,4 +133,4 @@ def test_the_trained_model_is_a_model_path_of_its_own(run: Path) -> None:
     checkpoint = run / "checkpoints" / "step-000001"
     config = json.loads((checkpoint / "config.json").read_bytes())
     assert (config["model_type"], "quantization_config" in config) == ("llama", False)
-    load_chat(ModelConfig(path=str(checkpoint)))
+    load_chat(ModelConfig(path=str(checkpoint)), None)

@@ -75,7 +75,7 @@ def published(name: str, folder: Path, declared: bool = True) -> ModelConfig:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_family_starts_and_all_its_end_tokens_end_a_reply(name: str, tmp_path: Path) -> None:
-    tokenizer, renderer = load_chat(published(name, tmp_path))
+    tokenizer, renderer = load_chat(published(name, tmp_path), None)
     eos, ends = PUBLISHED[name]
     expected = {eos, *([ends] if isinstance(ends, str) else ends or ["<end_of_turn>"])}
     assert set(tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))) == expected
@@ -99,16 +99,16 @@ def test_every_family_starts_and_all_its_end_tokens_end_a_reply(name: str, tmp_p
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("gptoss", "llama3_1")])
 def test_without_generation_config_the_template_tells_what_ends_its_turns(name: str, tmp_path: Path) -> None:
-    _, renderer = load_chat(published(name, tmp_path, declared=False))
+    _, renderer = load_chat(published(name, tmp_path, declared=False), None)
     check_turns(renderer, [QUESTION], several=True)
 
 
 def test_the_setting_takes_their_place(tmp_path: Path) -> None:
     config = published("qwen3", tmp_path)
-    tokenizer, renderer = load_chat(config.model_copy(update={"stop_tokens": ("<|im_end|>", "</tool_call>")}))
+    tokenizer, renderer = load_chat(config.model_copy(update={"stop_tokens": ("<|im_end|>", "</tool_call>")}), None)
     assert tokenizer.convert_ids_to_tokens(list(renderer.stop_ids)) == ["<|im_end|>", "</tool_call>"]
     with pytest.raises(ConfigError, match=r"model\.stop_tokens: the tokenizer has no token '<\|eot_id\|>'"):
-        load_chat(config.model_copy(update={"stop_tokens": ("<|eot_id|>",)}))
+        load_chat(config.model_copy(update={"stop_tokens": ("<|eot_id|>",)}), None)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_right_is_named(content: str, message: str, tmp_pa
     config = published("qwen3", tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        load_chat(config)
+        load_chat(config, None)
 
 
 def test_a_tokenizer_without_template_or_end_is_refused_until_they_are_given(tmp_path: Path) -> None:
@@ -133,14 +133,14 @@ def test_a_tokenizer_without_template_or_end_is_refused_until_they_are_given(tmp
     template = tmp_path.parent / "template.jinja"
     shutil.move(tmp_path / "chat_template.jinja", template)
     with pytest.raises(ConfigError, match=r"no chat template; add .* or set model\.chat_template"):
-        load_chat(config)
-    assert load_chat(config.model_copy(update={"chat_template": str(template)}))[1].stop_ids
+        load_chat(config, None)
+    assert load_chat(config.model_copy(update={"chat_template": str(template)}), None)[1].stop_ids
     template.write_text("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
     facts = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del facts["eos_token"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
     with pytest.raises(ConfigError, match=r"names no eos_token, and neither .* set model\.stop_tokens"):
-        load_chat(config.model_copy(update={"chat_template": str(template)}))
+        load_chat(config.model_copy(update={"chat_template": str(template)}), None)
 
 
 # What is exported
@@ -185,7 +185,7 @@ def test_the_tokenizer_is_exported_whole_and_no_other_ones_files(tmp_path: Path)
         target = tmp_path / f"export of {configured.path is None}"
         export_model(target, load_model(configured, 0), tokenizer)
         exported, ours = (
-            load_chat(ModelConfig(path=str(path), tokenizer=str(path)))[0] for path in (target, tokenizer)
+            load_chat(ModelConfig(path=str(path), tokenizer=str(path)), None)[0] for path in (target, tokenizer)
         )
         assert exported.special_tokens_map == ours.special_tokens_map and len(exported) == len(ours)
         assert exported.chat_template == ours.chat_template and set(exported.chat_template) == {"default", "tool_use"}
@@ -203,6 +203,6 @@ def test_a_model_from_scratch_gets_its_end_tokens(given: tuple[str, ...] | None,
     """llama's own default is id 2, whatever that is here."""
     config = ModelConfig(build=TINY, tokenizer="demo", stop_tokens=given)
     export_model(tmp_path / "model", load_model(config, 0), TOKENIZER)
-    stops = load_chat(config)[1].stop_ids
+    stops = load_chat(config, None)[1].stop_ids
     assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == list(stops)
-    assert load_chat(ModelConfig(path=str(tmp_path / "model")))[1].stop_ids == stops
+    assert load_chat(ModelConfig(path=str(tmp_path / "model")), None)[1].stop_ids == stops

@@ -121,7 +121,7 @@ def table() -> str:
 
 def row(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, renderer = load_chat(published(name, Path(folder)))
+        tokenizer, renderer = load_chat(published(name, Path(folder)), None)
     ends = tokenizer.convert_ids_to_tokens(list(renderer.stop_ids))
     assert isinstance(ends, list)
     shown = ", ".join(f"`{end}`".replace("|", "\\|") for end in ends)

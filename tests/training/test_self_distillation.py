@@ -37,7 +37,7 @@ from treadle.training.objective import TracedGroups
 from treadle.training.teacher_prompts import TeacherPrompts
 
 TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokenizer"
-RENDERER = load_chat(ModelConfig(build={"model_type": "qwen3"}, tokenizer="demo"))[1]
+RENDERER = load_chat(ModelConfig(build={"model_type": "qwen3"}, tokenizer="demo"), None)[1]
 FAST = OptimizerConfig(learning_rate=1e-2)
 Messages = Callable[..., list[Message]]
 

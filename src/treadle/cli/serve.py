@@ -13,6 +13,7 @@ import signal
 import sys
 import webbrowser
 from contextlib import AbstractAsyncContextManager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.orchestration.evaluation import find_subject
 from treadle.orchestration.setup.validation import check_engine_config
-from treadle.orchestration.store.address import find_address, model_path
+from treadle.orchestration.store.address import began_of, find_address, model_path
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
@@ -109,7 +110,7 @@ class ServeConfig(Config):
 
 def run_serve(options: argparse.Namespace) -> int:
     config = build(ServeConfig, {"engine": {"lock_step": False}}, overrides=options.overrides)
-    model = _model(options)
+    model, began = model_to_serve(options)
     _check(options, config.engine)
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
@@ -122,7 +123,7 @@ def run_serve(options: argparse.Namespace) -> int:
         device = chosen(config.device)
         check_device(device)
         config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
-        tokenizer, renderer = load_chat(model)
+        tokenizer, renderer = load_chat(model, began)
         recording = _recording(options, tokenizer.backend_tokenizer)
         source = load_source(model, seed=0)
         gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
@@ -132,15 +133,16 @@ def run_serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model(options: argparse.Namespace) -> ModelConfig:
-    """How the model is loaded: as its run does, if a run is addressed."""
+def model_to_serve(options: argparse.Namespace) -> tuple[ModelConfig, datetime | None]:
+    """How the model is loaded, and the date that templates write: as its run does, if a run is addressed."""
     template = {"chat_template": options.chat_template} if options.chat_template else {}
     directory = require_model_or_adapter(str(model_path(options.model)), "MODEL")
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"MODEL: no tokenizer.json in {str(directory)!r}; add the model's tokenizer")
     if directory != Path(options.model) and find_address(options.model) is not None:
-        return find_subject(options.model).model_config.model_copy(update=template)
-    return ModelConfig(**located(Path(options.model)), **template)
+        subject = find_subject(options.model)
+        return subject.model_config.model_copy(update=template), subject.began
+    return ModelConfig(**located(Path(options.model)), **template), began_of(options.model)
 
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:

@@ -29,8 +29,10 @@ from treadle.rendering.chat import ChatRenderer
 GENERATION_CONFIG = "generation_config.json"
 
 
-def load_chat(config: ModelConfig, began: datetime | None = None) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
-    """Return the configured tokenizer and its renderer, whose `stop_ids` end a reply. began: see `ChatRenderer`.
+def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
+    """Return the configured tokenizer and its renderer, whose `stop_ids` end a reply.
+
+    began: see `ChatRenderer`; for the chat of a run that of the run (`RunDirectory.began`), whenever it is loaded.
 
     Raises ConfigError or DamageError.
     """

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, is_i
 from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.validation import check_playing
 from treadle.orchestration.stopping import StopRequest, check_evaluation
-from treadle.orchestration.store.address import find_address, model_path
+from treadle.orchestration.store.address import began_of, find_address, model_path
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory, no_run
@@ -166,13 +167,14 @@ class Subject:
     """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
 
     update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model. base: of an
-    adapter; default: the one that it names.
+    adapter; default: the one that it names. began: the date that templates write, of the run; default: today's.
     """
 
     config: RunConfig
     model: Path
     update: int
     base: str | None = None
+    began: datetime | None = None
 
     @property
     def model_config(self) -> ModelConfig:
@@ -215,10 +217,11 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
     else:
         raise no_run(run_or_recipe)
     if model is not None:
-        return Subject(config, require_model_or_adapter(str(model_path(model)), "--model"), 0)
+        began = began_of(run_or_recipe, model)
+        return Subject(config, require_model_or_adapter(str(model_path(model)), "--model"), 0, began=began)
     assert address is not None
     directory = address.model()
-    return Subject(config, directory, checkpoint_update(directory), config.model.path)
+    return Subject(config, directory, checkpoint_update(directory), config.model.path, began_of(run_or_recipe))
 
 
 def held_out_inputs(subject: Subject) -> Inputs:
@@ -262,7 +265,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
         if line := unused_gpus(config.device, config.engine):
             progress.log(line)
     subject, section, table_by = replace(subject, config=config), config.evaluation, config.data.table_by
-    tokenizer, renderer = load_chat(subject.model_config)
+    tokenizer, renderer = load_chat(subject.model_config, subject.began)
     source = load_source(subject.model_config, config.seed)
     use_threads(config.training.threads, source.model.parameters, device=config.device)
     played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks

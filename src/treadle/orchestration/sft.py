@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from treadle.core.config import build
@@ -12,7 +13,7 @@ from treadle.models.model_files import check_model_files, located, require_model
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.evaluation import find_subject
 from treadle.orchestration.setup.inputs import IN_MEMORY
-from treadle.orchestration.store.address import find_address, with_model_of_run
+from treadle.orchestration.store.address import began_of, find_address, with_model_of_run
 from treadle.orchestration.store.recorded import LoggedConversation, RecordedTrajectory, read_run
 from treadle.orchestration.store.selection import Selection
 from treadle.orchestration.store.trajectory_files import read_files
@@ -27,6 +28,7 @@ class Lesson:
     """What is learned: the selected of `recorded` trajectories.
 
     config: with the model to start from. subject: the run or recipe that it comes from; None for a bare model.
+    began: of the run that it starts from, the date that templates write.
     """
 
     config: RunConfig
@@ -35,6 +37,7 @@ class Lesson:
     trajectories: list[RecordedTrajectory | LoggedConversation]
     recorded: int
     select: str
+    began: datetime | None
 
 
 def prepare(start: str | None, sources: Sequence[str], select: str = "", overrides: Sequence[str] = ()) -> Lesson:
@@ -69,7 +72,7 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
     )
     subject = start if is_recipe or find_address(start) is not None else None
     config = config.model_copy(update={"warm_start": section})
-    return Lesson(config, subject, tuple(sources), chosen, len(recorded), select)
+    return Lesson(config, subject, tuple(sources), chosen, len(recorded), select, began_of(start))
 
 
 def read_source(source: str | Path) -> Iterator[RecordedTrajectory | LoggedConversation]:

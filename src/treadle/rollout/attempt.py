@@ -284,7 +284,7 @@ async def open_rollouts(
     """
     async with (
         open_drivers(renderer, players, config, directory, log) as drivers,
-        open_models(players.models) as models,
+        open_models(players.models, renderer.began) as models,
     ):
         with watched_event_loop(log):
             yield Rollouts(engine, renderer, drivers, config, rewards, models)

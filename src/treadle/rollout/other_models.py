@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
+from datetime import datetime
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -87,8 +88,8 @@ class OtherModel(Protocol):
 
     renderer: ChatRenderer | None
 
-    async def open(self) -> None:
-        """Load it, unless it is loaded. Raises ConfigError."""
+    async def open(self, began: datetime | None) -> None:
+        """Load it, unless it is loaded. began: of the run, the date that templates write. Raises ConfigError."""
 
     async def close(self) -> None: ...
 
@@ -100,12 +101,12 @@ MakeModel = Callable[[], OtherModel]
 
 
 @asynccontextmanager
-async def open_models(make: Mapping[str, MakeModel]) -> AsyncIterator[Mapping[str, OtherModel]]:
+async def open_models(make: Mapping[str, MakeModel], began: datetime | None) -> AsyncIterator[Mapping[str, OtherModel]]:
     async with AsyncExitStack() as opened:
         models = {name: one() for name, one in make.items()}
         for model in models.values():
             opened.push_async_callback(model.close)
-            await model.open()
+            await model.open(began)
         yield models
 
 
@@ -138,7 +139,7 @@ class UrlModel:
             config.url, config.model, timeout=limit, patience=limit, api_key_env=key, options=config.options
         )
 
-    async def open(self) -> None: ...
+    async def open(self, began: datetime | None) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -160,7 +161,7 @@ class PolicyCopy:
 
     renderer: ChatRenderer | None = None
 
-    async def open(self) -> None: ...
+    async def open(self, began: datetime | None) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -123,7 +123,7 @@ def load_model(
     lora: with adapters to be trained; half: whose base is in bfloat16 (`models.lora`). weights: see `make_model`.
     Raises ConfigError or DamageError.
     """
-    tokenizer, renderer = load_chat(config)
+    tokenizer, renderer = load_chat(config, None)  # no text is rendered
     model = make_model(config, len(tokenizer), seed, weights, lora, half)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = list(renderer.stop_ids)  # what is exported ends as here

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 async def test_all_end_tokens_of_an_export_end_a_reply(servers: Servers, connect: Connect) -> None:
     server = servers["mixture"]
     model = sized(server.family, 0)
-    _, renderer = load_chat(ModelConfig(path=str(server.model)))
+    _, renderer = load_chat(ModelConfig(path=str(server.model)), None)
     assert set(renderer.stop_ids) == set(ENDS)
     async with connect("mixture") as engine, httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         await publish(engine, unique_weights(model), 0)

@@ -147,7 +147,7 @@ async def test_a_url_that_nobody_answers_is_refused() -> None:
 
 async def test_a_server_is_asked_for_experts_where_they_are_replayed(tmp_path: Path) -> None:
     model = load_recipe("demo").model
-    renderer, source = load_chat(model)[1], load_source(model, seed=0)
+    renderer, source = load_chat(model, None)[1], load_source(model, seed=0)
     python = interpreter(tmp_path, 'echo "$@"; exit 3')
     with pytest.raises(EngineError, match=r"ended while it started:\n.* --enable-return-routed-experts"):
         await open_vllm(
@@ -171,7 +171,7 @@ async def test_nothing_is_written_for_servers_that_have_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_recipe("demo").model
-    renderer, source = load_chat(model)[1], load_source(model, seed=0)
+    renderer, source = load_chat(model, None)[1], load_source(model, seed=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="does not answer /health"):
         await open_vllm(

@@ -168,7 +168,7 @@ def _data(config: RunConfig) -> tuple[Inputs, str]:
 def _chat(config: RunConfig) -> tuple[ChatRenderer, str]:
     require_template(config.model.chat_template, "model.chat_template")
     directory = tokenizer_directory(config.model)
-    renderer = load_chat(config.model)[1]
+    renderer = load_chat(config.model, None)[1]
     ends = [renderer.decode([ident]) for ident in renderer.stop_ids]
     verb = "ends" if len(ends) == 1 else "end"
     return renderer, f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"

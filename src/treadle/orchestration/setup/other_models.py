@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from functools import partial
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
@@ -72,7 +73,7 @@ class LocalModel:
         self._parse: ReplyParser = plain
         self._context = 0
 
-    async def open(self) -> None:
+    async def open(self, began: datetime | None = None) -> None:
         from treadle.engines.torch.engine import TorchEngine  # torch
         from treadle.engines.torch.options import TorchEngineOptions
         from treadle.models.chat import load_chat
@@ -80,7 +81,7 @@ class LocalModel:
 
         if self._engine is None:
             config = ModelConfig(path=self._config.path)
-            self.renderer = load_chat(config)[1]
+            self.renderer = load_chat(config, began)[1]
             self._parse = self.renderer.parser(AUTO)
             options = TorchEngineOptions(self.renderer.stop_ids, max_batch=1, lock_step=False)
             engine = TorchEngine(load_model(config, 0), options, decode=self.renderer.decode)
@@ -161,6 +162,7 @@ class JudgingModels:
         else:
             if model not in self._local:
                 self._local[model] = LocalModel(OtherModelConfig(path=model))
+            await self._local[model].open(self._renderer.began)
             session = await self._local[model].open_session(name, address)
         try:
             reply = await session.chat(messages, (), CallOptions(sampling_overrides=options))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -106,7 +107,7 @@ async def _open(config: RunConfig, inputs: Inputs, most: int | None = None) -> _
 
 def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress: Progress) -> WarmStartReport:
     """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
-    renderer, config = load_chat(config.model)[1], settled(config)
+    renderer, config = load_chat(config.model, datetime.now())[1], settled(config)
     with _trainer(config) as trainer:
 
         async def work() -> WarmStartReport | None:
@@ -158,7 +159,7 @@ def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> Recor
     config, trajectories = lesson.config, lesson.trajectories
     assert config.warm_start is not None, "the configuration has a warm start"
     section, started = config.warm_start, time.perf_counter()
-    tokenizer, renderer = load_chat(config.model)
+    tokenizer, renderer = load_chat(config.model, lesson.began)
     check_vocabulary(trajectories, vocabulary_sha256(tokenizer.backend_tokenizer), tokenizer_directory(config.model))
     made = [(trajectory, trajectory.calls(renderer)) for trajectory in trajectories]
     rows = [calls for _, calls in made if calls]

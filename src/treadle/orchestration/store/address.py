@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,12 @@ def checkpoint_named(which: str) -> str:
 
 def _is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file()
+
+
+def began_of(*texts: str | Path) -> datetime | None:
+    """Return when the first run that is addressed began: the date that its templates write. None without a run."""
+    addresses = (find_address(text) for text in texts)
+    return next(filter(None, (RunDirectory.open(address.run).began() for address in addresses if address)), None)
 
 
 def run_path(text: str | Path) -> Path:

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -158,6 +159,11 @@ class RunDirectory:
                 raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
             raise RunError(f"run {str(self.path)!r} has recorded nothing yet: it is, or was stopped, in its warm start")
         return LedgerReader(self.ledger_file)
+
+    def began(self) -> datetime | None:
+        """Return when the run began: the date that its templates write. None before its first checkpoint."""
+        latest = self.ledger().latest_checkpoint() if self.ledger_file.is_file() else None
+        return datetime.fromisoformat(latest[1].began) if latest and latest[1].began else None
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """The run's resolved configuration, as last changed. Raises as `config_data`, and ConfigError."""
