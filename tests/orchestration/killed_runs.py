@@ -7,7 +7,7 @@ a kill at any time can leave; of a transaction of the ledger only its COMMIT is 
 KILLS, as in "write=:20,record=2", says when, one kill after the other: at the 1st to 20th write of a file, and at the
 2nd COMMIT of records, that come after the first checkpoint of that process. So what the process before left has become
 part of the result by then. "end=:4" are the events of any kind once the last checkpoint is there, "resume=:4" those
-before the first.
+before the first; of a run that has none yet, each process begins it anew.
 
 FOLDER/run is the run, FOLDER/said what it logged. Fails unless every kill came and the run ended well after the last.
 """
@@ -127,7 +127,7 @@ def main(folder: Path, kills: str, *options: str) -> None:
         if moment:
             Victim(moment, last).watch()
         with (folder / "said").open("a", buffering=1) as file:
-            if run.exists():
+            if (run / "config.yaml").exists():
                 resume(run, progress=Logged(file))
             else:
                 start(run, *options)

@@ -111,6 +111,26 @@ def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path:
     check_finished(run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [2, 4])
+def test_another_ctrl_c_in_the_first_evaluation_is_one_plain_line(signals: int, tmp_path: Path) -> None:
+    options = ("orchestration.updates=4", "data.held_out.options.seconds=0.5")
+    expected = write_recipe(tmp_path, *options)
+    with training(tmp_path) as process:
+        read_until(process, "run directory: ")
+        wait_until(lambda: b'"phase": "evaluation"' in (tmp_path / "runs" / "run" / "status.json").read_bytes())
+        process.send_signal(signal.SIGINT)
+        read_until(process, "stopping: ")
+        for _ in range(signals - 1):
+            process.send_signal(signal.SIGINT)
+        output = expect(process, 130)
+    assert re.fullmatch("(interrupted; .*|stopped after .*)?\n?", output)  # it may come before or after the checkpoint
+    run = tmp_path / "runs" / "run"
+    with training(tmp_path, *(["--resume"] if any(run.glob("checkpoints/*")) else [])) as process:
+        expect(process, 0)
+    assert json.loads((run / "summary.json").read_text())["weights_sha256"] == expected
+
+
 # Asynchronous: no two runs are the same, but in each every step has one end
 
 ASYNCHRONOUS = ("orchestration.max_staleness=2", "orchestration.updates=8", SLOWLY)
@@ -154,6 +174,8 @@ WHOLE_INTERVAL = "write=:24,record=:4,checkpoint=1,publish=:2,resume=:7,end=:5" 
         *(
             pytest.param(kills, options, marks=pytest.mark.slow)
             for kills, options in (
+                ("resume=:25", "orchestration.updates=4"),
+                ("resume=:12", "orchestration.updates=4 orchestration.ledger_directory=LOCAL"),
                 (
                     "write=:4,record=:2,publish=1,resume=:3,end=:2",
                     "orchestration.updates=36 orchestration.max_staleness=2 orchestration.stale_policy=wait",

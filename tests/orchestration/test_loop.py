@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pandas
@@ -20,13 +22,17 @@ from tests.worlds import ROOT, Quiet, Ragged, Vowels, make_step, tiny, user, vow
 from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
 from treadle.core.rewards import Reward
+from treadle.core.trainer import Trainer
 from treadle.core.types import Group, Task, Trajectory
 from treadle.envs.base import EnvStep
 from treadle.models.chat import load_chat
+from treadle.orchestration import train
 from treadle.orchestration.config import SCHEMA_VERSION
+from treadle.orchestration.loop import Checkpointer
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.setup.device import settled
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
+from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable
 
@@ -407,17 +413,51 @@ def test_a_run_killed_before_its_summary_is_finished_by_resuming(
     check_finished(path)
 
 
+def test_an_interrupt_does_not_wait_for_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_TO_CLOSE", 0.01)
+    computed = threading.Event()
+    with pytest.raises(KeyboardInterrupt), train._closing(cast(Trainer, SimpleNamespace(close=computed.wait))):
+        raise KeyboardInterrupt
+    computed.set()
+
+
 def test_a_run_without_a_checkpoint_is_begun_anew_or_says_so(tmp_path: Path, reference: tuple[Path, Summary]) -> None:
     path, progress = tmp_path / "run", Quiet()
     RunDirectory.create(path, tiny()).close()
     assert resume(path, progress=progress)["weights_sha256"] == reference[1]["weights_sha256"]
-    assert progress.lines[0] == f"run {str(path)!r} has recorded nothing yet: it is begun anew"
+    assert progress.lines[0] == f"run {str(path)!r} has no checkpoint yet: it is begun anew"
     RunDirectory.create(tmp_path / "played", tiny()).close()
     (tmp_path / "played" / "rollouts" / "evaluation-e000000.parquet").touch()
     with pytest.raises(RunError, match="has recorded nothing yet: it is, or was stopped, in its warm start"):
         resume(tmp_path / "played")
     with pytest.raises(RunError, match="is not a run directory: there is nothing of that name"):
         resume(tmp_path / "nothing", config=tiny())
+
+
+@pytest.mark.parametrize("again", [start, resume])
+@pytest.mark.parametrize("left", ["evaluation", "checkpoint"])
+def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew(
+    left: str,
+    again: Callable[..., Summary],
+    tmp_path: Path,
+    reference: tuple[Path, Summary],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first evaluation is on record, and the directory of a checkpoint there that the ledger does not know."""
+
+    def interrupted(*arguments: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    owner, name = {"evaluation": (Checkpointer, "save"), "checkpoint": (Ledger, "commit_checkpoint")}[left]
+    path, progress = tmp_path / "run", Quiet()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        start(path)
+    assert [file.name for file in (path / "rollouts").iterdir()] and (path / "metrics.jsonl").is_file()
+    assert any((path / "checkpoints").iterdir()) is (left == "checkpoint")
+    assert again(path, progress=progress)["weights_sha256"] == reference[1]["weights_sha256"]
+    assert progress.lines[0] == f"run {str(path)!r} has no checkpoint yet: it is begun anew"
+    check_finished(path)
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,53 @@ def test_a_run_that_has_recorded_nothing_is_begun_anew(tmp_path: Path) -> None:
     assert again.config().seed == 5
 
 
+@pytest.mark.parametrize("left", ["", "checkpoints/step-000000/model.safetensors", "metrics.jsonl"])
+def test_a_run_without_a_checkpoint_on_record_is_begun_anew(left: str, tmp_path: Path) -> None:
+    """Its process was killed between the first evaluation and the first checkpoint, or while that was being written."""
+    run = RunDirectory.create(tmp_path, tiny())
+    run.close()
+    Ledger(run.ledger_file).close()
+    for name in filter(None, ("rollouts/evaluation-e000000.parquet", "rollouts/.later.parquet.tmp", left)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert run.is_unsaved
+    RunDirectory.create(tmp_path, tiny("seed=5")).close()
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == [
+        "checkpoints",
+        "config.yaml",
+        "lock",
+        "rollouts",
+        "traces",
+    ]
+    assert run.config().seed == 5
+
+
+def test_a_run_killed_while_it_made_its_ledger_is_begun_anew(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", tiny("recipe=tiny"))
+    run.close()
+    run.ledger_file.touch()
+    assert run.config().recipe == "tiny" and find_run(tmp_path, "tiny") == run.path
+    RunDirectory.create(run.path, tiny()).close()
+    assert not run.ledger_file.exists()
+
+
+def test_what_is_not_a_run_s_beginning_is_never_begun_anew(tmp_path: Path) -> None:
+    """Later checkpoints belong to another ledger, and a recorded file was never trained in."""
+    for name in ("checkpoints/step-000004", "summary.json", "recording.txt"):
+        run = RunDirectory.create(tmp_path / name, tiny())
+        run.close()
+        Ledger(run.ledger_file).close()
+        assert run.is_unsaved
+        (run.path / name).touch()
+        assert not run.is_unsaved
+        with pytest.raises(RunError, match="already in use"):
+            RunDirectory.create(run.path, tiny())
+    run = RunDirectory.create(tmp_path / "saved", tiny())
+    run.close()
+    commit(run)
+    assert not run.is_unsaved
+
+
 @pytest.mark.parametrize(
     ("recorded", "advice"),
     [
@@ -204,9 +251,10 @@ def test_the_newest_unfinished_run_of_a_recipe_is_found(tmp_path: Path) -> None:
         commit(run)
         os.utime(run.config_file, (1000 - age, 1000 - age))
     (tmp_path / "done" / "summary.json").write_text("{}")
-    RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).close()
     assert find_run(tmp_path, "tiny").name == "b"
     assert find_run(tmp_path, "other").name == "z"
+    RunDirectory.create(tmp_path / "killed before its first checkpoint", tiny("recipe=tiny")).close()
+    assert find_run(tmp_path, "tiny").name == "killed before its first checkpoint"
 
 
 def test_runs_that_start_in_the_same_second_get_names_of_their_own(

@@ -1,6 +1,7 @@
 """User code that does its worst: it fails its own attempt, and nothing else."""
 
 import asyncio
+import ctypes
 import gc
 import signal
 import sqlite3
@@ -243,10 +244,46 @@ def test_after_a_second_ctrl_c_no_task_is_waited_for_without_end() -> None:
             asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
         await resisting()
 
+    loop = VirtualLoop()
     with pytest.raises(KeyboardInterrupt):
-        run(main(), said.append, new_event_loop=VirtualLoop)
-    [line] = said
-    assert line.startswith("cancelled, but does not end, and is left behind: ")
+        run(main(), said.append, new_event_loop=lambda: loop)
+    assert (said, loop.time()) == ([], event_loop._TO_END_INTERRUPTED)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("signals", [2, 3, 5])
+@pytest.mark.parametrize("when", ["asked", "ending", "over"])
+def test_a_second_ctrl_c_is_a_keyboard_interrupt_whenever_it_comes(when: str, signals: int) -> None:
+    """Also while the first one ends the run; nobody is blamed, and the others change nothing."""
+    said: list[str] = []
+    loop = VirtualLoop()
+
+    def interrupt(times: int) -> None:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        loop.create_task(resisting())
+        with event_loop.handled(lambda: None, signal.SIGINT):
+            interrupt(signals if when == "asked" else 1)
+        if when == "over":
+            loop.call_soon(interrupt, signals - 1)
+        elif when == "ending":
+            loop.call_later(5, interrupt, signals - 1)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), said.append, new_event_loop=lambda: loop)
+    assert said == [] and loop.time() == (5 if when == "ending" else 0) + event_loop._TO_END_INTERRUPTED
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_two_within_one_call_of_c_are_two() -> None:
+    asked: list[int] = []
+    again: list[int] = []
+    with event_loop.handled(lambda: asked.append(1), signal.SIGINT, again=lambda: again.append(1)):
+        list(map(getattr(ctypes.PyDLL(None), "raise"), [signal.SIGINT] * 2))  # Python runs no handler in between
+        pass
+    assert (asked, again) == ([1], [1])
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -255,11 +292,11 @@ def test_a_second_ctrl_c_is_not_swallowed_where_it_arrives() -> None:
 
     class Dying:
         def __del__(self) -> None:
-            for _ in range(2):
+            for _ in range(3):
                 signal.raise_signal(signal.SIGINT)
 
     async def main() -> None:
-        with event_loop.handled(lambda: None, signal.SIGINT, again=event_loop.interrupt_run()):
+        with event_loop.handled(lambda: None, signal.SIGINT):
             Dying()
             await asyncio.sleep(3600)
 

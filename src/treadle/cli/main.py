@@ -9,16 +9,29 @@ from collections.abc import Sequence
 
 import treadle
 from treadle.cli import completion, documentation, models, recipes, report, serve, show, train
-from treadle.cli.options import Parser, exit_status
+from treadle.cli.options import INTERRUPTED, Parser, exit_status, leave
 from treadle.orchestration.setup.thread_count import wait_passively
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     options = _parse(arguments)
+    if arguments is None:
+        sys.unraisablehook = _report_unraisable
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
     wait_passively()
-    return exit_status(options.run, options, f"treadle {options.command}")
+    try:
+        status = exit_status(options.run, options, f"treadle {options.command}")
+    except KeyboardInterrupt:  # another one, while the first was reported
+        status = INTERRUPTED
+    if arguments is None and status == INTERRUPTED:
+        leave(status)
+    return status
+
+
+def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # Ctrl-C came in a finalizer, and comes again
+        sys.__unraisablehook__(unraisable)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

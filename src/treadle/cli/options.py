@@ -6,10 +6,12 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sqlite3
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -47,6 +49,9 @@ def record_argument(text: str) -> Path:
     except TreadleError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 _SHARED: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a shipped recipe (see `treadle recipes`) or a .yaml file"},
@@ -132,9 +137,18 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         problem, status = f"{command} needs {error.name}; install it with: {how_to_install(error.name)}", 1
     except KeyboardInterrupt:
         Console(stderr=True).line("interrupted")
-        return 130
+        return INTERRUPTED
     Console(stderr=True).text(textwrap.indent(f"error: {problem}", "       ").lstrip())
     return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process now: PyTorch's exit handlers take seconds, and show a traceback if Ctrl-C comes meanwhile."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the reader has left
+            stream.flush()
+    os._exit(status)
 
 
 class Parser(argparse.ArgumentParser):

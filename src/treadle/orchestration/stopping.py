@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from treadle.core.errors import TrainingStopped
 from treadle.core.types import DropReason, Failure, Group
 from treadle.orchestration.config import RunConfig
-from treadle.rollout.isolation.event_loop import handled, interrupt_run
+from treadle.rollout.isolation.event_loop import handled
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
         # a signal may come in the middle of a print, which must not be entered again
         os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
 
-    with handled(ask, signal.SIGINT, signal.SIGTERM, again=interrupt_run()):
+    with handled(ask, signal.SIGINT, signal.SIGTERM):
         yield
 
 

@@ -8,11 +8,13 @@ train_run     again after a rank was lost, from the last checkpoint
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from treadle.core.errors import RankError, RunError
@@ -52,6 +54,7 @@ from treadle.training.optimizer import learning_rate
 
 _WARM_START = "warm_start.json"
 _RESTARTS = 3  # without another checkpoint in between
+_TO_CLOSE = 0.5  # seconds, after an interrupt
 
 
 def train_run(
@@ -68,7 +71,8 @@ def train_run(
 
     resume: go on from the latest checkpoint, or from an earlier one by name (`checkpoint`), after which everything is
     rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted. A run that
-    has recorded nothing, such as one that was killed in its warm start, is begun anew, also without `resume`.
+    has no checkpoint on record, such as one that was killed in its warm start or first evaluation, is begun anew, also
+    without `resume`.
     runtime: what makes the run's parts; default: what `placement.kind` names.
 
     When a cluster loses a rank of the learner, the run goes on from the last checkpoint, at most three times without
@@ -103,8 +107,8 @@ def _train(
 ) -> dict[str, Any]:
     clock, resumed = Clock(), None
     check_config(config)
-    if resume and checkpoint is None and RunDirectory(path).is_stub:
-        progress.log(f"run {str(path)!r} has recorded nothing yet: it is begun anew")
+    if checkpoint is None and RunDirectory(path).is_unsaved:
+        progress.log(f"run {str(path)!r} has no checkpoint yet: it is begun anew")
         resume = False
     with ExitStack() as cleanup:
         if resume:
@@ -123,7 +127,7 @@ def _train(
         began = datetime.fromisoformat(state.began)
         renderer = load_chat(config.model, began)[1]
         runtime = runtime or cleanup.enter_context(open_runtime(config, path, progress.log))
-        trainer = cleanup.enter_context(closing(runtime.make_trainer(replace(config.trainer, began=began))))
+        trainer = cleanup.enter_context(_closing(runtime.make_trainer(replace(config.trainer, began=began))))
         threads = use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
         config = _with_threads(config, threads)
 
@@ -310,6 +314,22 @@ class _Run:
             await engine.close()
         callbacks.stop.raise_reason(loop.state.update)
         return loop
+
+
+@contextmanager
+def _closing(trainer: Trainer) -> Iterator[Trainer]:
+    """Close the trainer on leaving; it waits for an update that it computes, but not long after an interrupt."""
+    try:
+        yield trainer
+    except KeyboardInterrupt:
+        thread = Thread(target=trainer.close, name="treadle-close", daemon=True)
+        thread.start()
+        thread.join(_TO_CLOSE)
+        raise
+    except BaseException:
+        trainer.close()
+        raise
+    trainer.close()
 
 
 def _last_update(path: Path) -> int | None:

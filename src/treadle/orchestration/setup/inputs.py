@@ -72,7 +72,8 @@ def has_held_out(config: RunConfig) -> bool:
 
 
 def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
-    """Return the configuration with which a run goes on, from the latest checkpoint or the one that is named.
+    """Return the configuration with which a run goes on, from the latest checkpoint or the one that is named, or is
+    begun anew, if it has none.
 
     Raises RunError for a run that is finished or has no such checkpoint, or whose tasks only a program can make;
     ConfigError for what may not change.
@@ -84,7 +85,7 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
             "give it more orchestration.updates, or --resume-from an earlier checkpoint"
         )
     config = run.config(overrides)
-    if checkpoint is not None or not run.is_stub:  # which is begun anew
+    if checkpoint is not None or not run.is_unsaved:  # which is begun anew
         check_changes(changes(run.config(), config))
         find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
     if is_in_memory(config.data.train):

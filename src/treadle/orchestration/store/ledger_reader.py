@@ -40,7 +40,7 @@ def no_checkpoint(run: Path) -> str:
     """Why a run without a checkpoint on record has none, and what to do, for an error message."""
     if any((run / "checkpoints").glob("step-*")):
         return f"has no checkpoint on record, only directories; {salvage(run)}"
-    return "has no checkpoint yet: there is nothing to resume"
+    return "has no checkpoint yet: --resume begins it anew"
 
 
 def trace_file(version: int) -> str:

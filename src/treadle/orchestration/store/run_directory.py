@@ -30,7 +30,12 @@ from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LedgerReader, no_checkpoint, salvage
 
 _LOCK_ATTEMPTS = 5
-_LEFTOVERS = ("warm_start.json", "intervals.jsonl", "ledger.sqlite*")  # of a stub, which a new run adds to
+_FIRST = "step-000000"  # checkpoint
+_LEFTOVERS = (
+    *("warm_start.json", "intervals.jsonl", "metrics.jsonl"),
+    *("rollouts/*", "rollouts/.*", "checkpoints/*", "checkpoints/.*", "ledger.sqlite*"),
+)
+"""Of an unsaved run, which a new one would add to. The ledger goes last: a record without one is never removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +99,33 @@ class RunDirectory:
         run = cls(path)
         run.check_free()
         try:
-            begun = run.is_stub
+            begun = run.is_unsaved
             for folder in (run.rollouts, run.traces, run.checkpoints):
                 folder.mkdir(parents=True, exist_ok=begun)
             run.lock()
+            if begun and not run.is_unsaved:
+                raise FileExistsError
             for leftover in (file for pattern in _LEFTOVERS if begun for file in path.glob(pattern)):
-                leftover.unlink()
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             run.write(run.config_file.name, _config_content(config))
         except FileExistsError as error:  # by another process, just now
             raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
         except OSError as error:
             raise RunError(f"could not create run directory {str(path)!r}: {error}") from error
         return run
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether a run was begun here that has no checkpoint on record, so that it is begun anew.
+
+        It may have made its first evaluation, and written the directory of its first checkpoint. Raises RunError or
+        DamageError for a ledger that cannot be read.
+        """
+        later = {step.name for step in self._steps()} - {_FIRST}
+        if self.summary_file.exists() or self.recording_file.exists() or later:
+            return False
+        began = (self.path / "lock").is_file() and self.ledger_file.is_file()
+        return self.is_stub or (began and self.ledger().latest_checkpoint() is None)
 
     @property
     def is_stub(self) -> bool:
@@ -120,7 +140,7 @@ class RunDirectory:
         return list(self.checkpoints.glob("step-*"))
 
     def check_free(self) -> None:
-        """Raise RunError, with what can be done, unless a run can be made here: there is nothing, or only a stub."""
+        """Raise RunError, with what can be done, unless a run can be made here: there is nothing, or an unsaved run."""
         what = f"run directory {str(self.path)!r}"
         if not self.path.exists():
             return
@@ -128,7 +148,7 @@ class RunDirectory:
             raise RunError(f"could not create {what}: it is a file; choose another name")
         if self.state() == "in progress":
             raise self._in_progress()
-        if self.is_stub or not any(self.path.iterdir()):
+        if self.is_unsaved or not any(self.path.iterdir()):
             return
         advice = ""
         if self._steps():
@@ -175,8 +195,9 @@ class RunDirectory:
         Raises DamageError if it is not as the ledger has it, RunError for a run of another version of Treadle.
         """
         content = self.config_file.read_bytes()
-        # config.yaml and those before each change: the process may have died during a change
-        recorded = self.ledger().files("config").values() if self.ledger_file.is_file() else ()
+        # config.yaml and those before each change: the process may have died during a change, or making the ledger
+        known = self.ledger_file.is_file() and not self.is_stub
+        recorded = self.ledger().files("config").values() if known else ()
         if recorded and sha256_of(content) not in {file.sha256 for file in recorded}:
             raise DamageError(
                 f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
@@ -299,12 +320,15 @@ def _listed(numbers: Sequence[int], limit: int = 5) -> str:
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """Newest run of a recipe that can go on: not finished, with a checkpoint on record. Raises RunError."""
-    started = [run for run in map(RunDirectory, runs.glob("*")) if any(run.checkpoints.glob("step-*"))]
-    unfinished = [run for run in started if run.config_file.is_file() and not run.has_summary]
+    """Newest run of a recipe that can go on or be begun anew: not finished, with a checkpoint on record, or unsaved.
+
+    Raises RunError.
+    """
+    begun = [run for run in map(RunDirectory, runs.glob("*")) if run.config_file.is_file() and not run.has_summary]
     try:
+        unfinished = [run for run in begun if any(run.checkpoints.glob("step-*")) or run.is_unsaved]
         candidates = [run for run in unfinished if run.config_data().get("recipe") == recipe]
-        ready = [run for run in candidates if run.ledger().latest_checkpoint() is not None]
+        ready = [run for run in candidates if run.is_unsaved or run.ledger().latest_checkpoint() is not None]
     except RunError as error:
         raise type(error)(f"{error}; another run is chosen with --name") from error
     if not ready:

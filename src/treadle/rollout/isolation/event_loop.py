@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import signal
+import socket
 import threading
 import time
 from asyncio.events import Handle
@@ -21,8 +22,8 @@ from treadle.rollout.isolation import user_code
 T = TypeVar("T")
 
 _TO_END = 60.0  # seconds that cancelled tasks have to end: environments are being closed
-_TO_END_INTERRUPTED = 5.0  # after a second Ctrl-C
-_TO_REACT = 1.0  # seconds that a loop has to react to a second Ctrl-C
+_TO_END_INTERRUPTED = 1.0  # after a second Ctrl-C
+_TO_REACT = 0.5  # seconds that a loop has to react to a second Ctrl-C, and between two looks at it
 
 _left_behind: list[asyncio.Task[Any]] = []  # referenced forever: asyncio complains of pending tasks that are collected
 
@@ -34,65 +35,64 @@ def run(
 ) -> T:
     """Run `main` on a new event loop, like asyncio.run, and return its result.
 
-    Ctrl-C cancels `main` and raises KeyboardInterrupt; a second one interrupts it at once. Cancelled tasks and threads
-    that do not end are left behind, and `log` names them. Raises RunError if user code stops the loop.
+    Ctrl-C cancels `main` and raises KeyboardInterrupt; a second one does so at once, whatever `main` makes of the first
+    (`handled`), and later ones change nothing. Cancelled tasks and threads that do not end are left behind, and `log`
+    names them, unless there was no time. Raises RunError if user code stops the loop.
     """
     loop = (new_event_loop or asyncio.new_event_loop)()
     loop.set_default_executor(user_code.DaemonThreads())
     interrupter, context = _Interrupter(loop), copy_context()
     context.run(_interrupter.set, interrupter)
-    task, seconds = loop.create_task(main, context=context), _TO_END
+    task = loop.create_task(main, context=context)
     has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def cancel() -> None:
-        loop.call_soon_threadsafe(task.cancel)
+        if interrupter.is_asked:  # `main` had a handler of its own, and this is the second one
+            interrupter.interrupt()
+        else:
+            loop.call_soon_threadsafe(task.cancel)
 
     numbers = [signal.SIGINT] if has_default_handler else []
-    with closing(loop), handled(cancel, *numbers, again=interrupter.interrupt) as interrupts:
+    with closing(loop), handled(cancel, *numbers, again=interrupter.interrupt) as asked:
         try:
-            return _completed(loop, task, log)
-        except asyncio.CancelledError:
-            if interrupts:
-                raise user_code.Interrupt from None
-            raise
-        except KeyboardInterrupt:
-            interrupter.arrived.set()
-            seconds = _TO_END_INTERRUPTED
-            loop.set_exception_handler(lambda *_: None)  # tasks fail for what it broke
-            raise
+            return _completed(loop, task, interrupter, log)
         finally:
-            _completed(loop, loop.create_task(_end_tasks(log, seconds)), log)
-            interrupter.arrived.set()
+            _end(loop, interrupter, log)
+            interrupter.over.set()
+            if interrupter.interrupts or (asked and task.cancelled()):
+                raise user_code.Interrupt from None
 
 
 class _Interrupter:
-    """Ends `run` by an `Interrupt` that nothing can swallow: a callback of the loop's own raises it.
+    """Ends `run` by stopping its loop, so that nothing can swallow it and nothing is broken off where it happens to be.
 
-    It is raised where the main thread is only if the loop does not react for a second, and each second from then on:
-    there, a library may swallow it. arrived: set once `run` has got it.
+    While the loop does not react, `Interrupt` is raised where the main thread is, again and again: there, a library may
+    swallow it. is_asked: `main` was asked to stop. interrupts: `run` is to end at once. over: set once it has ended.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.arrived = threading.Event()
-        self._loop, self._asked, self._is_blocked = loop, False, False
+        self.is_asked = self.interrupts = self._is_blocked = False
+        self.over = threading.Event()
+        self._loop = loop
 
-    def interrupt(self, number: int) -> None:
+    def interrupt(self) -> None:
         """Called by a signal's handler, which may interrupt anything: it takes no lock."""
-        if self._is_blocked or self.arrived.is_set():
+        if self._is_blocked:
+            self._is_blocked = False
             raise user_code.Interrupt
-        if not self._asked:
-            self._asked = True
-            _thread.start_new_thread(self._insist, (number,))  # threading.Thread.start takes a lock
-            self._loop.call_soon_threadsafe(self._raise)
+        if not self.interrupts:
+            self.interrupts = True
+            _thread.start_new_thread(self._insist, ())  # threading.Thread.start takes a lock
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _raise(self) -> None:
-        if not self.arrived.is_set():
-            raise user_code.Interrupt
-
-    def _insist(self, number: int) -> None:
-        while not self.arrived.wait(_TO_REACT):
-            self._is_blocked = True
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+    def _insist(self) -> None:
+        while not self.over.wait(_TO_REACT):
+            answered = threading.Event()
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(answered.set)
+            if not answered.wait(_TO_REACT) and not self.over.is_set():
+                self._is_blocked = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 _interrupter: ContextVar[_Interrupter | None] = ContextVar("treadle_interrupter", default=None)
@@ -121,19 +121,50 @@ def paused_event_loop() -> Iterator[None]:
             asyncio.tasks._enter_task(loop, task)
 
 
-def _completed(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], log: Callable[[str], None]) -> T:
-    while True:
-        try:
-            return loop.run_until_complete(task)
-        except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback that user code started
-            if isinstance(error, user_code.Interrupt) or task.done():
-                raise
+def _completed(
+    loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], interrupter: _Interrupter, log: Callable[[str], None]
+) -> T:
+    task.add_done_callback(lambda _: loop.stop())
+    while not task.done():
+        stopped = _run_until_stopped(loop, task, log)
+        if interrupter.interrupts and not task.done():
+            raise user_code.Interrupt
+        if stopped and not task.done():
+            raise RunError("an environment, agent or callback stopped the event loop; remove its loop.stop()")
+    return task.result()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], log: Callable[[str], None]) -> bool:
+    """Run the loop until it is stopped, or False: something else than `task` raised what ends a loop, and is logged."""
+    try:
+        loop.run_forever()
+    except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback that user code started
+        if isinstance(error, user_code.Interrupt):
+            raise
+        if not task.done():
             place = user_code.user_place([frame for frame, _ in walk_tb(error.__traceback__)][::-1])
             log(f"a task or callback tried to exit the process ({error!r:.100}), at {place}: only what awaits it fails")
-        except RuntimeError as error:
-            if task.done() or "stopped before" not in str(error):
-                raise
-            raise RunError("an environment, agent or callback stopped the event loop; remove its loop.stop()") from None
+        return False
+    return True
+
+
+def _end(loop: asyncio.AbstractEventLoop, interrupter: _Interrupter, log: Callable[[str], None]) -> None:
+    """End all tasks; from the moment of an interrupt, within a second and without a word of what that breaks."""
+    while True:
+        interrupts = interrupter.interrupts
+        if interrupts:
+            loop.set_exception_handler(lambda *_: None)
+            log = _ignore
+        ending = loop.create_task(_end_tasks(log, _TO_END_INTERRUPTED if interrupts else _TO_END))
+        ending.add_done_callback(lambda _: loop.stop())
+        while not ending.done() and interrupter.interrupts is interrupts:
+            with suppress(user_code.Interrupt):
+                _run_until_stopped(loop, ending, log)
+        if ending.done():
+            return None if ending.cancelled() else ending.result()
+
+
+def _ignore(line: str) -> None: ...
 
 
 async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
@@ -218,38 +249,50 @@ class _Watch:
             )
 
 
-def _raise_interrupt(number: int) -> None:
+def _raise_interrupt() -> None:
     raise user_code.Interrupt
 
 
-def interrupt_run() -> Callable[[int], None]:
-    """Return what interrupts the `run` that this is called in, for `handled`."""
-    interrupter = _interrupter.get()
-    return _raise_interrupt if interrupter is None else interrupter.interrupt
-
-
 @contextmanager
-def handled(
-    ask: Callable[[], None], *numbers: int, again: Callable[[int], None] = _raise_interrupt
-) -> Iterator[list[int]]:
+def handled(ask: Callable[[], None], *numbers: int, again: Callable[[], None] | None = None) -> Iterator[list[int]]:
     """Handle these signals while the context lasts, on the main thread only; yield the first one, once it came.
 
-    The first signal calls `ask`, each later one `again`.
+    The first signal calls `ask`, each later one `again`; default: it interrupts the `run` that this is called in, where
+    there is one. Signals that come while C code computes are counted, though Python hears of them but once.
     """
     asked: list[int] = []
+    interrupter = _interrupter.get()
+    act_again = again or (_raise_interrupt if interrupter is None else interrupter.interrupt)
+    if not numbers or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    arrivals, wakeup = socket.socketpair()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked:
-            again(number)
-        else:
-            asked.append(number)
-            ask()
+        for _ in range(max(1, _read(arrivals).count(number))):
+            if asked:
+                act_again()
+            else:
+                asked.append(number)
+                if interrupter is not None:
+                    interrupter.is_asked = True
+                ask()
 
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = {number: signal.signal(number, handle) for number in numbers}
+    with arrivals, wakeup:
+        arrivals.setblocking(False)
+        wakeup.setblocking(False)
+        fd_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield asked
+        finally:
+            for number, previous in before.items():
+                signal.signal(number, previous)
+            signal.set_wakeup_fd(fd_before)
+
+
+def _read(arrivals: socket.socket) -> bytes:
     try:
-        yield asked
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        return arrivals.recv(4096)
+    except BlockingIOError:
+        return b""
