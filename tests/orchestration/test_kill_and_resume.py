@@ -116,16 +116,16 @@ def test_ctrl_c_saves_and_leaves_with_130_and_resume_finishes_the_same(tmp_path:
 def test_another_ctrl_c_in_the_first_evaluation_is_one_plain_line(signals: int, tmp_path: Path) -> None:
     options = ("orchestration.updates=4", "data.held_out.options.seconds=0.5")
     expected = write_recipe(tmp_path, *options)
+    run = tmp_path / "runs" / "run"
     with training(tmp_path) as process:
         read_until(process, "run directory: ")
-        wait_until(lambda: b'"phase": "evaluation"' in (tmp_path / "runs" / "run" / "status.json").read_bytes())
+        wait_until(lambda: (run / "status.json").is_file() and '"evaluation"' in (run / "status.json").read_text())
         process.send_signal(signal.SIGINT)
         read_until(process, "stopping: ")
         for _ in range(signals - 1):
             process.send_signal(signal.SIGINT)
         output = expect(process, 130)
     assert re.fullmatch("(interrupted; .*|stopped after .*)?\n?", output)  # it may come before or after the checkpoint
-    run = tmp_path / "runs" / "run"
     with training(tmp_path, *(["--resume"] if any(run.glob("checkpoints/*")) else [])) as process:
         expect(process, 0)
     assert json.loads((run / "summary.json").read_text())["weights_sha256"] == expected
