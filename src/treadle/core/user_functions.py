@@ -112,11 +112,12 @@ def call(function: Callable[..., T], where: str, expected: Expected, *arguments:
 def user_lines(traceback: TracebackType | None) -> list[str]:
     """Return the lines outside of Treadle and of installed libraries, the innermost last: `my.py:12 in mine`."""
     lines = ((frame.f_code, line) for frame, line in walk_tb(traceback))
-    return [
-        f"{code.co_filename}:{line} in {code.co_name}"
-        for code, line in lines
-        if not code.co_filename.startswith(_LIBRARIES)
-    ]
+    return [f"{code.co_filename}:{line} in {code.co_name}" for code, line in lines if not is_library(code.co_filename)]
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file of code is one of Treadle or of an installed library."""
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in ("/site-packages/", "/dist-packages/"))
 
 
 def name_of(function: object) -> str:

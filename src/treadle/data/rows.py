@@ -94,7 +94,8 @@ def task_from_row(row: Any, where: str, task_id: str, columns: Columns | None = 
 def _column(path: str, columns: Columns | None) -> str:
     """Return where in the row as it was stored a part of a task stands: `meta.level.0` for `extras.level.0`."""
     name, _, rest = path.partition(".")
-    column: str | Mapping[str, str] = dict[str, Any](columns or {}).get(name, name)
+    named: Mapping[Any, Any] = columns or {}
+    column = named.get(name, name)
     if not isinstance(column, str):
         key, _, rest = rest.partition(".")
         column = column.get(key, f"{name}.{key}")

@@ -30,6 +30,7 @@ from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
 from treadle.orchestration.reporting.reporter import Clock, run_summary
 from treadle.orchestration.reporting.stalls import StallWarnings
 from treadle.orchestration.runtime import Runtime, open_runtime
+from treadle.orchestration.setup.code import record_code, renew_code
 from treadle.orchestration.setup.device import check_device, describe_device, settled, unused_gpus
 from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
@@ -138,6 +139,7 @@ def _train(
             check_drivers(inputs.players, renderer, config, progress.log)
             run = cleanup.enter_context(closing(RunDirectory.create(path, config)))
             record_data(run, inputs)
+            record_code(run, inputs.players)
             progress.log(f"run directory: {path} ({describe_device(config)}, {_describe_threads(threads)})")
             problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
             if inputs.players.agents and problem:
@@ -146,6 +148,8 @@ def _train(
             updates = f"{state.update} of {config.orchestration.updates} updates"
             progress.log(f"resuming {path} after {updates} ({describe_device(config)}, {_describe_threads(threads)})")
             _report_changes(resumed.changed, config, state.update, progress)
+            if line := renew_code(run, inputs.players):
+                progress.log(line)
         if embedded and (line := unused_gpus(config.device, config.engine, ranks)):
             progress.log(line)
 
@@ -265,6 +269,7 @@ class _Run:
         directory.summary_file.unlink(missing_ok=True)
         if changes(directory.config(), config):
             directory.change_config(config, ledger)
+        ledger.note_files(directory.written)
         remove_other_shards(directory.rollouts, ledger.shards())
         repeats = config.repeats(self.inputs.players.may_wait)
         name, log = checkpoint.directory.name, self.progress.log
