@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from tests.forks import running
 from tests.models import tiny
 from tests.sources import publish
 from tests.until import CEILING, until
+from tests.worlds import addresses, plain_renderer
 from treadle.core.engine import Engine
 from treadle.core.errors import EngineError
 from treadle.engines.remote import RemoteEngine
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
+from treadle.rollout.session import Session, SessionSpec
 
 LOCK_STEP = pytest.mark.parametrize(
     "lock_step", [pytest.param(True, id="lock_step"), pytest.param(False, id="continuous", marks=pytest.mark.slow)]
@@ -70,6 +73,24 @@ async def expected(seed: int, version: int, *sessions: str) -> list[tuple[Any, .
     answers = await sampled(engine, *sessions)
     await engine.close()
     return answers
+
+
+async def test_a_pinned_session_does_not_go_over_to_the_next_process(tmp_path: Path) -> None:
+    """Which has the version published last alone; sessions that have no answer yet begin with that."""
+    async with started(tmp_path, lock_step=False, pinned=2) as engine:
+        await publish(engine, unique_weights(tiny(seed=3)), 6)
+        spec = SessionSpec("", engine, plain_renderer(), sampling(), 64, addresses()[0])
+        pinned, waiting = (Session(replace(spec, name=name)) for name in "ab")
+        await pinned.complete([3, 1, 4])
+        await publish(engine, unique_weights(tiny(seed=4)), 7)
+        await pinned.complete([3, 1, 5])
+        await killed(engine)
+        await waiting.complete([3, 1, 5])
+        lost = "step 2 was sampled by version 7 and earlier steps by version 6, which the engine lost"
+        with pytest.raises(EngineError, match=lost):
+            await pinned.complete([3, 1, 6])
+        versions = [{int(v) for step in session.steps for v in step.policy_versions} for session in (pinned, waiting)]
+        assert versions == [{6}, {7}]
 
 
 @LOCK_STEP

@@ -61,7 +61,7 @@ def check(completion: Completion, number: int) -> None:
     )
     with torch.no_grad():
         expected, _ = step_logprobs(model, step)
-    assert set(step.policy_versions.tolist()) == {number}
+    assert completion.pinned and set(step.policy_versions.tolist()) == {number}
     assert np.abs(expected.numpy() - completion.logprobs).max() < 1e-4
 
 
@@ -98,6 +98,23 @@ async def test_publications_under_load_change_no_token_of_a_session() -> None:
         await pinned.update_weights(version(number), number)
         for n, completion in zip(range(2, 2 * number + 2), await asyncio.gather(*playing), strict=True):
             check(completion, n // 2 - 1)
+    await pinned.close()
+
+
+async def test_a_version_that_is_published_again_changes_nothing() -> None:
+    """As in a process that was started with it."""
+    pinned = engine(adapted())
+    await pinned.update_weights(version(1), 1)
+    pinned.open_session("s")
+    amid = asyncio.ensure_future(sampled(pinned, "s"))
+    await asyncio.sleep(0)
+    await pinned.update_weights(version(1), 1)
+    check(await amid, 1)
+    check(await sampled(pinned, "s"), 1)
+    await pinned.update_weights(version(2), 2)
+    await pinned.update_weights(version(2), 2)
+    check(await sampled(pinned, "s"), 1)
+    assert [status.sessions for status in pinned.status()] == [1, 0]
     await pinned.close()
 
 

@@ -219,7 +219,9 @@ def _check_traces(path: Path, config: RunConfig) -> None:
 
 
 def _check_trained(path: Path, config: RunConfig) -> None:
-    """Each batch once and whole, each token of it once among the shards and no older than allowed."""
+    """Each batch once and whole, each token of it once among the shards and no older than allowed. Pinned attempts have
+    one version.
+    """
     size = config.groups_per_batch
     rows = query(
         path,
@@ -245,3 +247,8 @@ def _check_trained(path: Path, config: RunConfig) -> None:
         if row["state"] == "trained":
             lag = row["version"] - sampled[row["trajectory_id"], row["step"]]
             assert (lag >= 0).all() and (lag <= config.orchestration.max_staleness).all()
+    if config.pinned is not None:
+        pinned = {row["trajectory_id"]: set[int]() for row in on_record if row["state"] == "trained"}
+        for (trajectory, _), sampled_by in sampled.items():
+            pinned.get(trajectory, set()).update(map(int, sampled_by))
+        assert not [trajectory for trajectory, several in pinned.items() if len(several) > 1]

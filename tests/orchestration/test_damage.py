@@ -141,11 +141,11 @@ def failed(number: int) -> Trajectory:
     return Trajectory(f"g000000.{number}", "t", number, (make_step(),), None, Status.FAILED, failure)
 
 
-def kept(folder: Path, group: Group, version: int) -> list[str]:
+def kept(folder: Path, group: Group, version: int, pinned: bool = False) -> list[str]:
     """Ids of what is reused by a checkpoint of this version, up to two versions old."""
     ledger = Ledger(folder / "ledger.sqlite")
     ledger.record([group], "train", 0, write_shard(folder, "shard", [group]))
-    found = restorable_groups(ledger, folder, LoopState(version=version), 2)[0]
+    found = restorable_groups(ledger, folder, LoopState(version=version), 2, pinned)[0]
     ledger.close()
     return [t.trajectory_id for kept in found.values() for t in kept.trajectories]
 
@@ -154,6 +154,14 @@ def kept(folder: Path, group: Group, version: int) -> list[str]:
 def test_attempts_must_be_of_versions_that_the_checkpoint_admits(version: int, admitted: bool, tmp_path: Path) -> None:
     group = make_group(0, attempt(0, 3))
     assert kept(tmp_path, group, version) == ["g000000.0"] * admitted
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pinned_attempt_must_be_of_one_version(pinned: bool, tmp_path: Path) -> None:
+    mixed = attempt(1, 3)
+    mixed = replace(mixed, steps=(*mixed.steps, *attempt(1, 4).steps))
+    group = make_group(0, attempt(0, 4), mixed)
+    assert kept(tmp_path, group, 5, pinned) == ([] if pinned else ["g000000.0", "g000000.1"])
 
 
 def test_what_trains_nothing_is_kept_with_its_group(tmp_path: Path) -> None:

@@ -1,17 +1,30 @@
 """Whole runs with adapters: in one process and several, resumed, exported and evaluated."""
 
+import asyncio
 import json
+import os
+import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.orchestration.runs import check_finished, recorded, resume, start
-from tests.worlds import Quiet, tiny
+from tests.engines.test_engine_restart import children
+from tests.forks import run
+from tests.orchestration.runs import check_finished, query, recorded, resume, start
+from tests.worlds import END, ROOT, Quiet, Vowels, tiny, tool
+from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ConfigError, TreadleError
+from treadle.core.types import Ids, SamplingParams
+from treadle.envs.base import EnvStep
 from treadle.models.model_files import tokenizer_directory
 from treadle.orchestration.evaluation import evaluate_model, find_subject, held_out_inputs
 from treadle.orchestration.export import export_checkpoint
+from treadle.orchestration.runtime import Runtime
+from treadle.testing import FakeEngine
 from treadle.training.checkpoint import export_model
 from treadle.training.make import load_model
 
@@ -131,6 +144,109 @@ def test_pinned_attempts_have_one_version(base: Path, tmp_path: Path, where: lis
         assert (max(map(len, versions)) == 1) == pin
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         assert max(row.get("trained_staleness_max") or 0 for row in rows) in (1, 2)
+
+
+class Unpinned(FakeEngine):
+    """Samples the first attempt of each group by two versions, whatever it was asked for, once there are two."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt, sampling: [*range(200, 203 + sampling.seed % 2), END], delay=lambda: 0.001)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        completion = await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        if not session.endswith(".0") or not self.version:
+            return completion
+        versions = VersionSpan(self.version - 1, 0, 1), VersionSpan(self.version, 1, len(completion.token_ids))
+        return replace(completion, policy_versions=versions)
+
+
+@pytest.mark.parametrize("policy", ["{backoff: 0}", "{retries: 0, grade: 0}"])
+def test_an_attempt_of_two_versions_is_recorded_as_failed_and_never_trained(
+    base: Path, tmp_path: Path, policy: str
+) -> None:
+    """Also if failures are graded. The run goes on."""
+
+    async def open_engine(*_: Any) -> tuple[Unpinned, Unpinned]:
+        engine = Unpinned()
+        return engine, engine
+
+    async def unchecked(*_: Any) -> None:
+        """A fake engine has logprobs of its own."""
+
+    settings = ["orchestration.max_staleness=2", "orchestration.updates=6", "evaluation.every=0"]
+    settings += ["training.lora.pin_attempts=true", f"failures.causes={{engine: {policy}}}"]
+    runtime = Runtime(open_engine=open_engine, check_engine=unchecked)
+    start(tmp_path / "run", *adapted(base, *settings), runtime=runtime)
+    check_finished(tmp_path / "run")
+    mixed = query(
+        tmp_path / "run",
+        "SELECT status, t.reward, failure_message AS failure, warning, state, reason FROM trajectories t "
+        "JOIN groups USING (group_id) JOIN steps USING (trajectory_id) "
+        "WHERE split = 'train' AND oldest_version < newest_version",
+    )
+    assert {(row["state"], row["reason"]) for row in mixed} == {("dropped", "failed")}
+    ended = ("graded", 0.0) if "grade" in policy else ("failed", None)
+    assert {(row["status"], row["reward"]) for row in mixed} == {ended}
+    for row in mixed:
+        assert "sampled it, and training.lora.pin_attempts keeps" in (row["failure"] or row["warning"])
+
+
+PINNED = (
+    "training.lora.pin_attempts=true",
+    "environment=tests.orchestration.test_lora:Slow",
+    "rollout.max_steps=6",
+    "rollout.max_input_tokens=100",
+    "data.train.options.seconds=0.01",
+    "orchestration.max_staleness=2",
+    "orchestration.updates=14",
+    "orchestration.checkpoint_every=1",
+    "evaluation.every=0",
+)
+
+
+class Slow(Vowels):
+    """Six replies, some of which take longer."""
+
+    async def step(self, text: str) -> EnvStep:
+        await asyncio.sleep(0.02 * (len(text) % 4))
+        step = await super().step(text)
+        return step._replace(done=self.replies == 6, observations=[tool("a")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["engine.own_process=false", "engine.own_process=true"])
+def test_pinned_attempts_have_one_version_also_where_the_run_is_killed(base: Path, tmp_path: Path, where: str) -> None:
+    """Between a publication and the next attempts are under way that began with an older version than is resumed."""
+    kills = "record=2,record=9,write=11,record=5,publish=1,record=12"
+    options = adapted(base, *PINNED, where)
+    done = run([sys.executable, "-m", "tests.orchestration.killed_runs", str(tmp_path), kills, *options], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "recorded calls" in (tmp_path / "said").read_text()
+
+
+class Killing(Quiet):
+    """Kills the engine's process amid every third batch."""
+
+    def began(self, name: str) -> None:
+        if name == "rollout" and len(self.rows) % 3 == 2:
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_pinned_attempts_have_one_version_also_where_the_engine_is_killed(base: Path, tmp_path: Path) -> None:
+    """Those of a version that is lost with it fail of that, and are tried again."""
+    settings = ("engine.own_process=true", "orchestration.updates=12", "orchestration.stale_policy=wait")
+    progress = Killing()
+    start(
+        tmp_path / "run",
+        *adapted(base, *PINNED, *settings, "failures.causes={engine: {backoff: 0}}"),
+        progress=progress,
+    )
+    check_finished(tmp_path / "run")
+    assert any(line.startswith("the engine ended") for line in progress.lines)
 
 
 def test_a_warm_start_of_adapters_is_read_from_the_cache(

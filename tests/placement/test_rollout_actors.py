@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.placement.conftest import actors
-from tests.rollout.test_replay import Log
+from tests.rollout.test_replay import Log, Pinning, versions
 from tests.until import until
 from tests.worlds import END, Vowels, addresses, plain_ids, plain_renderer, user, vowel_tasks
 from treadle.core.draws import Stream
@@ -113,6 +113,19 @@ async def test_a_worker_has_its_calls_recorded_and_replays_them(reservation: Res
         [again] = await asyncio.gather(*pool.start("g000001", task(0), [address], log=Log(log.calls, 2)))
         assert len(engine.calls) == 4 - len(log.calls)
     assert facts([played])[0][1:] == facts([again])[0][1:]
+    await gone()
+
+
+async def test_a_pinned_attempt_begins_anew_where_the_engine_has_another_version(reservation: Reservation) -> None:
+    engine, log, [address] = Pinning(), Log(side_by_side=2), addresses()
+    async with workers(reservation, engine) as pool:
+        await asyncio.gather(*pool.start("g000000", task(0, 0.5), [address], log=log))
+        await engine.publish(1)
+        anew = Log(log.calls[:1], 2)
+        [again] = await asyncio.gather(*pool.start("g000001", task(0, 0.5), [address], log=anew))
+    assert (versions(again), len(again.steps), anew.said) == ({1}, 2, [])
+    assert [call.number for call in anew.calls] in ([0], [0, 1])
+    assert {span.version for call in anew.calls for span in call.completion.policy_versions} == {1}
     await gone()
 
 

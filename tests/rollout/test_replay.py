@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from tests.rollout.test_agents import ask, by_seed
 from tests.worlds import addresses, plain_renderer, tool, user
-from treadle.core.types import Message, Task, Trajectory
+from treadle.core.engine import Completion
+from treadle.core.errors import Cause
+from treadle.core.types import Ids, Message, SamplingParams, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
@@ -40,8 +44,11 @@ class Log:
         await asyncio.sleep(0.001)
         self.durable = len(self.calls)
 
-    def restarted(self, address: Address, player: str, what: str) -> None:
+    def forget(self, address: Address) -> None:
         self.calls.clear()
+
+    def restarted(self, address: Address, player: str, what: str) -> None:
+        self.forget(address)
         self.said.append(f"{player}: {what}")
 
 
@@ -85,22 +92,39 @@ async def chatting(task: Task, client: AsyncOpenAI) -> float:
     return 1.0
 
 
-def played(player: Any, log: Log | None) -> tuple[Trajectory, int]:
-    """An attempt, and how many of its calls the engine answered."""
+class Pinning(FakeEngine):
+    """Means to sample a session by one version; after `held` answers it is another's turn. version: the first."""
+
+    def __init__(self, version: int = 0, held: int = 1000) -> None:
+        super().__init__(by_seed)
+        self.version, self._held = version, held
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
+    ) -> Completion:
+        if len(self.calls) == self._held:
+            await self.publish(self.version + 1)
+        completion = await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return replace(completion, pinned=True)
+
+
+def played(player: Any, log: Log | None, engine: FakeEngine | None = None) -> tuple[Trajectory, int]:
+    """An attempt, and how many of its calls the engine answered. engine: default: one that does not fail it."""
+
+    sampling = engine or FakeEngine(by_seed)
 
     async def go() -> Trajectory:
         is_environment = isinstance(player, type)
         players = Players({"p": player}, {}) if is_environment else Players({}, {"p": player})
         config = RolloutConfig(max_steps=CALLS, max_completion_tokens=16, max_input_tokens=10_000)
-        async with open_rollouts(engine, plain_renderer(), players, config) as rollouts:
+        async with open_rollouts(sampling, plain_renderer(), players, config) as rollouts:
             task = Task("t", (user("hello"),), "p" if is_environment else "", agent="" if is_environment else "p")
             return await rollouts.start("g000000", task, addresses(), log=log)[0]
 
-    engine = FakeEngine(by_seed)
     trajectory = asyncio.run(go())
-    assert trajectory.failure is None, trajectory.failure
-    assert not engine.open
-    return trajectory, len(engine.calls)
+    assert engine or trajectory.failure is None, trajectory.failure
+    assert not sampling.open
+    return trajectory, len(sampling.calls)
 
 
 def content(trajectory: Trajectory) -> Any:
@@ -168,3 +192,48 @@ def test_an_agent_that_asks_otherwise_is_cut_off_and_starts_anew() -> None:
     after, calls = played(unlike, log)
     assert (calls, len(after.steps), after.reward) == (2, 2, 3.0)
     assert log.said == ["agent 'p': task t, trajectory g000000.0, call 1"]
+
+
+# Engines that pin sessions
+
+
+def versions(trajectory: Trajectory) -> set[int]:
+    return {int(version) for step in trajectory.steps for version in step.policy_versions}
+
+
+@pytest.mark.parametrize(("player", "kept"), [*((Echoing, n) for n in (1, 7, CALLS)), (chatting, CALLS - 3)])
+def test_recorded_calls_of_a_version_that_the_engine_lacks_are_forgotten(player: Any, kept: int) -> None:
+    """Those of a whole attempt need no engine."""
+    played(player, log := Log(side_by_side=3))
+    again, calls = played(player, replayed := Log(log.calls[:kept], 3), Pinning(version=3))
+    assert (again.failure, again.reward, len(again.steps)) == (None, 20.0 if player is Echoing else 1.0, CALLS)
+    assert versions(again) == ({0} if kept == CALLS else {3})
+    assert sorted(call.number for call in replayed.calls) == list(range(CALLS))
+    assert {span.version for call in replayed.calls for span in call.completion.policy_versions} == versions(again)
+    assert not replayed.said  # the player is not to blame
+    same, calls = played(player, Log(log.calls[:kept], 3), Pinning())
+    assert (versions(same), calls) == ({0}, CALLS - kept)
+
+
+@pytest.mark.parametrize(("player", "held"), [(Echoing, 1), (Unreplayable, 9)])
+def test_an_attempt_whose_version_the_engine_lost_fails_of_that(player: Any, held: int) -> None:
+    trajectory, _ = played(player, Log(), Pinning(held=held))
+    assert trajectory.failure is not None and trajectory.failure.cause is Cause.ENGINE
+    assert "was sampled by version 1 and earlier steps by version 0" in trajectory.failure.message
+    assert (trajectory.reward, len(trajectory.steps), versions(trajectory)) == (None, held, {0})
+
+
+def test_a_version_that_is_lost_amid_a_resumed_attempt_is_no_failure() -> None:
+    """Its calls are of the recorded version for a while; played anew it has the next one alone."""
+    played(Echoing, log := Log())
+    again, calls = played(Echoing, replayed := Log(log.calls[:5]), Pinning(held=4))
+    assert (again.failure, versions(again), calls) == (None, {1}, 4 + 1 + CALLS)
+    assert [call.number for call in replayed.calls] == list(range(CALLS))
+
+
+def test_an_engine_that_does_not_pin_may_sample_by_several_versions() -> None:
+    engine = FakeEngine(by_seed)
+    engine.version = 1
+    played(Echoing, log := Log())
+    again, calls = played(Echoing, Log(log.calls[:5]), engine)
+    assert (versions(again), calls) == ({0, 1}, CALLS - 5)

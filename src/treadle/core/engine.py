@@ -30,6 +30,7 @@ class Completion:
     token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after temperature);
     policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: experts chosen where
     each token was predicted (see `Step`). waited: seconds in the engine's queue. None: not reported.
+    pinned: the engine means to sample all of the session by one version (`training.lora.pin_attempts`).
     """
 
     token_ids: Ids
@@ -38,6 +39,7 @@ class Completion:
     policy_versions: tuple[VersionSpan, ...]
     routing: Routing | None = None
     waited: float | None = None
+    pinned: bool = False
 
     def versions_per_token(self) -> Ids:
         """Return int32[C]; raises EngineError where the spans do not cover the completion exactly once."""

@@ -142,6 +142,9 @@ class WorkerLog:
         self._engine.ask("add_call", self._name, call)
         return asyncio.sleep(0)
 
+    def forget(self, address: Address) -> None:
+        self._engine.ask("forget", self._name)
+
     def restarted(self, address: Address, player: str, what: str) -> None:
         self._engine.ask("restarted", self._name, player, what)
 
@@ -378,6 +381,11 @@ class _Worker:
         if log := self._logs.get(session):  # it has not ended
             log.calls.append(call)
             log.log.add(log.address, call)
+
+    def forget(self, session: str) -> None:
+        if log := self._logs.get(session):
+            log.calls.clear()
+            log.log.forget(log.address)
 
     def restarted(self, session: str, player: str, what: str) -> None:
         if log := self._logs.get(session):

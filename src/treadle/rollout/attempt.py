@@ -65,6 +65,9 @@ class CallLog(Protocol):
     def add(self, address: Address, call: AnsweredCall) -> Awaitable[None]:
         """Make a call durable, whether or not it is waited for. Raises RunError."""
 
+    def forget(self, address: Address) -> None:
+        """Forget an attempt's calls: it begins anew."""
+
     def restarted(self, address: Address, player: str, what: str) -> None:
         """Forget an attempt's calls: it did not repeat them. player: `environment 'lookup'`."""
 
@@ -168,7 +171,7 @@ class Rollouts:
     ) -> Trajectory:
         """Play an attempt, weight its rewards, and shape them if it is for training.
 
-        Where it does not repeat its recorded calls it is played again without them.
+        Where it cannot go on with its recorded calls (`Replay.diverged_at`) it is played again without them.
         """
         user = user_code(task, session.name)
         try:
@@ -176,7 +179,10 @@ class Rollouts:
                 played = await self._replayed(driver, session, task, spec, user)
                 if played is None:
                     assert log is not None and spec.replay is not None
-                    log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
+                    if spec.replay.is_outdated:
+                        log.forget(spec.address)
+                    else:
+                        log.restarted(spec.address, user.name, f"{user.attempt}, call {spec.replay.diverged_at}")
                     session.close()
                     user.release()
                     measured, user = user.measured, user_code(task, session.name)
@@ -201,7 +207,7 @@ class Rollouts:
     async def _replayed(
         self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, user: UserCode
     ) -> Trajectory | None:
-        """Play an attempt as `_played` does; return None if it does not repeat its recorded calls."""
+        """Play an attempt as `_played` does; return None if it cannot go on with its recorded calls."""
         playing = self._played(driver, session, task, spec.address, user)
         if spec.replay is None or not spec.replay.count:
             return await playing

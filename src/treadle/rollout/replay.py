@@ -3,6 +3,7 @@
     Session -> Replay.answer -> AnsweredCall    the same request as before: no engine is asked
                              -> None            all recorded calls are made: the engine goes on
                              -> (cancelled)     another request: the attempt is played again without a record
+    Session -> Replay.give_up -> (cancelled)    also where the engine must, and cannot, go on with the recorded version
 
 Every draw is keyed by its call, so that the tokens that follow are those of an attempt that was never interrupted.
 """
@@ -13,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import NoReturn
 
 from treadle.core.engine import Completion
 from treadle.core.types import Ids, SamplingParams
@@ -38,14 +40,16 @@ class Replay:
     """The recorded calls of one attempt, and the record of its further ones.
 
     recorded: the first calls, without a gap. keep: starts to make a call durable, and returns what waits for that.
-    count: of the recorded ones. diverged_at: number of the first call that was not the recorded one; None if all were.
-    on_divergence: called when the attempt makes another request than the recorded ones; must cancel it.
+    count: of the recorded ones. diverged_at: number of the call at which the attempt could not go on with them; None so
+    far. is_outdated: because of the engine, whose version is another; otherwise the call was not the recorded one.
+    on_divergence: called when that happens; must cancel the attempt.
     """
 
     def __init__(self, recorded: Sequence[AnsweredCall], keep: Callable[[AnsweredCall], Awaitable[None]]) -> None:
         self._left, self.count, self._keep = {call.number: call for call in recorded}, len(recorded), keep
         self._writing: Awaitable[None] | None = None
         self.diverged_at: int | None = None
+        self.is_outdated = False
         self.on_divergence: Callable[[], object] = lambda: None
 
     async def answer(self, number: int, request: bytes) -> AnsweredCall | None:
@@ -61,8 +65,12 @@ class Replay:
         for candidate in (number, *sorted(self._left)):
             if candidate in self._left and self._left[candidate].request == request:
                 return self._left.pop(candidate)
+        return await self.give_up(number)
+
+    async def give_up(self, number: int, outdated: bool = False) -> NoReturn:
+        """Have the attempt played again without its recorded calls. Never returns. outdated: see `is_outdated`."""
         if self.diverged_at is None:
-            self.diverged_at = number
+            self.diverged_at, self.is_outdated = number, outdated
             self.on_divergence()
         await asyncio.get_running_loop().create_future()  # until it is cancelled
         raise AssertionError("unreachable")

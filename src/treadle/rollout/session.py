@@ -190,6 +190,7 @@ class Session:
         self._order = asyncio.Lock()  # of rendering: first come, first served
         self._calls = 0
         self._numbers: Iterator[int] = main._numbers if main else itertools.count()
+        self._versions: set[int] = main._versions if main else set()  # that sampled any token of any role
         self._steps: dict[int, Step] = {}  # by the call's number
         self._first: dict[Record, int] = {}  # number of the call that began the reply's conversation
         if main is None:
@@ -321,6 +322,7 @@ class Session:
         started, clock, limit = time.time(), time.perf_counter(), sampling.max_tokens
 
         def record(completion: Completion, dropped: DropReason | None = None) -> Step:
+            self._versions.update(span.version for span in completion.policy_versions)
             self._steps[number] = Step(
                 prompt_ids=prompt.ids,
                 completion_ids=completion.token_ids,
@@ -342,6 +344,7 @@ class Session:
             if recorded is None:
                 session = self.name if self._main is None else self._main.name
                 completion = await self._engine.generate(prompt.ids, sampling, session=session)
+                await self._check_version(number, completion)
             else:
                 completion = recorded.completion
             if not 0 < len(completion.token_ids) <= limit:
@@ -360,6 +363,20 @@ class Session:
         text = self.renderer.text(step.completion_ids)
         end, stop = min(((text.index(s), s) for s in sampling.stop if s in text), default=(len(text), None))
         return step, text[:end], stop
+
+    async def _check_version(self, number: int, completion: Completion) -> None:
+        """Raise EngineError if an engine that pins sessions has gone over to another version: that of the earlier calls
+        is lost. An attempt that goes on with recorded calls is played again without them instead.
+        """
+        versions = {span.version for span in completion.policy_versions}
+        if not completion.pinned or not self._versions or versions <= self._versions:
+            return
+        if self._replay and self._replay.count:
+            await self._replay.give_up(number, outdated=True)
+        raise EngineError(
+            f"step {number} was sampled by version {max(versions)} and earlier steps by version {max(self._versions)}, "
+            "which the engine lost when it was started again: training.lora.pin_attempts keeps an attempt to one"
+        )
 
     def _sampling_of(self, number: int, overrides: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:
         recipe = self._sampling

@@ -95,7 +95,8 @@ class PinnedEngine:
                 f"session {session!r} began with version {version}, and version {self._newest()} is more than "
                 f"orchestration.max_staleness ({self._behind}) ahead of it"
             )
-        return await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        completion = await engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+        return replace(completion, pinned=True)
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:] under the newest weights, as `TorchEngine` does."""
@@ -105,17 +106,18 @@ class PinnedEngine:
         """Sample sessions that begin from now on with these weights. Raises EngineError, and changes nothing, if some
         are missing or of another shape.
         """
+        if version in self._engines:  # again, as to a process that was started with them: calls go on
+            return await self._engines[version].update_weights(weights, version)
         engine, self._fresh = self._fresh or self._make(), None
         try:
             await engine.update_weights(weights, version)
         except BaseException:
             await engine.close()
             raise
-        replaced = self._engines.pop(version, None)  # a version is published again where a run goes on
         self._engines[version] = engine
         used = set(self._sessions.values())
         gone = [v for v in self._engines if v < version and (v not in used or v < version - self._behind)]
-        for each in [*(self._engines.pop(v) for v in gone), *([replaced] if replaced else [])]:
+        for each in [self._engines.pop(v) for v in gone]:
             await each.close()
 
     async def sleep(self) -> None:

@@ -172,7 +172,7 @@ class AdapterPublication:
         async with self._one:
             self._written += 1
             name = f"treadle-{self._owner}-{self._written}-v{version}"
-            new = Adapter(name, version, self._exported.directory.with_name(name))
+            new = Adapter(name, version, self._exported.directory.with_name(name), self._pinned is not None)
             try:
                 await self._source.stage(AdapterFile(new.directory))
                 shutil.copyfile(self._exported.directory / ADAPTER_CONFIG, new.directory / ADAPTER_CONFIG)

@@ -30,11 +30,12 @@ _EXCERPT = 500  # characters of a response that an error shows
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that servers have loaded under a name. directory: of its files."""
+    """An adapter that servers have loaded under a name. directory: of its files. pinned: sessions keep it."""
 
     name: str
     version: int
     directory: Path
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +392,7 @@ async def sample(
         if adapter is None
         else (VersionSpan(adapter.version, 0, tokens),) * bool(tokens),
         routing=None if expert_layers is None else decode_routing(server, choice, expert_layers),
+        pinned=adapter is not None and adapter.pinned,
     )
 
 

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from treadle.core.config import Config
 from treadle.core.errors import Cause
+from treadle.core.outcomes import as_played
 from treadle.core.rewards import LARGEST
-from treadle.core.types import Failure, Group, Status, Trajectory
+from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 
 _BLAMELESS = (Cause.ENGINE, Cause.INFRASTRUCTURE)  # no task is to blame for these
 _RETRIES = 2  # of blameless failures: the next attempt often works; a task's own failure tends to repeat
@@ -78,6 +79,27 @@ class FailuresConfig(Config):
             return trajectory
         warning = f"graded after a failure: {failure.cause}: {failure.message}"
         return replace(trajectory, reward=reward, status=Status.GRADED, failure=None, warning=warning)
+
+
+def of_one_version(trajectory: Trajectory) -> Trajectory:
+    """Return a pinned attempt as it is, or failed if several policy versions sampled it: no step of it is ever trained,
+    also if its failure is graded.
+    """
+    views = [as_played(t) for t in (trajectory, *trajectory.copies)]
+    versions = {v for view in views for v in (view.oldest_version, view.newest_version) if v is not None}
+    if len(versions) < 2:
+        return trajectory
+    message = (
+        f"policy versions {min(versions)} to {max(versions)} sampled it, and training.lora.pin_attempts keeps an "
+        "attempt to one; its engine must do so"
+    )
+
+    def failed(t: Trajectory) -> Trajectory:
+        steps = tuple(replace(step, dropped=step.dropped or DropReason.FAILED) for step in t.steps)
+        failure = t.failure or Failure(Cause.ENGINE, message)
+        return replace(t, steps=steps, reward=None, status=Status.FAILED, failure=failure)
+
+    return replace(failed(trajectory), copies=tuple(map(failed, trajectory.copies)))
 
 
 def fails_by_task(group: Group, size: int, least: int) -> bool:

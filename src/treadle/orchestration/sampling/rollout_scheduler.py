@@ -16,6 +16,7 @@ from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Status, Trajectory
 from treadle.orchestration.config import RunConfig
+from treadle.orchestration.sampling.failures import of_one_version
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.stopping import StopConditionMet
@@ -261,8 +262,8 @@ class RolloutScheduler:
             judged = [self._judged(*one) for one in zip(attempts, ended, strict=True)]
             await _together(
                 self._record(attempt, trajectory, pause is not None)
-                for attempt, (trajectory, pause) in zip(attempts, judged, strict=True)
-                if attempt.running.result().failure is not None
+                for attempt, last, (trajectory, pause) in zip(attempts, ended, judged, strict=True)
+                if last.failure is not None
             )
             played += [(a.group.index, trajectory) for a, (trajectory, _) in zip(attempts, judged, strict=True)]
             again = [(a, pause) for a, (_, pause) in zip(attempts, judged, strict=True) if pause is not None]
@@ -279,6 +280,8 @@ class RolloutScheduler:
     async def _ended(self, attempt: _Attempt) -> Trajectory:
         """Wait for an attempt; whether a failed one is the last in its place is decided later, as are group rewards."""
         trajectory = await attempt.running
+        if self._config.pinned is not None:
+            trajectory = of_one_version(trajectory)
         self._concurrency.observe(trajectory)
         if trajectory.failure is None and self._shaper.group is None:
             await self._record(attempt, trajectory, retried=False)

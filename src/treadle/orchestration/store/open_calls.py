@@ -54,9 +54,12 @@ class OpenCalls:
         writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waits for it sees it
         return writing
 
-    def restarted(self, address: Address, player: str, what: str) -> None:
+    def forget(self, address: Address) -> None:
         self._pending = [(key, call) for key, call in self._pending if key != _key(address)]
         self._forgotten.append(_key(address))
+
+    def restarted(self, address: Address, player: str, what: str) -> None:
+        self.forget(address)
         if player not in self._named:
             self._named.add(player)
             self._log(

@@ -25,13 +25,14 @@ from treadle.training.checkpoint import remove_others
 
 
 def restorable_groups(
-    ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int
+    ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int, pinned: bool = False
 ) -> tuple[dict[int, Group], dict[str, list[str]]]:
     """Return the groups, by index, whose attempts on record can all be trained by the checkpoint's next update; and
     shard -> ids of attempts in it that cannot be read.
 
     Tokens may be `max_staleness` versions old, but not newer than the checkpoint: those weights were lost. A damaged
-    attempt excludes its group, whose baseline it would change.
+    attempt excludes its group, whose baseline it would change; if attempts are pinned, so does one of several versions,
+    as earlier releases recorded them.
     """
     groups: dict[int, Group] = {}
     unreadable: dict[str, list[str]] = {}
@@ -39,7 +40,7 @@ def restorable_groups(
     shards: dict[str, dict[str, list[Step]] | None] = {}
     for index, rows in itertools.groupby(ledger.untaken(state), lambda row: row["idx"]):
         attempts = list(rows)
-        if not all(_admitted(row, oldest, state.version) for row in attempts):
+        if not all(_admitted(row, oldest, state.version, pinned) for row in attempts):
             continue
         for shard in {row["shard"] for row in attempts} - shards.keys():
             try:
@@ -78,8 +79,10 @@ def roll_back(
     on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
     remove_others(run.checkpoints, {name, *retained(on_disk, config, state.evaluations)})
     staleness = config.orchestration.max_staleness
-    restored, unreadable = ({}, {}) if repeats else restorable_groups(ledger, run.rollouts, state, staleness)
-    calls = restorable_calls(ledger, state.version - staleness, state.version, repeats)
+    pinned = config.pinned is not None
+    restored, unreadable = ({}, {}) if repeats else restorable_groups(ledger, run.rollouts, state, staleness, pinned)
+    oldest = state.version if pinned else state.version - staleness  # engines have no other version to go on with
+    calls = restorable_calls(ledger, oldest, state.version, repeats)
     for shard, damaged in unreadable.items():
         steps = ledger.note_damaged(damaged)
         log(
@@ -101,10 +104,11 @@ def roll_back(
     return restored, calls
 
 
-def _admitted(row: Mapping[str, Any], oldest: int, newest: int) -> bool:
-    if row["trained_reward"] is None or row["oldest_version"] is None:  # nothing of it is trained
+def _admitted(row: Mapping[str, Any], oldest: int, newest: int, pinned: bool) -> bool:
+    first, last = row["oldest_version"], row["newest_version"]
+    if row["trained_reward"] is None or first is None:  # nothing of it is trained
         return True
-    return bool(row["waiting"] and oldest <= row["oldest_version"] and row["newest_version"] <= newest)
+    return bool(row["waiting"] and oldest <= first and last <= newest and (first == last or not pinned))
 
 
 def _group(rows: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[Step]]) -> Group:
