@@ -147,19 +147,19 @@ def test_pinned_attempts_have_one_version(base: Path, tmp_path: Path, where: lis
 
 
 class Unpinned(FakeEngine):
-    """Samples the first attempt of each group by two versions, whatever it was asked for, once there are two."""
+    """Samples the first attempt of each group by two versions, once there are two, and every other one by one."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt, sampling: [*range(200, 203 + sampling.seed % 2), END], delay=lambda: 0.001)
+        self._first: dict[str, int] = {}
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
         completion = await super().generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
-        if not session.endswith(".0") or not self.version:
-            return completion
-        versions = VersionSpan(self.version - 1, 0, 1), VersionSpan(self.version, 1, len(completion.token_ids))
-        return replace(completion, policy_versions=versions)
+        first, tokens = self._first.setdefault(session, self.version), len(completion.token_ids)
+        another = max(first - 1, 0) if session.endswith(".0") else first
+        return replace(completion, policy_versions=(VersionSpan(another, 0, 1), VersionSpan(first, 1, tokens)))
 
 
 @pytest.mark.parametrize("policy", ["{backoff: 0}", "{retries: 0, grade: 0}"])
