@@ -7,9 +7,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,7 +32,13 @@ from treadle.core.errors import ConfigError
 from treadle.core.files import prove_files, sha256_of
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
-from treadle.models.model_files import base_directory, require_model, tokenizer_directory
+from treadle.models.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    base_directory,
+    require_model,
+    tokenizer_directory,
+)
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -155,16 +162,17 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
     path = str(directory)
     hf_logging.disable_progress_bar()  # callers show their own progress
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            gguf_file=gguf_file,
-            device_map=None if weights else "meta",
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below like what is missing
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with _without_adapter(directory) as files:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(files),
+                gguf_file=gguf_file,
+                device_map=None if weights else "meta",
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below like what is missing
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         if gguf_file is None and _names_code(directory / "config.json"):
             raise ConfigError(
@@ -174,6 +182,7 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
             ) from error
         raise ConfigError(f"{field}: {gguf_file or path!r} cannot be loaded: {error}") from error
     model: PreTrainedModel = loaded[0]
+    model.name_or_path = model.config.name_or_path = path
     report: dict[str, Any] = loaded[1]
     if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise ConfigError(
@@ -181,6 +190,19 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
             "they would be random"
         )
     return model
+
+
+@contextmanager
+def _without_adapter(directory: Path) -> Iterator[Path]:
+    """Yield the directory, or links to its files if an adapter is beside the model: transformers would add it."""
+    if not (directory / ADAPTER_CONFIG).is_file():
+        yield directory
+        return
+    with TemporaryDirectory(prefix="treadle-model-") as folder:
+        for file in directory.iterdir():
+            if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                (Path(folder) / file.name).symlink_to(file.absolute())
+        yield Path(folder)
 
 
 def compute_buffers(model: PreTrainedModel) -> None:

@@ -35,8 +35,8 @@ def check_model_files(config: ModelConfig) -> None:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory is that of an adapter."""
-    return (directory / ADAPTER_CONFIG).is_file()
+    """Return whether a directory is that of an adapter; one beside a whole model is not used."""
+    return (directory / ADAPTER_CONFIG).is_file() and not any(directory.glob("model*.safetensors"))
 
 
 def require_model_or_adapter(name: str, setting: str) -> Path:
@@ -56,7 +56,7 @@ def located(directory: Path, base: str | None = None) -> dict[str, Any]:
 
 def base_directory(config: ModelConfig) -> Path:
     """Return the directory of the configured model, without its adapter. Raises as `require_model`."""
-    if config.adapter is not None and not is_adapter(Path(config.adapter)):
+    if config.adapter is not None and not (Path(config.adapter) / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"model.adapter: no {ADAPTER_CONFIG} in {config.adapter!r}; give the directory of an adapter")
     if config.path is not None:
         return require_model(config.path, "model.path")
@@ -73,7 +73,7 @@ def require_model(name: str, setting: str) -> Path:
     none; DownloadError if the hub cannot be reached.
     """
     path = Path(name)
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() and not is_adapter(path):
         return path
     if (path / "config.yaml").is_file():
         checkpoints = sorted(path.glob("checkpoints/step-*"))

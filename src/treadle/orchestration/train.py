@@ -23,6 +23,8 @@ from treadle.core.trainer import Trainer
 from treadle.core.types import Group
 from treadle.engines.kv_budget import budgeted
 from treadle.models.chat import load_chat
+from treadle.models.model_files import base_directory
+from treadle.models.unused import unused_parts
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop import Loop, StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, LiveStatus, Progress, RunStart
@@ -141,6 +143,8 @@ def _train(
             record_data(run, inputs)
             record_code(run, inputs.players)
             progress.log(f"run directory: {path} ({describe_device(config)}, {_describe_threads(threads)})")
+            for part in unused_parts(config.model, config.rollout.model_dump()):
+                progress.log(f"not used of {base_directory(config.model)}: {part}")
             problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
             if inputs.players.agents and problem:
                 progress.log(f"agents' calls with tools will be refused: {problem}")

@@ -33,7 +33,7 @@ from treadle.core.errors import CheckpointError
 from treadle.core.files import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
 from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
-from treadle.models.model_files import ADAPTER_WEIGHTS
+from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from treadle.models.tensor_file import write_tensors
 from treadle.models.weights import CONFIG_NOT_COMPARED, adapter_weights, gathered, saved, trained
 from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards
@@ -41,7 +41,7 @@ from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
 
 _FACTS = "checkpoint.json"
-_WRITTEN = {"config.json", GENERATION_CONFIG, MANIFEST, _FACTS}  # and so not copied
+_NOT_COPIED = {"config.json", GENERATION_CONFIG, MANIFEST, _FACTS, ADAPTER_CONFIG}  # written, or not part of the model
 _OF_TOKENIZER = re.compile(
     r"tokenizer(_config)?\..*|(special_tokens_map|added_tokens)\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|"
     r"chat_template\..*|additional_chat_templates/.*\.jinja"
@@ -78,8 +78,8 @@ def model_files(
         generation = original if set(end_tokens(original)) == set(ends) else {**original, "eos_token_id": ends}
         yield GENERATION_CONFIG, json.dumps(generation, indent=2).encode()
     for path in sorted(origin.iterdir()) if model.name_or_path else ():
-        written = path.name in _WRITTEN or _OF_TOKENIZER.fullmatch(path.name)
-        if path.is_file() and not written and not _WEIGHTS.search(path.name):
+        left = path.name in _NOT_COPIED or _OF_TOKENIZER.fullmatch(path.name)
+        if path.is_file() and not left and not _WEIGHTS.search(path.name):
             yield path.name, path.read_bytes()
 
 

@@ -31,6 +31,7 @@ from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention, why_not_packable
+from treadle.models.unused import unused_parts
 from treadle.models.weights import published, trained, unique_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import load_callbacks
@@ -189,7 +190,11 @@ def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrained
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     if config.training.lora is not None:
         size += f", of which {sum(p.numel() for _, p in trained(model)):,} are trained"
-    return model, f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}"
+    unused = "".join(f"; not used: {part}" for part in unused_parts(config.model, config.rollout.model_dump()))
+    return (
+        model,
+        f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}{unused}",
+    )
 
 
 def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
