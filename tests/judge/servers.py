@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Script = Callable[[list[dict[str, str]]], "str | int | bytes | None"]
-"""From messages to a reply, a status, a body, or None: the call hangs."""
+Script = Callable[[list[dict[str, str]]], "str | int | bytes | tuple[int, bytes] | None"]
+"""From messages to a reply, a status, a body, both, or None: the call hangs."""
 
 TOKENS = 7  # that each answer is said to have cost
 
@@ -67,8 +67,9 @@ class JudgeServer:
         if answer is None:
             self._released.wait()
 
-    def _send(self, call: BaseHTTPRequestHandler, answer: str | int | bytes) -> None:
-        content = answer if isinstance(answer, bytes) else b"{}"
+    def _send(self, call: BaseHTTPRequestHandler, answer: str | int | bytes | tuple[int, bytes]) -> None:
+        answer, content = answer if isinstance(answer, tuple) else (answer, b"{}")
+        content = answer if isinstance(answer, bytes) else content
         if isinstance(answer, str):
             message = {"message": {"role": "assistant", "content": answer}}
             content = json.dumps({"choices": [message], "usage": {"total_tokens": TOKENS}}).encode()

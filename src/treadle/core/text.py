@@ -7,17 +7,24 @@ it. Any JSON parser reads such a line.
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
+from base64 import b64encode
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import isfinite
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 _STEERS = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERS_IN_A_LINE = re.compile(f"[{_STEERS}]")
 _STEERS_IN_A_TEXT = re.compile(f"[{_STEERS}]".replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and not always where it can be caught
 _HALF = re.compile("[\ud800-\udfff]")  # lone surrogates
+_SHORTEST_KEY, _HIDDEN = 8, "[hidden]"
+_NAMES_KEY = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
+_USERINFO = re.compile(r"(?<=://)[^/?#\s'\"@]+(?=@)")
 _CHECKED = re.compile(rb'(\{.+), "checksum": "([0-9a-f]{8})"\}', re.DOTALL)
 
 
@@ -37,6 +44,43 @@ def escape_text(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
+
+
+def redacted(text: str, *keys: str) -> str:
+    """Return an error's text without keys: `Incorrect API key provided: [hidden]`. Apply it before text is shortened.
+
+    Keys are the given ones, the values of environment variables that are named like keys, and what URLs have before
+    their host.
+    """
+    named = (value for name, value in os.environ.items() if _NAMES_KEY.search(name))
+    for key in filter(None, map(str.strip, keys)):
+        text = _spelled(key).sub(_HIDDEN, text)
+    return _USERINFO.sub(_HIDDEN, without_keys(text, *named))
+
+
+def without_keys(text: str, *keys: str) -> str:
+    """Return the text without the given keys. Those of less than 8 characters are placeholders ("EMPTY"), and stay."""
+    for key in (key for key in map(str.strip, keys) if len(key) >= _SHORTEST_KEY):
+        text = _spelled(key).sub(_HIDDEN, text)
+    return text
+
+
+def keys_in(url: str) -> tuple[str, ...]:
+    """Return what a URL has before its host, in the forms in which a server gets it."""
+    if (match := _USERINFO.search(url)) is None:
+        return ()
+    user = unquote(match[0])
+    return user, user.partition(":")[2], b64encode(user.encode()).decode()
+
+
+@lru_cache(maxsize=256)
+def _spelled(key: str) -> re.Pattern[str]:
+    """Match a key as it is, escaped in JSON, or percent-encoded; a placeholder as a whole word alone."""
+    spelled = ""
+    for letter in key:
+        encoded = "".join(f"%{byte:02x}" for byte in letter.encode(errors="surrogatepass"))
+        spelled += rf"\\{{0,4}}(?:{re.escape(letter)}|(?i:u{ord(letter):04x}|{encoded}))"
+    return re.compile(spelled if len(key) >= _SHORTEST_KEY else rf"(?<!\w){spelled}(?!\w)")
 
 
 def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:

@@ -24,6 +24,7 @@ from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import Reward
+from treadle.core.types import StopReason
 from treadle.judge.prompt import TEMPLATE, Criterion, messages
 from treadle.rollout.chat_endpoint import ChatAnswer, ChatEndpoint
 from treadle.rollout.isolation.user_code import RUNNING
@@ -124,7 +125,7 @@ class Judge:
         the right answer; it is trusted.
 
         Raises TrajectoryFailure of cause verifier if a vote is missing: an outage longer than `patience`, a refusal, or
-        replies that cannot be read.
+        replies that cannot be read, or were cut.
         """
         votes = {
             c.name: [asyncio.create_task(self._vote(c, n, transcript, task, reference)) for n in range(self._votes)]
@@ -143,8 +144,11 @@ class Judge:
             known = bool(cached)
             seed = _seed(f"{tried} {content}") if self._in_run else None
             request = messages(criterion, transcript, task, reference, seed)
-            reply = cached.pop() if known else await self._ask(request, seed)
+            answer = None if known else await self._ask(request, seed)
+            reply = cached.pop() if answer is None else answer.message["content"]
             try:
+                if answer is not None and answer.stop_reason is not StopReason.STOP:  # 1 may have become 10
+                    raise ValueError(f"the reply was cut ({answer.stop_reason}; max_tokens in the judge's options)")
                 value = criterion.read(reply)
             except ValueError as error:
                 problem = f"{criterion.name}: {error}, in {reply!r:.200}"
@@ -155,16 +159,17 @@ class Judge:
             return value
         raise self._failure(problem)
 
-    async def _ask(self, request: list[dict[str, str]], seed: int | None) -> str:
+    async def _ask(self, request: list[dict[str, str]], seed: int | None) -> ChatAnswer:
         draws = {} if seed is None else {"seed": seed}
         try:
-            return (await self._endpoint.ask(request, **draws)).message["content"]
+            return await self._endpoint.ask(request, **draws)
         except EngineError as error:
             raise self._failure(str(error)) from error
 
     def _failure(self, problem: str) -> TrajectoryFailure:
         where = "" if self._in_run else f" at {self._endpoint.url}"
-        return TrajectoryFailure(Cause.VERIFIER, f"the judge {self._endpoint.model!r}{where}: {problem}")
+        message = f"the judge {self._endpoint.model!r}{where}: {problem}"
+        return TrajectoryFailure(Cause.VERIFIER, self._endpoint.redacted(message))
 
 
 class RunEndpoint(ChatEndpoint):

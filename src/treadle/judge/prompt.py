@@ -1,7 +1,7 @@
 """What a judge is asked, and how its reply is read.
 
 What is judged is quoted: between lines with a boundary that is drawn for each call, each line behind `| `, with a space
-in whatever looks like a special token. Of the reply only the last line counts, or the JSON object.
+in whatever looks like a special token. Of the reply only the last line counts, or the JSON object, and no thought.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import random
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from treadle.core.errors import ConfigError
 from treadle.core.rewards import is_finite
 from treadle.core.text import read_json
+from treadle.rendering.replies import THOUGHT_TAGS, Parser, harmony
 
 TEMPLATE = """\
 You grade the work of an AI agent by one criterion. The user's message quotes it: what stands between the lines \
@@ -78,9 +80,9 @@ class Criterion:
                 raise ValueError(f"the parser returned {value!r:.100}")
             return float(value)
         if self.parser == "json":
-            answer = read_json(reply[reply.find("{") : reply.rfind("}") + 1])
+            answer = _object(reply)
             return self._scaled(answer.get("score") if isinstance(answer, dict) else None)
-        match = _ANSWER.fullmatch((reply.strip().splitlines() or [""])[-1])
+        match = _ANSWER.fullmatch((_said(reply).strip().splitlines() or [""])[-1])
         word = match[1].lower() if match else ""
         if self.parser == "number":
             return self._scaled(float(word) if word not in ("", "yes", "no") else None)
@@ -93,6 +95,24 @@ class Criterion:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise ValueError(f"no number from {low:g} to {high:g}")
         return (value - low) / (high - low)
+
+
+def _said(reply: str) -> str:
+    """Return a reply without its thought, which a server may leave in the content."""
+    if "<|channel|>" in reply:
+        return harmony(reply)["content"]
+    for tags in THOUGHT_TAGS:
+        reply = Parser("judge", True, tags=tags)(reply)["content"]
+    return reply
+
+
+def _object(reply: str) -> Any:
+    """Return the JSON object of a reply. Raises ValueError."""
+    if reply.strip().startswith("{"):  # a closing tag may stand in one of its texts
+        with suppress(ValueError):
+            return read_json(reply)
+    said = _said(reply)
+    return read_json(said[said.find("{") : said.rfind("}") + 1])
 
 
 def messages(

@@ -12,13 +12,25 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import httpx
 
 from treadle.core.errors import EngineError
-from treadle.core.text import read_json
+from treadle.core.text import keys_in, read_json, redacted, without_keys
 from treadle.core.types import Message, StopReason, as_messages
 
 FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
 _PASSING = (408, 409, 429, 500, 502, 503, 504, 529)  # statuses that may pass by themselves
 _MESSAGE = ("role", "content", "reasoning_content", "tool_calls")
-
+_WHOLE = (
+    None,
+    "stop",
+    "tool_calls",
+    "function_call",
+    "eos",
+    "eos_token",
+    "stop_sequence",
+    "end_turn",
+)  # finish reasons
+_LARGEST = 2**22  # bytes of an answer: a million tokens
+_LARGEST_PROBLEM = 2**16  # bytes of an answer with another status than 200 that are read
+_MOST_TOKENS = 2**31
 
 Answer = TypeVar("Answer")
 
@@ -45,7 +57,10 @@ class Endpoint(Generic[Answer]):
 
     concurrency: calls at a time, without pauses; per_second: calls begun in a second, at most. timeout: seconds for a
     call. patience: seconds of calls and pauses after which one that fails is given up. api_key_env: the environment
-    variable that has the key. on_try: called after each try, with its answer, if it got one, and its seconds.
+    variable that has the key. largest: bytes of an answer. on_try: called after each try, with its answer, if it got
+    one, and its seconds.
+
+    Invariant: the key is in no answer and no error, also where the server repeats it.
     """
 
     def __init__(
@@ -57,10 +72,12 @@ class Endpoint(Generic[Answer]):
         timeout: float,
         patience: float,
         api_key_env: str | None = None,
+        largest: int = _LARGEST,
         on_try: Callable[[Answer | None, float], None] = lambda answer, seconds: None,
     ) -> None:
         self.url, self._concurrency, self._interval = url, concurrency, 1 / per_second
         self._timeout, self._patience, self._key_env, self._on_try = timeout, patience, api_key_env, on_try
+        self._largest = largest
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
         self._next_call = -math.inf
 
@@ -71,7 +88,8 @@ class Endpoint(Generic[Answer]):
     async def post(self, body: Mapping[str, Any]) -> Answer:
         """Return the answer to a request.
 
-        Raises EngineError, with the problem alone, for an outage longer than `patience`, and for a refusal.
+        Raises EngineError, with the problem alone, for an outage longer than `patience`, for a refusal, and for an
+        answer that is too large.
         """
         loop, (_, _, places) = asyncio.get_running_loop(), self._opened()
         left, pause = self._patience, FIRST_PAUSE  # waiting for a place tries nobody's patience
@@ -86,7 +104,7 @@ class Endpoint(Generic[Answer]):
             wait = max(pause, least)
             left -= loop.time() - began + wait
             if left <= 0:
-                raise EngineError(f"no answer within {self._patience:g} s, at last: {problem}")
+                raise EngineError(self.redacted(f"no answer within {self._patience:g} s, at last: {problem}"))
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -106,17 +124,40 @@ class Endpoint(Generic[Answer]):
 
     async def _send(self, body: Mapping[str, Any]) -> Answer:
         """Return the answer to a request. Raises _Passing for what may pass by itself, EngineError for a refusal."""
-        headers = {"Authorization": f"Bearer {os.environ[self._key_env]}"} if self._key_env else {}
+        headers = {"Accept-Encoding": "identity"}  # bytes that are counted are those that are read
+        if self._key_env:
+            headers["Authorization"] = f"Bearer {os.environ[self._key_env]}"
         try:
-            response = await self._opened()[1].post(self.url, json=body, headers=headers)
+            async with self._opened()[1].stream("POST", self.url, json=body, headers=headers) as response:
+                text = without_keys(await self._text(response), *self._keys())
             if response.status_code == 200:
-                return self._read(response.text)
+                return self._read(text)
         except (httpx.RequestError, ValueError) as error:
-            raise _Passing(str(error) or type(error).__name__) from error
+            raise _Passing(self.redacted(str(error)) or type(error).__name__) from None  # its text may hold the key
         if response.status_code not in _PASSING:
-            raise EngineError(f"status {response.status_code}: {response.text:.200}")
+            raise EngineError(f"status {response.status_code}: {self.redacted(text):.200}")
         after = response.headers.get("Retry-After", "")  # it may be a date
         raise _Passing(f"status {response.status_code}", float(after) if after.isdecimal() else 0.0)
+
+    def redacted(self, problem: str) -> str:
+        """Return an error's text without the key."""
+        return redacted(problem, *self._keys())
+
+    def _keys(self) -> tuple[str, ...]:
+        return os.environ.get(self._key_env or "", ""), *keys_in(self.url)
+
+    async def _text(self, response: httpx.Response) -> str:
+        """Return the body of a response. Raises ValueError if it is compressed, EngineError if it is too large."""
+        if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ValueError(f"the answer is compressed ({coding!r:.40}), and was asked for as it is")
+        body = bytearray()
+        async for part in response.aiter_raw():
+            body += part
+            if response.status_code != 200 and len(body) > _LARGEST_PROBLEM:
+                break
+            if len(body) > self._largest:
+                raise EngineError(f"the answer has more than {self._largest} bytes")
+        return body.decode(errors="replace")
 
     def _opened(self) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore]:
         """Return what belongs to this event loop. No connection is kept, so that none needs to be closed."""
@@ -158,11 +199,18 @@ def _read(text: str) -> ChatAnswer:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         said = {name: choice["message"][name] for name in _MESSAGE if choice["message"].get(name) is not None}
         [message] = as_messages([{**said, "role": "assistant"}], "the answer")
-        whole, read = usage.get("total_tokens") or 0, usage.get("prompt_tokens") or 0
-        wrote = usage.get("completion_tokens") or max(whole - read, 0)
-        if not isinstance(read, int) or not isinstance(wrote, int) or not (said.keys() & {"content", "tool_calls"}):
+        reported = [usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total")]
+        if not (said.keys() & {"content", "tool_calls"}):
             raise TypeError
-        cut = choice.get("finish_reason") == "length"
+        finished = choice.get("finish_reason")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"the answer {text!r:.200} is no chat completion") from error
-    return ChatAnswer(message, StopReason.LENGTH if cut else StopReason.STOP, read, wrote)
+        raise ValueError(f"the answer {text[:200]!r:.200} is no chat completion") from error
+    if wrong := [count for count in reported if not (count is None or _is_count(count))]:
+        raise ValueError(f"its usage reports {wrong[0]!r:.40} tokens; it must be a whole number, 0 or more")
+    read, wrote, whole = (count or 0 for count in reported)
+    cut = StopReason.LENGTH if finished == "length" else StopReason.ABORT
+    return ChatAnswer(message, StopReason.STOP if finished in _WHOLE else cut, read, wrote or max(whole - read, 0))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_TOKENS

@@ -6,7 +6,7 @@ steps -distinct, longest-> POST /v1/completions, `prompt_logprobs`, side by side
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +25,9 @@ _SETTING = "algorithm.distillation.teacher"
 _AT_A_TIME, _TIMEOUT, _PATIENCE = 64, 300.0, 600.0  # calls, and seconds: a server that is started again may load long
 _AT_START = 10.0  # seconds in which it must answer first
 _DECODED = 1024  # ids that are compared at a time
+_IDS = np.dtype(">i4")  # so that bytes sort as ids do
+_LARGEST = 2**22  # bytes of an answer without log-probabilities
+_PER_TOKEN = 2**9  # bytes of an answer for each log-probability with its token, at most, on average
 _IMPOSSIBLE = -9999.0  # what vLLM writes for minus infinity
 
 
@@ -98,18 +101,19 @@ class TeacherServer:
     async def _scores(
         self, steps: Sequence[Step | None], sizes: Sequence[int], k: int, vocabulary: int
     ) -> ServedScores:
-        endpoint = self._endpoint("v1/completions", _PATIENCE)
         asked = covering([b"" if step is None else _key(step) for step in steps])
         longest = sorted(set(asked) - {b""})
+        most = max(map(len, longest), default=0) // _IDS.itemsize * (2 * k + 9)
+        endpoint = self._endpoint("v1/completions", _PATIENCE, most)
 
         async def score(key: bytes) -> list[tuple[float, list[tuple[int, int, float]]]]:
             """Return each token's log-probability, but the first's, and the k best as (rank, id, log-probability)."""
-            ids = np.frombuffer(key, ">i4").tolist()
+            ids = np.frombuffer(key, _IDS).tolist()
             for count in (k, 2 * k + 8):  # more if some are none of the policy's ids
                 try:
                     entries = (await endpoint.post(_request(ids, count)))["choices"][0]["prompt_logprobs"][1:]
-                    own = [each[str(i)]["logprob"] for each, i in zip(entries, ids[1:], strict=True)]
-                    ranked = [sorted((e["rank"], int(i), e["logprob"]) for i, e in each.items()) for each in entries]
+                    own = [_logprob(each[str(i)]) for each, i in zip(entries, ids[1:], strict=True)]
+                    ranked = [sorted((e["rank"], int(i), _logprob(e)) for i, e in each.items()) for each in entries]
                 except (TypeError, KeyError, IndexError, ValueError) as error:
                     raise EngineError(f"its answer has no `prompt_logprobs` of {len(ids)} tokens") from error
                 best = [[b for b in each if b[0] <= count and b[1] < vocabulary][:k] for each in ranked]
@@ -130,13 +134,22 @@ class TeacherServer:
         logp[logp <= _IMPOSSIBLE] = -np.inf
         return ServedScores(logp, top if k else None, top_ids if k else None)
 
-    def _endpoint(self, path: str, patience: float) -> JsonEndpoint:
+    def _endpoint(self, path: str, patience: float, logprobs: int = 0) -> JsonEndpoint:
+        """Return an endpoint. logprobs: that an answer may have."""
         url = f"{self.url.rstrip('/').removesuffix('/v1')}/{path}"
-        return JsonEndpoint(url, concurrency=_AT_A_TIME, timeout=_TIMEOUT, patience=patience)
+        largest = _LARGEST + _PER_TOKEN * logprobs
+        return JsonEndpoint(url, concurrency=_AT_A_TIME, timeout=_TIMEOUT, patience=patience, largest=largest)
 
 
 def _request(ids: Sequence[int], k: int) -> dict[str, Any]:
     return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+
+
+def _logprob(entry: Mapping[str, Any]) -> float:
+    """Return what the server says of a token. Raises KeyError, or TypeError for anything but a number."""
+    if isinstance(value := entry["logprob"], bool) or not isinstance(value, int | float):
+        raise TypeError(value)
+    return float(value)
 
 
 def covering(keys: Sequence[bytes]) -> list[bytes]:
@@ -149,7 +162,7 @@ def covering(keys: Sequence[bytes]) -> list[bytes]:
 
 
 def _key(step: Step) -> bytes:
-    return step.full_ids.astype(">i4").tobytes()
+    return step.full_ids.astype(_IDS).tobytes()
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

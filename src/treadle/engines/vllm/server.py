@@ -17,6 +17,7 @@ import numpy as np
 
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
+from treadle.core.text import keys_in, redacted
 from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 from treadle.engines.vllm.launch import VERSION
 
@@ -136,7 +137,7 @@ class Server:
         self.metrics: dict[str, Any] = {}  # `parse_metrics` of the last ones read
 
     def __str__(self) -> str:
-        return f"vLLM server {self.url}" + (f" (log: {self.process.log})" if self.process else "")
+        return f"vLLM server {redacted(self.url)}" + (f" (log: {self.process.log})" if self.process else "")
 
     @property
     def is_lost(self) -> bool:
@@ -185,7 +186,7 @@ class Server:
                     raise self.error() from error
                 continue
             if response.status_code >= 500 and (self.is_lost or not await self.is_well()):
-                self.lose(f"it answered {response.status_code}: {response.text:.{_EXCERPT}}")
+                self.lose(f"it answered {self._problem(response)}")
                 raise self.error()
             return self._content(path, response)
         raise AssertionError("unreachable")
@@ -283,11 +284,14 @@ class Server:
 
     def _content(self, path: str, response: httpx.Response) -> Any:
         if response.status_code != 200:
-            raise EngineError(f"{self}: {path} answered {response.status_code}: {response.text:.{_EXCERPT}}")
+            raise EngineError(f"{self}: {path} answered {self._problem(response)}")
         try:
             return response.json() if response.content else None
         except ValueError:  # vLLM answers some calls in words
             return response.text
+
+    def _problem(self, response: httpx.Response) -> str:
+        return f"{response.status_code}: {redacted(response.text, *keys_in(self.url)):.{_EXCERPT}}"
 
     async def _unless_lost(self, call: Any) -> httpx.Response:
         """Return the response, or raise ServerLost as soon as the server is given up."""
