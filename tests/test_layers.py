@@ -89,8 +89,8 @@ print(*sorted(set({HEAVY!r}) & set(sys.modules)))
 
 PUBLIC = {
     *("__version__", "Callback", "ConfigError", "EnvStep", "Environment", "Finish", "Group", "Message", "Metric"),
-    *("Recovered", "Reply", "Reward", "SamplingParams", "Step", "Task", "ToolEnvironment", "Trajectory"),
-    *("TreadleError", "evaluate", "export", "load_run", "resume", "sft", "train"),
+    *("InfrastructureError", "Recovered", "Reply", "Reward", "SamplingParams", "Step", "Task", "ToolEnvironment"),
+    *("Trajectory", "TreadleError", "evaluate", "export", "load_run", "resume", "sft", "train"),
 }
 
 

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treadle.core.errors import ConfigError, TreadleError
+    from treadle.core.errors import ConfigError, InfrastructureError, TreadleError
     from treadle.core.metrics import Metric
     from treadle.core.rewards import Reward
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
@@ -28,6 +28,7 @@ _HOME = {
     "Environment": "treadle.envs.base",
     "Finish": "treadle.envs.base",
     "Group": "treadle.core.types",
+    "InfrastructureError": "treadle.core.errors",
     "Message": "treadle.core.types",
     "Metric": "treadle.core.metrics",
     "Recovered": "treadle.rollout.agents.agent",
@@ -49,6 +50,7 @@ __all__ = [
     "Environment",
     "Finish",
     "Group",
+    "InfrastructureError",
     "Message",
     "Metric",
     "Recovered",

@@ -5,11 +5,20 @@ import pickle
 import pytest
 
 from treadle.core import errors
-from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, TokensExceeded, TrajectoryFailure, TreadleError
+from treadle.core.errors import (
+    Cause,
+    ContextExceeded,
+    InfrastructureError,
+    StepsExceeded,
+    TokensExceeded,
+    TrajectoryFailure,
+    TreadleError,
+)
 
 CLASSES = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, TreadleError)}
 MADE = [
     TrajectoryFailure(Cause.TIMEOUT, "no answer in 5 s"),
+    InfrastructureError("search is down"),
     ContextExceeded(1025, 1024),
     StepsExceeded(8),
     TokensExceeded(9),

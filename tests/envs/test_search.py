@@ -97,7 +97,7 @@ async def test_an_outage_fails_the_attempt_and_is_no_observation() -> None:
     await environment.reset(task())
     with pytest.raises(TrajectoryFailure, match=r"the retrieval server at http://127.0.0.1:9/retrieve") as failed:
         await environment.step("<search>Anna</search>")
-    assert failed.value.cause is Cause.ENVIRONMENT
+    assert failed.value.cause is Cause.INFRASTRUCTURE
     await environment.close()
 
 

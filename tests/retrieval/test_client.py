@@ -20,9 +20,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FIRST_PAUSE", 0.01)
 
 
-async def ask(answers: list[Answer], **options: Any) -> tuple[list[str], list[Any]]:
+async def ask(answers: list[Answer], user: str = "", **options: Any) -> tuple[list[str], list[Any]]:
     async with scripted_server(answers) as server:
-        client = RetrievalClient(server.url, **options)
+        client = RetrievalClient(server.url.replace("//", f"//{user}@") if user else server.url, **options)
         try:
             return await client.search("who?", 2), server.requests
         finally:
@@ -69,8 +69,18 @@ async def test_it_comes_back_when_the_server_says() -> None:
 async def test_an_outage_fails_the_attempt_and_is_no_text(answers: list[Answer], said: str) -> None:
     with pytest.raises(TrajectoryFailure, match=said) as failed:
         await ask(answers, patience=0.3)
-    assert failed.value.cause is Cause.ENVIRONMENT
+    assert failed.value.cause is (Cause.INFRASTRUCTURE if "no answer" in said else Cause.ENVIRONMENT)
     assert "the retrieval server at http://127.0.0.1:" in str(failed.value)
+
+
+@pytest.mark.parametrize("status", [200, 401])
+async def test_a_password_that_the_server_repeats_is_in_no_error(status: int) -> None:
+    with pytest.raises(TrajectoryFailure, match=r"at http://\[hidden\]@127") as failed:
+        await ask([(status, {}, {"detail": "hunter22 of me:hunter22"})], user="me:hunter22")
+    error: BaseException | None = failed.value
+    while error is not None:
+        assert "hunter22" not in str(error)
+        error = error.__cause__ or error.__context__
 
 
 async def test_a_server_that_says_nothing_is_asked_again() -> None:

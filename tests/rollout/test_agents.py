@@ -21,7 +21,7 @@ from tests.until import until, wait_until
 from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
-from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, InfrastructureError, TrajectoryFailure
 from treadle.core.outcomes import as_played, computed_tokens
 from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
@@ -86,6 +86,15 @@ async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
 
 async def once(task: Task, client: AsyncOpenAI) -> float:
     return float(await ask(client, [*task.prompt]) == "a")
+
+
+def test_an_agent_says_that_what_it_needs_is_down() -> None:
+    async def searching(task: Task, client: AsyncOpenAI) -> float:
+        await ask(client, [*task.prompt])
+        raise InfrastructureError("search is down")
+
+    failure = play(searching).failure
+    assert failure is not None and (failure.cause, failure.message) == (Cause.INFRASTRUCTURE, "search is down")
 
 
 def ask_plainly(client: OpenAI, messages: list[Any]) -> str:

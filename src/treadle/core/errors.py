@@ -93,6 +93,25 @@ class TrajectoryFailure(TreadleError, RuntimeError):
         return f"{self.cause}: {self.message}"
 
 
+class InfrastructureError(TrajectoryFailure):
+    """Raised by user code if what it needs is down: `raise treadle.InfrastructureError("the search server is down")`.
+
+    The attempt fails with cause infrastructure, and gets no reward: neither policy nor task is to blame. Tools,
+    environments, reward functions and agents may raise it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Cause.INFRASTRUCTURE, message)
+        self.args = (message,)  # what it is unpickled with
+
+
+def failure_in(error: BaseException) -> TrajectoryFailure | None:
+    """Return the error if it is a TrajectoryFailure, or the first of those that a group of errors has."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(failure_in, error.exceptions)), None)
+    return error if isinstance(error, TrajectoryFailure) else None
+
+
 class ContextExceeded(TreadleError, RuntimeError):
     """Raised for a prompt longer than `rollout.max_input_tokens`, or than the model's `context` if that is given."""
 

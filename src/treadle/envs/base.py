@@ -98,7 +98,8 @@ class Finish(NamedTuple):
 class Environment(Protocol):
     """Plays one attempt, each instance its own: `reset` once, `step` until done, `finish` once, `close` always.
 
-    Any method may raise or hang: that fails this attempt alone. A single-turn task needs only `step`:
+    Any method may raise or hang: that fails this attempt alone. If a server that it needs is down, it raises
+    `treadle.InfrastructureError`, so that the attempt is played again. A single-turn task needs only `step`:
 
         class Arithmetic(Environment):
             async def step(self, text: str) -> EnvStep:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from treadle.core.errors import Cause, TrajectoryFailure, TreadleError
+from treadle.core.errors import InfrastructureError, TreadleError
 from treadle.core.text import read_json
 
 _LARGEST_ANSWER = 2**26  # bytes
@@ -127,19 +127,22 @@ class ChildPool:
     def lease(self) -> Iterator[Child]:
         """Lend a child for a request, or several in a row. It is not used again unless it has answered all of them.
 
-        Raises TrajectoryFailure (infrastructure) if it does not start.
+        Raises InfrastructureError if it does not start.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._running) < max(1, self._limit))
-            child = self._idle.pop() if self._idle else Child(self._command)
+            try:
+                child = self._idle.pop() if self._idle else Child(self._command)
+            except OSError as error:  # no process or memory left
+                raise InfrastructureError(f"a process for {self._what} did not start: {error}") from error
             self._running.add(child)
         try:
-            self.start_spare()
+            with suppress(OSError):  # the next lease tries again
+                self.start_spare()
             try:
                 child.wait_until_ready(self._start_timeout)
             except NoAnswer as error:
-                message = f"a process for {self._what} did not start: {error}"
-                raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
+                raise InfrastructureError(f"a process for {self._what} did not start: {error}") from error
             yield child
         finally:
             with self._changed:

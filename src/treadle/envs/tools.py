@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import to_jsonable_python
 
-from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
+from treadle.core.errors import Cause, ConfigError, TrajectoryFailure, failure_in
 from treadle.core.metrics import Metric
 from treadle.core.rewards import NUMBER, Reward, is_reward
 from treadle.core.types import Message, ToolCall
@@ -58,9 +58,12 @@ class ToolEnvironment(Environment):
 
     The schema of each is made of its signature and docstring: types must be such that pydantic knows, and a line
     `name: text` of the docstring describes the parameter of that name. What a tool returns is the answer, text or
-    JSON; if it is an `EnvStep`, its reward, info and state count, and `done` ends the episode. What it raises (except
-    TrajectoryFailure) is reported to the model as text, as are unknown tools and arguments that do not fit:
-    `env/tool_errors` counts them. A reply without a call is the last one: `answered` grades it.
+    JSON; if it is an `EnvStep`, its reward, info and state count, and `done` ends the episode. What it raises is
+    reported to the model as text, as are unknown tools and arguments that do not fit: `env/tool_errors` counts them. A
+    reply without a call is the last one: `answered` grades it.
+
+    A tool whose server is down raises `treadle.InfrastructureError`: the model reads nothing of it, and the attempt
+    fails without a reward.
 
     tools: what the model may call. max_calls: in one reply; others get an error. max_answer: characters of an answer;
     what is longer is cut.
@@ -115,9 +118,9 @@ class ToolEnvironment(Environment):
             bound = self._bound(call) if number < self.max_calls else _Error(f"at most {self.max_calls} calls a turn")
             try:
                 result = bound if isinstance(bound, _Error) else await _called(bound) if awaits else bound()
-            except TrajectoryFailure:
-                raise
-            except Exception as error:  # noqa: BLE001  # whatever a tool raises is reported to the model
+            except Exception as error:  # whatever else a tool raises is reported to the model
+                if failure_in(error):
+                    raise
                 result = _Error(f"{type(error).__name__}: {error}"[:2000])
             errors += isinstance(result, _Error)
             if isinstance(result, EnvStep):

@@ -8,8 +8,8 @@ from functools import cache
 
 import httpx
 
-from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.core.text import read_json
+from treadle.core.errors import Cause, ConfigError, InfrastructureError, TrajectoryFailure
+from treadle.core.text import keys_in, read_json, redacted
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
 _PASSING = (429, 500, 502, 503, 504)  # statuses that may pass by themselves
@@ -36,7 +36,8 @@ class RetrievalClient:
     async def search(self, query: str, topk: int) -> list[str]:
         """Return the contents of at most `topk` passages, best first.
 
-        Raises TrajectoryFailure of cause environment: an outage longer than `patience`, or an answer that is none.
+        Raises InfrastructureError for an outage longer than `patience`, TrajectoryFailure of cause environment for an
+        answer that is none.
         """
         loop = asyncio.get_running_loop()
         end, pause = loop.time() + self._patience, _FIRST_PAUSE
@@ -54,7 +55,7 @@ class RetrievalClient:
                 least = float(retry_after) if retry_after.isdecimal() else 0.0  # it may be a date
             wait = max(pause, least)
             if loop.time() + wait >= end:
-                raise self._failure(f"no answer for {self._patience:g} s, at last: {problem}")
+                raise InfrastructureError(self._said(f"no answer for {self._patience:g} s, at last: {problem}"))
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -64,18 +65,22 @@ class RetrievalClient:
     def _contents(self, response: httpx.Response) -> list[str]:
         """Return the contents of the documents, which come with scores or bare."""
         if response.status_code != 200:
-            raise self._failure(f"status {response.status_code}: {response.text:.200}")
+            raise self._failure(f"status {response.status_code}: {redacted(response.text, *keys_in(self._url)):.200}")
         try:
             [row] = read_json(response.text)["result"]
             contents = [document.get("document", document)["contents"] for document in row]
             if wrong := [text for text in contents if not isinstance(text, str)]:
                 raise ValueError(f"contents {wrong[0]!r:.60} are no text")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._failure(f"it answered {response.text!r:.200}, which is no result of one query") from error
+            text = redacted(response.text, *keys_in(self._url))
+            raise self._failure(f"it answered {text!r:.200}, which is no result of one query") from error
         return contents
 
     def _failure(self, problem: str) -> TrajectoryFailure:
-        return TrajectoryFailure(Cause.ENVIRONMENT, f"the retrieval server at {self._url}: {problem}")
+        return TrajectoryFailure(Cause.ENVIRONMENT, self._said(problem))
+
+    def _said(self, problem: str) -> str:
+        return redacted(f"the retrieval server at {self._url}: {problem}", *keys_in(self._url))
 
 
 @cache

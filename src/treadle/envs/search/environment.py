@@ -165,7 +165,7 @@ class Search(Environment):
         return task.prompt
 
     async def step(self, text: str) -> EnvStep:
-        """Search, or end. Raises TrajectoryFailure (environment) if the retrieval server is out."""
+        """Search, or end. Raises InfrastructureError if the retrieval server is down."""
         reply = self._protocol.cut(text)
         self._replies.append(reply)
         if self._protocol.is_final(reply) or len(self._replies) >= self._last_turn:

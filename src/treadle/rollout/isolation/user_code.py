@@ -23,8 +23,9 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import treadle.core
-from treadle.core.errors import Cause, TrajectoryFailure
+from treadle.core.errors import Cause, TrajectoryFailure, failure_in
 from treadle.core.metrics import Measures
+from treadle.core.text import redacted
 
 T = TypeVar("T")
 
@@ -152,10 +153,10 @@ def is_async(function: object) -> bool:
 
 
 def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailure:
-    """Return a failure of this cause for an exception of user code; a TrajectoryFailure keeps its own cause."""
+    """Return a failure of this cause for an exception; a TrajectoryFailure keeps its own cause, also in a group."""
     try:
-        if isinstance(error, TrajectoryFailure):
-            return TrajectoryFailure(error.cause, error.message, error.traceback or user_traceback(error))
+        if (failed := failure_in(error)) is not None:
+            return TrajectoryFailure(failed.cause, failed.message, failed.traceback or user_traceback(error))
     except BaseException as worse:  # somebody has tampered with it
         if isinstance(worse, Interrupt):
             raise
@@ -167,8 +168,8 @@ def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailu
 
 
 def raised(what: str, error: BaseException) -> str:
-    """Return `WHAT raised TYPE: TEXT`, with lone surrogates escaped."""
-    return f"{what} raised {type(error).__name__}: {_text(error)}".encode(errors="backslashreplace").decode()
+    """Return `WHAT raised TYPE: TEXT`, without keys that the text may hold, and with lone surrogates escaped."""
+    return redacted(f"{what} raised {type(error).__name__}: {_text(error)}".encode(errors="backslashreplace").decode())
 
 
 def _text(error: BaseException) -> str:
@@ -269,7 +270,7 @@ def user_traceback(error: BaseException) -> str:
             chain += (each.__cause__, each.__context__, *(each.exceptions or ()))
     if not any(each.stack for each in chain if each is not None):
         return ""
-    return "".join(shown.format()).rstrip("\n").encode(errors="backslashreplace").decode()
+    return redacted("".join(shown.format()).rstrip("\n").encode(errors="backslashreplace").decode())
 
 
 def user_place(frames: Iterable[FrameType]) -> str:
