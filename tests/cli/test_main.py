@@ -13,6 +13,7 @@ from typing import NoReturn
 import pyarrow
 import pytest
 
+from tests import forks
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
 from treadle.cli import recipes
@@ -37,6 +38,21 @@ def test_docs_shows_a_page_its_path_and_where_a_word_stands() -> None:
     assert re.search(r"^treadle docs environments +Group rewards$", treadle("docs", "rewards").out, re.MULTILINE)
     wrong = treadle("docs", "enviroments")
     assert wrong.status == 2 and "did you mean 'environments'?" in wrong.err
+
+
+@pytest.mark.parametrize("where", ["cli._parse", "cli.exit_status"])
+def test_ctrl_c_before_a_command_or_while_it_is_reported_ends_without_a_word(where: str) -> None:
+    """PyTorch's exit handlers, which another Ctrl-C would interrupt, are left out."""
+    code = f"""
+import atexit, torch
+from treadle.cli import main as cli
+def interrupted(*_): raise KeyboardInterrupt
+{where} = interrupted
+atexit.register(print, "late")
+cli.main()
+"""
+    done = forks.run([sys.executable, "-c", code, "recipes"])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_nothing_heavy_is_loaded_before_the_inputs_are_checked() -> None:

@@ -325,6 +325,26 @@ def test_a_second_ctrl_c_interrupts_a_loop_that_is_blocked_until_it_ends(monkeyp
     assert swallowed == 2
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_after_a_second_ctrl_c_nothing_else_gets_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "_TO_REACT", 0.02)
+    began = 0
+
+    async def blocking() -> None:
+        nonlocal began
+        began += 1
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(CEILING)
+
+    async def main() -> None:
+        await asyncio.gather(*(blocking() for _ in range(3)))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main(), print)
+    assert began == 1
+
+
 # What blocks
 
 

@@ -15,14 +15,14 @@ from treadle.orchestration.setup.thread_count import wait_passively
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
-    options = _parse(arguments)
     if arguments is None:
         sys.unraisablehook = _report_unraisable
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
     wait_passively()
     try:
+        options = _parse(arguments)
         status = exit_status(options.run, options, f"treadle {options.command}")
-    except KeyboardInterrupt:  # another one, while the first was reported
+    except KeyboardInterrupt:  # before it began, or another one while the first was reported
         status = INTERRUPTED
     if arguments is None and status == INTERRUPTED:
         leave(status)

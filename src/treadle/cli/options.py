@@ -142,13 +142,14 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
     return status
 
 
-def leave(status: int) -> NoReturn:
-    """End this process now: PyTorch's exit handlers take seconds, and show a traceback if Ctrl-C comes meanwhile."""
+def leave(status: int) -> None:
+    """End this process now if PyTorch is loaded, whose exit handlers take seconds; another Ctrl-C changes nothing."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the reader has left
-            stream.flush()
-    os._exit(status)
+    if "torch" in sys.modules:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the reader has left
+                stream.flush()
+        os._exit(status)
 
 
 class Parser(argparse.ArgumentParser):

@@ -155,6 +155,8 @@ def _end(loop: asyncio.AbstractEventLoop, interrupter: _Interrupter, log: Callab
         if interrupts:
             loop.set_exception_handler(lambda *_: None)
             log = _ignore
+        for task in asyncio.all_tasks(loop):  # before any of them gets its next turn
+            task.cancel()
         ending = loop.create_task(_end_tasks(log, _TO_END_INTERRUPTED if interrupts else _TO_END))
         ending.add_done_callback(lambda _: loop.stop())
         while not ending.done() and interrupter.interrupts is interrupts:
@@ -168,10 +170,8 @@ def _ignore(line: str) -> None: ...
 
 
 async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
-    """Cancel all tasks and wait for them to end, except for calls that were already cancelled and did not."""
+    """Wait for cancelled tasks to end, except for calls that were cancelled before and did not."""
     this, loop = asyncio.current_task(), asyncio.get_running_loop()
-    for task in asyncio.all_tasks() - {this}:
-        task.cancel()
     if tasks := asyncio.all_tasks() - {this} - user_code.abandoned_tasks:
         await asyncio.wait(tasks, timeout=seconds)
     await asyncio.wait({loop.create_task(loop.shutdown_asyncgens())}, timeout=seconds)
