@@ -11,6 +11,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,14 @@ pytest.importorskip("httpx")
 from tests.judge.servers import judging
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.text import redacted, without_keys
-from treadle.core.types import StopReason
+from treadle.core.types import Message, StopReason
+from treadle.engines.vllm.server import Server
 from treadle.judge import Criterion, Judge, Limits
 from treadle.rollout import chat_endpoint
 from treadle.rollout.chat_endpoint import ChatEndpoint, JsonEndpoint
+from treadle.rollout.isolation.user_code import attributed, raised
+from treadle.rollout.other_models import RUN_MODELS
+from treadle.rollout.session import OtherReply
 
 NUMBER, KEY = Criterion("good", "Good?", "number"), "sk-Ab/12+cd.34-XyZ"
 
@@ -44,7 +49,7 @@ def in_turn(*answers: Any) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter", "abort", "error", "max_tokens"])
-async def test_a_reply_that_was_cut_is_asked_for_again(reason: str, tmp_path: Any) -> None:
+async def test_a_reply_that_was_cut_is_asked_for_again(reason: str, tmp_path: Path) -> None:
     with judging(in_turn(completion("ANSWER: 1", reason), completion("ANSWER: 10"))) as server:
         judge = Judge(server.url, "m", [NUMBER], cache=tmp_path)
         assert (await judge.grade("Hello.")).components == {"good": 1.0}
@@ -224,7 +229,25 @@ async def test_the_password_of_a_url_is_in_no_error() -> None:
         url = server.url.replace("//", "//me:hunter22@")
         with pytest.raises(TrajectoryFailure, match=r"//\[hidden\]@127.*no \[hidden\] \[hidden\]"):
             await Judge(url, "m", [NUMBER]).grade("Hello.")
-    assert server.headers[0]["Authorization"] == f"Basic {sent}"
+        vllm = Server(url)
+        with pytest.raises(EngineError, match=r"//\[hidden\]@127.*no \[hidden\] \[hidden\]"):
+            await vllm.post("/x", {"messages": []})
+        await vllm.close()
+    assert [headers["Authorization"] for headers in server.headers] == [f"Basic {sent}"] * 2
+
+
+def test_a_key_of_the_environment_is_in_no_failure_of_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a tracker's, or that of an agent's own client."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    try:
+        try:
+            raise KeyError(f"no {KEY}")
+        except KeyError as inner:
+            raise RuntimeError(f"wrong key {KEY}") from inner
+    except RuntimeError as error:
+        failure = attributed(error, "the agent", Cause.AGENT)
+        assert raised("wandb", error) == "wandb raised RuntimeError: wrong key [hidden]"
+    assert "no [hidden]" in failure.traceback and KEY not in failure.traceback + failure.message
 
 
 def test_what_is_no_key_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +257,33 @@ def test_what_is_no_key_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redacted("x abcdefgh-1, http://u:p@h/a@b") == "x [hidden], http://[hidden]@h/a@b"
     assert redacted("mail me@here, http://h/a@b") == "mail me@here, http://h/a@b"
     assert without_keys("\\" * 10**5 + KEY, KEY) == "\\" * (10**5 - 4) + "[hidden]"
+
+
+# A judge without a URL
+
+
+class Cutting:
+    """Models of a run that cut their first reply. asked: the seeds."""
+
+    def __init__(self, reason: StopReason) -> None:
+        self.reason, self.asked = reason, list[int]()
+
+    async def chat(self, model: str, messages: Any, options: Any, seed: int) -> OtherReply:
+        self.asked.append(seed)
+        reason = StopReason.STOP if len(self.asked) > 1 else self.reason
+        return OtherReply(Message(role="assistant", content=f"ANSWER: {len(self.asked)}"), 1, 1, reason)
+
+
+@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.ABORT])
+@pytest.mark.parametrize("policy", [True, False])
+async def test_a_cut_reply_of_a_model_of_the_run_is_asked_for_again(
+    policy: bool, reason: StopReason, tmp_path: Path
+) -> None:
+    models = Cutting(reason)
+    before = RUN_MODELS.set(models)
+    try:
+        judge = Judge(rubric=[NUMBER], policy=True) if policy else Judge(rubric=[NUMBER], path=tmp_path)
+        assert (await judge.grade("Hello.")).components == {"good": 0.2}
+    finally:
+        RUN_MODELS.reset(before)
+    assert len(set(models.asked)) == 2
