@@ -18,7 +18,8 @@ from tests.cli.test_models import PLAIN
 from tests.cli.worlds import ROOT, TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
 from tests.fake_hub import serving_hub
 from tests.orchestration.runs import change_ledger, put_config, updates
-from treadle.cli.train import one_line, print_result
+from tests.worlds import tiny
+from treadle.cli.train import before_after_table, one_line, print_result
 from treadle.core.registry import names
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.layout import Packing
@@ -58,6 +59,25 @@ def test_the_two_trajectories_are_a_task_that_was_learned(
     )
     print_result(json.loads((run / "summary.json").read_text()), run, RunDirectory.open(run).config())
     assert re.findall(r"treadle show \S+ (e\S+)", capsys.readouterr().out) == ["e000000-0003.0", "e000004-0003.0"]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "columns"),
+    [
+        ([(0, 1.0), (0, 0.0), (8, 1.0), (8, 0.0)], ["before, T=1", "after, T=1", "before, greedy", "after, greedy"]),
+        ([(0, 1.0), (0, 0.0), (8, 1.0)], ["before, T=1", "after, T=1", "before, greedy"]),  # greedy switched off
+        ([(0, 1.0), (4, 1.0), (4, 0.0), (8, 1.0), (8, 0.0)], ["before, T=1", "after, T=1", "after, greedy"]),  # and on
+        ([(0, 1.0), (0, 0.0), (4, 1.0), (4, 0.0), (8, 1.0)], ["before, T=1", "after, T=1", "before, greedy"]),
+        ([(0, 1.0), (8, 0.5)], ["before, T=1", "after, T=0.5"]),  # another temperature
+        ([(0, 1.0)], ["before, T=1"]),
+        ([(8, 1.0)], ["after, T=1"]),
+    ],
+)
+def test_before_is_before_and_after_is_after(evaluated: list[tuple[int, float]], columns: list[str]) -> None:
+    figures = {"tasks": 4, "success": 0.5, "failed": 0, "by": {}}
+    results = [{"update": update, "temperature": temperature, **figures} for update, temperature in evaluated]
+    table = before_after_table(results, tiny())
+    assert [column.header for column in table.rich.columns[1:]] == columns
 
 
 # --- wrong input: one line, status 2, no run directory ----------------------------------------------------------------
@@ -206,7 +226,7 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_goes_on(place: Place
     done = finish(start_treadle(*words, before=limit))
     assert done.status == 1, done.out
     assert re.search(r"could not write \S*step-000001.*File too large", done.error)
-    assert "free some space" in done.error and "--resume" in done.error
+    assert "free disk space" in done.error and "--resume" in done.error
     checkpoints = place.runs / "new" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000"]
     resumed = place.train("--resume")

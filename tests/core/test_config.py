@@ -27,6 +27,7 @@ from treadle.core.config import (
     describe_sections,
     dump_yaml,
     load_yaml,
+    parse_yaml,
     paths,
 )
 from treadle.core.errors import ConfigError
@@ -411,3 +412,53 @@ def test_every_field_of_the_library_says_what_it_means(name: str) -> None:
     for config in {m for m in members if isinstance(m, type) and issubclass(m, Config)}:
         silent = [field for field, info in config.model_fields.items() if not info.description]
         assert not silent, f"{name}.{config.__name__}: fields without a description"
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 500))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: " + "[" * 300 + "]" * 300, "f.yaml:1: nested deeper than 64 levels"),
+        ("a: [1,\n" + "[1,\n" * 100_000, "f.yaml:64: nested deeper than 64 levels"),
+        ("a: " + "{a: " * 900 + "}" * 900, "f.yaml:1: nested deeper than 64 levels"),
+        ("\n".join(" " * i + "a:" for i in range(900)), "f.yaml:65: nested deeper than 64 levels"),
+        ("- " * 900 + "x", "f.yaml:1: nested deeper than 64 levels"),
+        (CHAIN, "f.yaml:65: nested deeper than 64 levels"),
+        (BOMB, r"f.yaml:\d: more than 10,000,000 characters, aliases written out; keep data in a file of its own"),
+        ("a: &a {k: &b " + "x" * 100_000 + "}\nb: [" + "*b, " * 100 + "]", "f.yaml:2: more than 10,000,000 characters"),
+        ("a: &a [*a]", "f.yaml:1: 'a' refers to itself"),
+        ("a: &a {b: *a}", "f.yaml:1: 'a' refers to itself"),
+    ],
+)
+def test_yaml_has_limits(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        parse_yaml(text.encode(), "f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("k=" + "[" * 900 + "]" * 900, "nested deeper than 64 levels"),
+        ("k=&a [*a]", "'a' refers to itself"),
+        (".".join("k" * 3000) + "=1", "more than 64 keys"),
+        ('k="\\ud800"', "half a character"),
+    ],
+)
+def test_overrides_have_limits(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        apply_overrides({}, [override])
+    assert len(str(refused.value)) < 300
+
+
+def test_values_that_cannot_be_shown_are_named_all_the_same() -> None:
+    with pytest.raises(ConfigError, match="learning_rate=0xfff"):
+        build(Training, {"steps": 1}, "f.yaml", ["optimizer.learning_rate=0x" + "f" * 10_000])
+
+
+def test_aliases_are_read() -> None:
+    assert parse_yaml(b"a: &a [1, {b: 2}]\nb: *a\nc: {d: *a}", "f.yaml")["c"] == {"d": [1, {"b": 2}]}

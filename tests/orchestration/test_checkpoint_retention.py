@@ -97,6 +97,7 @@ def evaluated(update: int, success: float, temperature: float = 1.0) -> dict[str
         ([evaluated(4, 0.5)], None, 0.5),
         ([evaluated(0, 0.1)], 0.1, None),
         ([evaluated(0, 0.1, 0.0), evaluated(0, 0.2), evaluated(4, 0.6, 0.0)], 0.2, None),
+        ([evaluated(0, 0.1), evaluated(2, 0.4), evaluated(4, 0.6, 0.0)], 0.1, None),  # then switched off
         ([], None, None),
     ],
 )

@@ -1,6 +1,7 @@
 """The model card of an export: figures, settings, base and licence, and nothing of the machine that trained it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,29 @@ def test_where_a_licence_is_found(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: bsd\n---\n")
     assert find_licence({BASE: json.dumps({"path": str(tmp_path)}).encode()}) == "bsd"
     assert find_licence({BASE: json.dumps({"path": str(tmp_path / "gone")}).encode()}) is None
+
+
+HOSTILE = "<img src=x onerror=alert(1)> &lt; [a](javascript:b) ![i](http://c) `` <b>"
+
+
+def test_names_are_shown_and_are_no_html_or_links(tmp_path: Path) -> None:
+    """As a reader of CommonMark sees them: entities and escaped brackets."""
+    hostile = json.dumps(HOSTILE)
+    licence = {"README.md": b"---\nlicense: <script>x</script>\n---\n"}
+    named = [f"recipe={hostile}", f"about={hostile}", f"data.train.source={hostile}", f"environment={hostile}"]
+    lines = card(*named, f"model={{path: {hostile}}}", rows=[], at=1, files=licence)
+    [title] = (line for line in lines if line.startswith("# "))
+    shown = r"# &lt;img src=x onerror=alert(1)&gt; &amp;lt; \[a\](javascript:b) \!\[i\](http://c) \`\` &lt;b&gt;"
+    assert title == shown
+    assert title.removeprefix("# ") in lines  # about
+    assert "That of the base: &lt;script&gt;x&lt;/script&gt;." in lines
+    [trained] = (line for line in lines if line.startswith("Trained with"))
+    spans = re.findall("``` (.*?) ```", trained)  # a fence that the text does not have
+    assert spans == [HOSTILE] * 3 and "<" not in re.sub("``` (.*?) ```", "", trained)
+    fence = lines.index("```yaml")
+    assert not any("<img" in line for line in lines[:fence] if line != trained)
+
+
+def test_usual_names_are_left_alone() -> None:
+    lines = card("recipe=my_run-2.b", rows=[], at=1)
+    assert "# my_run-2.b" in lines

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ pytest.importorskip("bm25s")
 from tests.until import CEILING, until
 from treadle.retrieval.corpus import Hit, Retriever
 from treadle.retrieval.index import Bm25
-from treadle.retrieval.server import Overloaded, RetrievalQueue, make_app
+from treadle.retrieval.server import MOST_BYTES, Overloaded, RetrievalQueue, make_app
 
 PASSAGES = [
     {"id": str(n), "contents": f'"{name}"\n{name} likes {what}'}
@@ -70,15 +70,67 @@ def test_one_query_and_bare_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", {}, {"query": 7}, {"queries": "Anna"}, {"query": "x", "topk": 0}, {"query": "x", "topk": 101}, []]
+    "body", [{}, {"query": 7}, {"queries": "Anna"}, {"query": "x", "topk": 0}, {"query": "x", "topk": 101}, []]
 )
 def test_what_is_no_request_is_refused(body: Any) -> None:
     assert ask(body).status_code == 422
 
 
-@pytest.mark.parametrize("body", [b'{"query": "\xff"}', b"[" * 100_000])
-def test_a_body_that_cannot_be_read_is_refused(body: bytes) -> None:
-    assert ask(body).status_code in (400, 422)
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"query": "x", "topk": NaN}', "'topk' is nan"),
+        (b'{"query": "x", "topk": 1e400}', "'topk' is inf"),
+        (b'{"query": NaN}', "'query' is nan"),
+        (b'{"query": "x", "more": [1, -Infinity]}', "'more.1' is -inf"),
+        (b"NaN", "the value is nan"),
+        (b'{"query": "\\ud800"}', "half a character"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"query": "\xff"}', "utf-8"),
+        (b"{", "not JSON"),
+    ],
+)
+def test_what_is_no_json_is_refused_by_name(body: bytes, problem: str) -> None:
+    response = ask(body)
+    assert response.status_code == 400 and problem in response.json()["detail"]
+
+
+def test_a_request_has_a_largest_size() -> None:
+    body = json.dumps({"query": "Anna", "more": "x" * MOST_BYTES}).encode()
+    response = ask(body)
+    assert response.status_code == 413 and str(MOST_BYTES) in response.json()["detail"]
+    fits = b'{"query": "Anna", "more": "' + b"x" * (MOST_BYTES - 30) + b'"}'
+    assert ask(fits).json() == {"result": [[PASSAGES[0]]]}
+
+
+def test_a_request_without_an_end_is_cut_off() -> None:
+    """Nothing says beforehand how long it is."""
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b" " * 2**20
+
+    async def request() -> int:
+        queue = RetrievalQueue(PASSAGES, Slow())
+        received: list[Any] = []
+        chunks = endless()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+
+        async def send(message: Any) -> None:
+            received.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": [], "query_string": b""}
+        await make_app(queue)(scope, receive, send)
+        queue.close()
+        return int(received[0]["status"])
+
+    assert asyncio.run(request()) == 413
+    assert sent <= MOST_BYTES // 2**20 + 1
 
 
 def test_a_retriever_that_fails_is_an_error_of_the_server() -> None:

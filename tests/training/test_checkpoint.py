@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     save, export = result.stdout.splitlines()
-    assert "could not write" in save and "step-1" in save and "File too large" in save and "free some space" in save
+    assert "could not write" in save and "step-1" in save and "File too large" in save and "free disk space" in save
     assert "could not write" in export and "export" in export
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,8 @@ async () => {
   const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf} =
     await import("/static/sequence.js");
   const {liesUpon} = await import("/static/charts.js");
-  const {filterOf} = await import("/static/run.js");
+  const {filterOf, panelsOf} = await import("/static/run.js");
+  const zeros = panelsOf([{update: 1, reward_mean: 0, success: 0, entropy: 0, failed: 0, kl: null, more: 0}, {update: 2, reward_mean: 0, shaped_reward_mean: null}]);
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
     {parent: 0, depth: 2, ids: [3], steps: [0], sampled: [0], joined: []},
@@ -20,6 +21,7 @@ async () => {
     visible: visible("a\u202eb\x1b[1m\n\t🧵\ud800"),
     figures: [0.41234, 12345.6, 3.14e-6, null, NaN, 7].map((value) => figure(value)),
     duration: duration(4000),
+    zeros: [zeros.panels.map((panel) => [panel.title, panel.own]), zeros.rest],
     smoothed: smoothed([1, null, 3, 5], 3),
     band: band([[[1, 2], [2, 4]], [[2, 6], [3, 1]]]),
     aligned: aligned([{points: [[2, 5]]}, {points: [[1, 3]]}]),

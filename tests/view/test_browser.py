@@ -314,6 +314,8 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert found["visible"] == "a\\u202eb\\x1b[1m\n\t🧵\\ud800"
     assert found["figures"] == ["0.412", "12,346", "3.1e-6", "–", "–", "7"]
     assert found["duration"] == "67 min"
+    panels = [["Reward", ["reward_mean"]], ["Success in training", ["success"]], ["Entropy", ["entropy"]]]
+    assert found["zeros"] == [panels, ["failed", "more"]]
     assert found["smoothed"] == [1, None, 4, 4]
     assert found["band"] == {"mean": [[2, 5]], "low": [[2, 4]], "high": [[2, 6]]}
     assert found["aligned"] == [[1, 2], [None, 5], [3, None]]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from treadle.cli.console import Console
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError, TreadleError
+from treadle.core.files import is_refused, refusal
 from treadle.core.registry import extra_of, how_to_install
 from treadle.core.text import escape_text
 from treadle.orchestration.store.address import run_path
@@ -126,7 +127,8 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         path = error.filename2 or error.filename
         problem, status = f"{path} is a directory where a file belongs; move it away, or name another file", 1
     except OSError as error:
-        problem, status = str(error), 1
+        path = re.sub(r"\.([^/]+?)(\.\d+)?\.tmp$", r"\1", str(error.filename2 or error.filename or ""))  # what is meant
+        problem, status = f"{path}: {refusal(error)}" if is_refused(error) and path else str(error), 1
     except MemoryError as error:  # also of pyarrow's, where `ulimit -v` refuses an allocation
         problem, status = f"out of memory: {error}" if str(error) else "out of memory", 1
     except sqlite3.Error as error:

@@ -216,7 +216,10 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
     for temperature in dict.fromkeys(r["temperature"] for r in results):
         same = [r for r in results if r["temperature"] == temperature]
         how = "greedy" if temperature == 0 else f"T={temperature:g}"
-        columns |= {f"before, {how}": same[0], f"after, {how}": same[-1]}
+        if same[0]["update"] == 0:
+            columns[f"before, {how}"] = same[0]
+        if 0 < same[-1]["update"] == results[-1]["update"]:  # else it was switched off, or changed, on a resume
+            columns[f"after, {how}"] = same[-1]
     table = make_table(first, *columns, title=f"held-out success, {results[0]['tasks']} tasks", text=(first,))
     for key in results[0]["by"]:
         table.add_row(key, *(shown(c["by"].get(key)) for c in columns.values()))
@@ -231,6 +234,8 @@ def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
     first, last = (f"e{result['update']:06d}{mark}" for result in (sampled[0], sampled[-1]))
+    if first == last:
+        return
     section = config.evaluation
     pair = RunDirectory(path).ledger().before_and_after(first, last, section.success_at, section.success_of)
     for when, trajectory in zip(("before", "after"), pair or (), strict=False):

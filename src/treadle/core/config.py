@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args
 
@@ -23,7 +24,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from treadle.core.errors import ConfigError
-from treadle.core.text import escape_text
+from treadle.core.text import DEEPEST, escape_text, json_problem
 
 C = TypeVar("C", bound="Config")
 Location = tuple[int | str, ...]
@@ -62,10 +63,56 @@ class FieldLine(NamedTuple):
 # YAML
 
 
+_MOST_CHARACTERS = 10_000_000  # of a file, or of a value on the command line, aliases written out
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars instead of 1.1's: 5e-4 is a float; yes, on, 1:30 and 2024-01-01 are strings."""
+    """YAML 1.2's scalars instead of 1.1's: 5e-4 is a float; yes, on, 1:30 and 2024-01-01 are strings.
+
+    Refuses more than `DEEPEST` levels and more than `_MOST_CHARACTERS`: a few lines of aliases can stand for gigabytes.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's own declaration
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open = 0  # nodes around the one that is composed
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # characters, levels
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if self._open > DEEPEST:
+            raise self._refusal(f"nested deeper than {DEEPEST} levels", event.start_mark)
+        self._open += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._open -= 1
+        if isinstance(event, yaml.AliasEvent) and node not in self._extents:
+            raise self._refusal(f"{event.anchor!r} refers to itself", event.start_mark)
+        if node is not None and node not in self._extents:
+            self._extents[node] = self._extent(node)
+        return node
+
+    @staticmethod
+    def _refusal(why: str, mark: Any) -> yaml.MarkedYAMLError:
+        return yaml.MarkedYAMLError(None, None, why, mark)
+
+    def _extent(self, node: yaml.Node) -> tuple[int, int]:
+        """Return how many characters and levels a node has. Raises MarkedYAMLError for too many."""
+        if isinstance(node, yaml.ScalarNode):
+            problem, characters, levels = json_problem(node.value), 1 + len(node.value), 0
+        else:
+            nodes = node.value if isinstance(node, yaml.SequenceNode) else chain.from_iterable(node.value)
+            extents = [self._extents[each] for each in nodes]
+            problem, characters = None, 1 + sum(each for each, _ in extents)
+            levels = 1 + max((each for _, each in extents), default=0)
+        why = str(problem or "")
+        if levels > DEEPEST:
+            why = f"nested deeper than {DEEPEST} levels"
+        elif characters > _MOST_CHARACTERS:
+            why = f"more than {_MOST_CHARACTERS:,} characters, aliases written out; keep data in a file of its own"
+        if why:
+            raise self._refusal(why, node.start_mark)
+        return characters, levels
 
 
 class _Dumper(yaml.SafeDumper):
@@ -78,7 +125,7 @@ class _Dumper(yaml.SafeDumper):
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]+", list("-+0123456789")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F_]{1,64}", list("-+0123456789")),
     (
         "float",
         r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+|[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+)"
@@ -182,8 +229,10 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(f"override {override!r} must look like key.path=value")
-        value = _parse(text, f"override {override!r}", "; quote the value if it is a string")
+            raise ConfigError(f"override {override!r:.200} must look like key.path=value")
+        if len(keys) > DEEPEST:
+            raise ConfigError(f"override {override!r:.200} has more than {DEEPEST} keys")
+        value = _parse(text, f"override {override!r:.200}", "; quote the value if it is a string")
         result = _with(result, keys, value, override, depth=0)
     return result
 

@@ -10,6 +10,7 @@ of it is changed, some file is no longer the one it lists. A ledger, where there
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from treadle.core.errors import DamageError, RemovedError
+from treadle.core.errors import DamageError, RemovedError, RunError
 
 MANIFEST = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -79,6 +80,32 @@ def write_atomically(path: Path, content: bytes) -> str:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
     return sha256_of(content)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def refusal(error: OSError, elsewhere: str = "choose another place, or make it writable") -> str:
+    """Return what the system refused and what to do about it: "Read-only file system; choose another place, or ...".
+
+    elsewhere: what to do, unless there is no room.
+    """
+    return f"{error.strerror or error}; {'free disk space' if error.errno in _NO_ROOM else elsewhere}"
+
+
+def is_refused(error: OSError) -> bool:
+    """Return whether the system does not let this process write there, or read."""
+    return error.errno in (*_NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def make_room_in_cache(target: Path) -> None:
+    """Make the directory of something in the cache. Raises RunError where nothing can be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(target)
+    except OSError as error:
+        elsewhere = "set TREADLE_CACHE to a directory that can be written"
+        raise RunError(f"could not write to the cache {str(target.parent)!r}: {refusal(error, elsewhere)}") from error
 
 
 def check_writable(path: Path) -> None:

@@ -241,8 +241,9 @@ class ArrowTasks(LazyTasks):
                         writer.write_batch(batch)
                 return pa.ipc.open_file(pa.memory_map(file.name))
         except OSError as error:
+            why = error.strerror or error
             raise ConfigError(
-                f"could not write to {tempfile.gettempdir()}: {error}; set TMPDIR to a directory with room"
+                f"could not write to {tempfile.gettempdir()}: {why}; set TMPDIR to a directory with room"
             ) from error
 
     def _checked_batches(self) -> Iterator[Any]:

@@ -90,7 +90,9 @@ class WeightsFile:
                 path, written, ((name, to_host(tensor, self.dtype)) for name, tensor in weights), {"format": "pt"}
             )
         except OSError as error:
-            raise EngineError(f"could not write weights to {folder}: {error}; {self.remedy}") from error
+            raise EngineError(
+                f"could not write weights to {folder}: {error.strerror or error}; {self.remedy}"
+            ) from error
         return StagedFile(path, {name: tuple(tensor.shape) for name, tensor in written.items()})
 
     def discard(self) -> None:

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from treadle.core.errors import DamageError, DownloadError, RunError
-from treadle.core.files import Manifest, remove_at_once
+from treadle.core.files import Manifest, make_room_in_cache, remove_at_once
 from treadle.models.model_cache import (
     PACKAGED,
     ModelSource,
@@ -67,7 +67,7 @@ def _workplace(log: Log) -> Iterator[Path]:
     What a process that was killed left behind is removed before.
     """
     root = converted_models()
-    root.mkdir(parents=True, exist_ok=True)
+    make_room_in_cache(root / ".lock")
     with (root / ".lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

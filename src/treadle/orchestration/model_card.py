@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,24 +41,35 @@ def model_card(config: RunConfig, rows: Sequence[Mapping[str, Any]], update: int
         **({"base_model": base.partition("@")[0]} if is_hub_name(base) else {}),
         **({"license": licence} if licence and not _LICENCE_FILE.fullmatch(licence) else {}),
     }
-    start = f"`{_name(base)}`" if base else "random weights"
-    sources = ", ".join(f"`{_name(source.source)}`" for source in sources_of(config.data.train))
-    player = next((f", {key} `{name}`" for key in _PLAYERS if (name := getattr(config, key))), "")
+    start = _code(_name(base)) if base else "random weights"
+    sources = ", ".join(_code(_name(source.source)) for source in sources_of(config.data.train))
+    player = next((f", {key} {_code(name)}" for key in _PLAYERS if (name := getattr(config, key))), "")
     blocks: list[Iterable[str]] = [
         ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---"],
-        [f"# {config.recipe}"],
+        [f"# {_plain(config.recipe)}"],
         [f"Trained with Treadle {__version__} from {start}, {update} updates. Tasks: {sources}{player}."],
-        [config.about],
+        [_plain(config.about)],
         ["## Results"],
         _table(config, rows, update),
         ["## Settings"],
         ["What differs from Treadle's defaults, and changes what is learned:"],
         ["```yaml", *_settings(config), "```"],
         ["## Licence"],
-        [f"That of the base: {licence}." if licence else "The files of the base name none."],
+        [f"That of the base: {_plain(licence)}." if licence else "The files of the base name none."],
     ]
     texts = ("\n".join(map(escape_line, block)) for block in blocks)
     return ("\n\n".join(text for text in texts if text) + "\n").encode()
+
+
+def _plain(text: str) -> str:
+    """Return Markdown that shows the text as it is, without HTML, links and images."""
+    return html.escape(re.sub(r"[\\`*\[\]!|~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text), quote=False)
+
+
+def _code(text: str) -> str:
+    """Return a code span of the text, whose fence is longer than any in the text."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
 
 
 _PLAYERS = ("environment", "reward", "agent", "driver")

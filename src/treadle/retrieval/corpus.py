@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.core.errors import ConfigError, DataError
+from treadle.core.text import read_json
 
 Progress = Callable[[str, int, int], None]
 """Reports progress on an index: what is done (`passages read`), how many so far, and of how many."""
@@ -79,7 +79,7 @@ class Corpus:
         start, end = self._spans[number].tolist()
         where = f"{self.path}: row {number} (counted from 0)"
         try:
-            row = json.loads(self._bytes[start:end])
+            row = read_json(self._bytes[start:end].decode("utf-8-sig"))
         except ValueError as error:
             raise DataError(f"{where}: not JSON: {error}; write one object a line") from error
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str):

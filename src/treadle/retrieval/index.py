@@ -15,7 +15,7 @@ import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
 
 from treadle.core.errors import ConfigError, DataError
-from treadle.core.files import cache_directory
+from treadle.core.files import cache_directory, make_room_in_cache
 from treadle.retrieval.corpus import Corpus, Hit, Progress, Retriever, find_rows, no_progress, top_hits
 
 _WORD = re.compile(r"\w+")
@@ -118,7 +118,7 @@ def _fingerprint(*paths: Path) -> str:
 def _cached(target: Path, write: Callable[[Path], None]) -> Path:
     """Return the path of a file or directory, written first if it is not there: it is complete or absent."""
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_room_in_cache(target)
         with TemporaryDirectory(prefix=".building-", dir=target.parent) as building:
             write(Path(building) / target.name)
             try:

@@ -16,9 +16,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from treadle.core.errors import TreadleError
+from treadle.core.text import read_json
 from treadle.retrieval.corpus import Corpus, Passage, Retriever
 
 
@@ -115,6 +116,9 @@ class RetrievalQueue:
 MOST_PASSAGES = 100
 """Largest `topk`."""
 
+MOST_BYTES = 16 * 2**20
+"""Largest request."""
+
 
 class RetrieveRequest(BaseModel):
     """Body of a request: `queries`, or one `query`, whose result is a list of one. `queries` goes first."""
@@ -142,7 +146,15 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
     app = FastAPI(title="Treadle retrieval", lifespan=lifespan)
 
     @app.post("/retrieve")
-    async def retrieve(request: RetrieveRequest) -> Response:
+    async def retrieve(http: Request) -> Response:
+        try:
+            request = RetrieveRequest.model_validate(read_json((await _body(http)).decode()))
+        except _TooLarge as error:
+            return _json({"detail": str(error)}, 413)
+        except ValidationError as error:
+            return _json({"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422)
+        except ValueError as error:
+            return _json({"detail": f"the body is not JSON in UTF-8: {error}"}, 400)
         try:
             queries = request.queries if request.queries is not None else [str(request.query)]
             results = await queue.search(queries, request.topk or topk)
@@ -154,16 +166,26 @@ def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
         ]
         return _json({"result": rows})
 
-    @app.exception_handler(UnicodeDecodeError)
-    @app.exception_handler(RecursionError)
-    async def unreadable(_: Request, error: Exception) -> Response:
-        return _json({"detail": f"the body is not JSON in UTF-8: {type(error).__name__}"}, 400)
-
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
 
     return app
+
+
+class _TooLarge(ValueError):
+    pass
+
+
+async def _body(request: Request) -> bytes:
+    """Return the request's body. Raises _TooLarge, before the rest of it is read."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MOST_BYTES:
+            raise _TooLarge(f"the request is larger than {MOST_BYTES} bytes; ask for fewer queries at once")
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -30,7 +30,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from treadle.core.errors import CheckpointError
-from treadle.core.files import MANIFEST, Content, Manifest, NewDirectory, new_directory, remove_at_once, sha256_of
+from treadle.core.files import (
+    MANIFEST,
+    Content,
+    Manifest,
+    NewDirectory,
+    new_directory,
+    refusal,
+    remove_at_once,
+    sha256_of,
+)
 from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_config
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -335,9 +344,8 @@ def _as_checkpoint_error(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"could not write {final}: {error}; if the disk is full, free some space (a run then goes on with --resume)"
-        ) from error
+        resumes = " (the run then goes on with --resume)" if final.name.startswith("step-") else ""
+        raise CheckpointError(f"could not write {final}: {refusal(error)}{resumes}") from error
 
 
 @contextmanager

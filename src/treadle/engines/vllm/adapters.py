@@ -104,7 +104,9 @@ class AdapterFile:
             self.directory.mkdir()
             write_tensors(self.directory / ADAPTER_WEIGHTS, described, weights, {"format": "pt"})
         except OSError as error:
-            raise EngineError(f"could not write an adapter to {self.directory}: {error}; make room there") from error
+            raise EngineError(
+                f"could not write an adapter to {self.directory}: {error.strerror or error}; make room there"
+            ) from error
 
 
 class AdapterPublication:

@@ -156,9 +156,13 @@ def run_summary(
     sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]
 
-    def success(results: list[dict[str, Any]], at: int) -> float | None:
-        ended = at == 0 or not stopped_early
-        return results[at]["success"] if results and ended and (results[at]["update"] == 0) == (at == 0) else None
+    last = state.evaluations[-1]["update"] if state.evaluations and not stopped_early else 0
+
+    def before(results: list[dict[str, Any]]) -> float | None:
+        return results[0]["success"] if results and results[0]["update"] == 0 else None
+
+    def after(results: list[dict[str, Any]]) -> float | None:  # none if it was switched off, or changed, on a resume
+        return results[-1]["success"] if results and 0 < results[-1]["update"] == last else None
 
     return {
         "run": str(run),
@@ -166,10 +170,10 @@ def run_summary(
         "seed": config.seed,
         "updates": state.update,
         "stopped_early": stopped_early,
-        "held_out_success_before": success(sampled, 0),
-        "held_out_success_after": success(sampled, -1),
-        "held_out_greedy_before": success(greedy, 0),
-        "held_out_greedy_after": success(greedy, -1),
+        "held_out_success_before": before(sampled),
+        "held_out_success_after": after(sampled),
+        "held_out_greedy_before": before(greedy),
+        "held_out_greedy_after": after(greedy),
         "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
         "evaluations": list(state.evaluations),
         "warm_start": warm_start,

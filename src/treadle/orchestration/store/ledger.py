@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import RunError
-from treadle.core.files import WrittenFile, sha256_of, write_atomically
+from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
 from treadle.orchestration.config import SCHEMA_VERSION
@@ -217,7 +217,9 @@ class Ledger(LedgerReader):
             self.note_files([after] if before is None else [WrittenFile(_COPY_BEFORE, before), after])
             write_atomically(self._copy, content)
         except OSError as error:
-            raise RunError(f"could not write {self._copy}: {error}; free disk space, then --resume") from error
+            raise RunError(
+                f"could not write {self._copy}: {refusal(error, 'make it writable')}, then --resume"
+            ) from error
 
     def backup(self, path: Path) -> None:
         """Write the ledger, as it is now, to a new file of its own, without WAL."""

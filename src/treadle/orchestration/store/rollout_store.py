@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from treadle.core.errors import DataError, RunError
-from treadle.core.files import WrittenFile, read_proven, write_atomically
+from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
 from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
@@ -92,7 +92,7 @@ def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
     try:
         return WrittenFile(name, write_atomically(final, bytes(sink.getvalue())))
     except OSError as error:
-        raise RunError(f"could not write {final}: {error}; free disk space, then --resume") from error
+        raise RunError(f"could not write {final}: {refusal(error, 'make it writable')}, then --resume") from error
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from treadle.core.config import build, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
-from treadle.core.files import WrittenFile, sha256_of, write_atomically
+from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.text import checked_json, is_unfinished, parse_checked_json
 from treadle.orchestration.config import SCHEMA_VERSION, RunConfig, without_version
 from treadle.orchestration.store.ledger import Ledger
@@ -111,7 +111,8 @@ class RunDirectory:
         except FileExistsError as error:  # by another process, just now
             raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
         except OSError as error:
-            raise RunError(f"could not create run directory {str(path)!r}: {error}") from error
+            elsewhere = "choose another place (--runs, in Python run=)"
+            raise RunError(f"could not create run directory {str(path)!r}: {refusal(error, elsewhere)}") from error
         return run
 
     @property
@@ -217,7 +218,9 @@ class RunDirectory:
             for name, content in named.items():
                 write_atomically(self.path / name, content)
         except OSError as error:
-            raise RunError(f"could not write {self.config_file}: {error}; free disk space, then --resume") from error
+            raise RunError(
+                f"could not write {self.config_file}: {refusal(error, 'make it writable')}, then --resume"
+            ) from error
 
     def lock(self) -> None:
         """Claim the run for this process. Raises RunError if another process is training it."""
@@ -225,6 +228,9 @@ class RunDirectory:
             file = (self.path / "lock").open("a+")
         except IsADirectoryError as error:
             raise RunError(f"{self.path / 'lock'} is a directory, and must be a file or missing; remove it") from error
+        except OSError as error:
+            elsewhere = "make it writable, or go on in a copy of the run"
+            raise RunError(f"could not lock run directory {str(self.path)!r}: {refusal(error, elsewhere)}") from error
         for attempts_left in reversed(range(_LOCK_ATTEMPTS)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -307,7 +313,7 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(checked_json(row) + "\n")
     except OSError as error:
-        raise RunError(f"could not write {path}: {error}; free disk space, then --resume") from error
+        raise RunError(f"could not write {path}: {refusal(error, 'make it writable')}, then --resume") from error
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -349,8 +355,8 @@ def make_directory(runs: Path, config: RunConfig) -> Path:
             return path
         except OSError as error:
             if not path.is_dir():
-                what = error.strerror or error
-                raise RunError(f"could not create run directory {str(path)!r}: {what}; choose other --runs") from error
+                what = refusal(error, "choose other --runs")
+                raise RunError(f"could not create run directory {str(path)!r}: {what}") from error
 
 
 def _config_content(config: RunConfig) -> bytes:

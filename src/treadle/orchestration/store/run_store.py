@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from treadle.core.errors import RunError
-from treadle.core.files import WrittenFile, sync_file
+from treadle.core.files import WrittenFile, refusal, sync_file
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Group, Trajectory
 from treadle.orchestration.store.ledger import Ledger
@@ -115,7 +115,9 @@ def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
             shutil.copyfile(run.ledger_file, unfinished)
             unfinished.replace(local)
     except OSError as error:
-        raise RunError(f"orchestration.ledger_directory={directory}: {error}; give a directory to write to") from error
+        raise RunError(
+            f"orchestration.ledger_directory={directory}: {refusal(error, 'give a directory to write to')}"
+        ) from error
     with closing(Ledger(local, copy=run.ledger_file)) as ledger:
         ledger.copy_out()  # from now on this ledger knows the copy as its own
         try:

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treadle.core.errors import Cause, ConfigError, DataError, RunError, TreadleError
-from treadle.core.files import new_directory
+from treadle.core.files import new_directory, refusal
 from treadle.core.outcomes import NOT_PLAYED, was_played
 from treadle.core.text import read_json
 from treadle.core.types import Failure, Message, Status, Task, Trajectory
@@ -152,7 +152,7 @@ def _unless_refused(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"could not write {path}: {error}; choose another place or free disk space") from error
+        raise RunError(f"could not write {path}: {refusal(error)}") from error
 
 
 @contextmanager

@@ -7,14 +7,14 @@ import {counted, duration, figure, percent} from "pages/format.js";
 import {DoesNow, Facts, Problems, StatePill, Tabs, Waiting, useChoice} from "pages/parts.js";
 import {link} from "pages/sequence.js";
 
-/** Panels of metrics, by name or pattern; what no panel has comes behind them. */
+/** Panels of metrics, by name or pattern; what no panel has comes behind them. zero: shown even while all values are 0. */
 export const PANELS = [
-  {title: "Reward", names: ["reward_mean", "shaped_reward_mean"]},
-  {title: "Reward by component", names: [/^reward_.+_mean$/]},
-  {title: "Success in training", names: ["success", /^pass_at_/], share: true},
+  {title: "Reward", names: ["reward_mean", "shaped_reward_mean"], zero: true},
+  {title: "Reward by component", names: [/^reward_.+_mean$/], zero: true},
+  {title: "Success in training", names: ["success", /^pass_at_/], share: true, zero: true},
   {title: "Sampled tokens per trajectory", names: ["completion_tokens_mean", "completion_tokens_max"]},
   {title: "Steps per trajectory", names: ["steps_mean", "steps_max"]},
-  {title: "Entropy", names: ["entropy"]},
+  {title: "Entropy", names: ["entropy"], zero: true},
   {title: "Log-prob gap, engine and learner", names: ["logprob_gap_mean", "logprob_gap_max", /^logprob_gap_lag_/]},
   {title: "KL", names: ["kl", "logprob_gap_kl"]},
   {title: "Clipped and corrected", names: ["clip_fraction", "correction_masked_fraction", "value_clip_fraction"]},
@@ -26,12 +26,12 @@ export const PANELS = [
   {title: "Attempts that failed", names: ["failed", /^failed_/, "refused", "warnings"]},
   {title: "Groups without a signal", names: ["zero_advantage_groups", "equal_reward_groups"], share: true},
   {title: "Tokens computed and trained", names: ["packed_tokens", "trainable_tokens"]},
-  {title: "Gradient norm", names: ["gradient_norm"]},
+  {title: "Gradient norm", names: ["gradient_norm"], zero: true},
   {title: "Learning rate", names: ["learning_rate"]},
   {title: "How attempts end", names: [/^ended_/], share: true},
   {title: "How completions end", names: [/^last_stop_/], share: true},
   {title: "The engine's share of an attempt", names: ["engine_share"], share: true},
-  {title: "Environment metrics", names: [/^env\//]},
+  {title: "Environment metrics", names: [/^env\//], zero: true},
 ];
 const NEVER = /^(kind|update|version|wall_seconds|cpu_seconds|seconds_)/;
 
@@ -50,9 +50,10 @@ export function panelsOf(updates) {
   const found = [];
   for (const panel of PANELS) {
     const own = names.filter((name) => left.has(name) && panel.names.some((n) => typeof n === "string" ? n === name : n.test(name))
-      && updates.some((row) => row[name] !== null));
+      && updates.some((row) => typeof row[name] === "number"));
+    if (!own.some((name) => panel.zero || updates.some((row) => row[name]))) continue;
     own.forEach((name) => left.delete(name));
-    if (own.some((name) => updates.some((row) => row[name]))) found.push({...panel, own});
+    found.push({...panel, own});
   }
   return {panels: found, rest: [...left].filter((name) => updates.some((row) => typeof row[name] === "number"))};
 }
