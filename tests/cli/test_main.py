@@ -85,7 +85,7 @@ FAILURES: dict[str, tuple[Callable[[], object], str]] = {
     "an extra": (missing("torch"), "error: treadle recipes needs torch; install it with: pip install 'treadle[train]'"),
     "the system": (
         failing(PermissionError(13, "Permission denied", "/locked/config.yaml")),
-        "error: [Errno 13] Permission denied: '/locked/config.yaml'",
+        "error: /locked/config.yaml: Permission denied; choose another place, or check its permissions",
     ),
     "reading a directory": (Path("metrics.jsonl").read_bytes, DIRECTORY),
     "writing a directory": (lambda: write_atomically(Path("metrics.jsonl"), b""), DIRECTORY),

@@ -80,9 +80,9 @@ def test_a_converted_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.EROFS, "choose another place, or make it writable"),
-        (errno.EACCES, "choose another place, or make it writable"),
-        (errno.EPERM, "choose another place, or make it writable"),
+        (errno.EROFS, "choose another place, or check its permissions"),
+        (errno.EACCES, "choose another place, or check its permissions"),
+        (errno.EPERM, "choose another place, or check its permissions"),
         (errno.ENOSPC, "free disk space"),
         (errno.EFBIG, "free disk space"),
     ],

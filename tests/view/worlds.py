@@ -158,7 +158,7 @@ def record_hostile(path: Path, tokenizer: Path) -> Path:
     steps = [make_step(prompt, [*plain_ids(text), 5 + 0xE2, END]) for text in texts]  # 0xE2: half a character
     own = replace(
         make_group(0, attempt(0, 0, steps), attempt(0, 1, steps[:1], None)),
-        task=Task(f"../../{SCRIPT}{TURNED}", (user(f"{SCRIPT}{TURNED}\ud800{LONG_LINE}"),), extras={"evil": ESCAPES}),
+        task=Task(f"../../{SCRIPT}{TURNED}", (user(f"{SCRIPT}{TURNED}{LONG_LINE}"),), extras={"evil": ESCAPES}),
     )
     with closing(Ledger(run.ledger_file)) as ledger:
         ledger.record([own], "train", 0, write_shard(run.rollouts, "train-g000000", [own]))

@@ -128,7 +128,8 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         problem, status = f"{path} is a directory where a file belongs; move it away, or name another file", 1
     except OSError as error:
         path = re.sub(r"\.([^/]+?)(\.\d+)?\.tmp$", r"\1", str(error.filename2 or error.filename or ""))  # what is meant
-        problem, status = f"{path}: {refusal(error)}" if is_refused(error) and path else str(error), 1
+        remedy = "choose another place, or check its permissions"
+        problem, status = f"{path}: {refusal(error, remedy)}" if is_refused(error) and path else str(error), 1
     except MemoryError as error:  # also of pyarrow's, where `ulimit -v` refuses an allocation
         problem, status = f"out of memory: {error}" if str(error) else "out of memory", 1
     except sqlite3.Error as error:
