@@ -55,7 +55,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ),
     (
         "orchestration/store/resume.py",
-        'row["newest_version"] <= newest',
+        "last <= newest",
         "True",
         "orchestration/test_damage.py",
     ),
@@ -194,8 +194,13 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "orchestration/test_ledger.py::test_states_of_a_batch_from_recording_to_checkpoint"),
     ("orchestration/store/ledger_reader.py", "(SELECT max(rowid) FROM groups h", "(SELECT min(rowid) FROM groups h",
      "orchestration/test_damage.py"),
-    ("orchestration/store/resume.py", 'oldest <= row["oldest_version"]', 'oldest < row["oldest_version"]',
+    ("orchestration/store/resume.py", "oldest <= first", "oldest < first",
      "orchestration/test_damage.py"),
+    ("orchestration/store/resume.py", "or not pinned", "or True", "orchestration/test_damage.py"),
+    ("orchestration/sampling/rollout_scheduler.py", "self._config.pinned is not None", "False",
+     "orchestration/test_lora.py::test_an_attempt_of_two_versions_is_recorded_as_failed_and_never_trained"),
+    ("rollout/session.py", "or versions <= self._versions", "or versions", "rollout/test_replay.py"),
+    ("engines/torch/pinned.py", "if version in self._engines:", "if False:", "engines/test_pinned.py"),
     ("orchestration/store/checkpoint_retention.py", '-row["update"])', 'row["update"])',
      "orchestration/test_checkpoint_retention.py::"
      "test_the_best_is_the_earliest_of_equals_at_the_evaluations_temperature"),
