@@ -283,6 +283,22 @@ def test_evaluations_are_compared_task_by_task(get: Get, recorded: Path, tmp_pat
     get("tasks", 404, before="recorded", after="recorded", second="e000007")
 
 
+def test_failed_attempts_are_no_losses(tmp_path: Path) -> None:
+    """Neither one that was retried nor the only one at a task."""
+    path = record_run(tmp_path / "recorded")
+    names = [name for _, name, *_ in ledger(path, "PRAGMA table_info(trajectories)")]
+    put = {"trajectory_id": "'e000001-0000.1'", "attempt": "1", "reward": "NULL", "status": "'failed'"}
+    change_ledger(
+        path,
+        f"INSERT INTO trajectories SELECT {', '.join(put.get(name, name) for name in names)} FROM trajectories "
+        "WHERE trajectory_id = 'e000001-0000.0'",
+        "UPDATE trajectories SET reward = NULL, status = 'failed' WHERE trajectory_id = 'e000001-0001.0'",
+    )
+    found = asking(path)("tasks", before="recorded", after="recorded")
+    changes = {row["after"]["task_id"]: (row["change"], row["solved"]) for row in found["rows"]}
+    assert changes == {"h0": ("gained", [0, 1]), "h1": ("ungraded", [0, None]), "h2": ("unchanged", [0, 0])}
+
+
 def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
     other = record_run(tmp_path / "other", "training.optimizer.learning_rate=0.5", updates=3)
     twin = record_run(tmp_path / "twin", "seed=9")

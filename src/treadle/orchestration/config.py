@@ -87,7 +87,7 @@ KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
 class EvaluationConfig(Config):
-    """How held-out tasks are played."""
+    """How held-out tasks are played. `failures.causes` holds for them, too."""
 
     every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
     attempts: int = Field(1, ge=1, description="at each task; with several, pass@k (one of k succeeds) is estimated")

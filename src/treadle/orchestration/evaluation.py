@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.files import check_writable
-from treadle.core.types import Group, Task
+from treadle.core.types import Group, Task, Trajectory
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.orchestration.config import (
@@ -29,6 +30,7 @@ from treadle.orchestration.config import (
 )
 from treadle.orchestration.reporting.callbacks import Progress, loading
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
+from treadle.orchestration.sampling.failures import FailuresConfig, has_not_failed, reward_together
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, is_in_memory, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.validation import check_playing
@@ -37,7 +39,7 @@ from treadle.orchestration.store.address import began_of, find_address, model_pa
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory, no_run
-from treadle.rollout.attempt import RolloutRunner, gather_group, open_rollouts
+from treadle.rollout.attempt import RolloutRunner, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
@@ -64,30 +66,67 @@ async def play_held_out(
 ) -> list[Group]:
     """Play `evaluation.attempts` at each task, in fixed cohorts that are played side by side, so that batches repeat.
 
-    name: prefix of group ids. update: keys the draws together with the seed. shaper: for group rewards.
+    What becomes of failed attempts is what becomes of those of training: `failures.causes`.
+
+    name: prefix of group ids. update: keys the draws together with the seed. on_trajectory: called for each attempt
+    that is not retried. shaper: for group rewards.
     """
     section, groups = config.evaluation, list[Group]()
     attempts, sampling = section.attempts_at(temperature), section.sampling(runner.sampling, temperature)
+    retry_delay = partial(_retry_delay, config.failures, attempts)
+
+    def ended(attempt: asyncio.Future[Trajectory]) -> None:
+        if not attempt.cancelled() and attempt.exception() is None and retry_delay(attempt.result()) is None:
+            on_trajectory()
+
+    def play(group: Group, numbers: Sequence[int]) -> list[asyncio.Future[Trajectory]]:
+        addresses = [Address(config.seed, Stream.EVALUATE, update, group.position, number) for number in numbers]
+        started = runner.start(group.group_id, group.task, addresses, sampling)
+        for attempt in started:
+            attempt.add_done_callback(ended)
+        return started
+
     cohort = max(1, config.evaluated_together // attempts)
     for start in range(0, len(tasks), cohort):
-        running = []
-        for position, task in enumerate(tasks[start : start + cohort], start):
-            group = f"{name}-{position:04d}"
-            addresses = [Address(config.seed, Stream.EVALUATE, update, position, number) for number in range(attempts)]
-            started = runner.start(group, task, addresses, sampling)
-            for attempt in started:
-                attempt.add_done_callback(lambda _: on_trajectory())
-            playing = gather_group(group, position, update, position, task, started)
-            running.append(_rewarded(shaper, playing))
-        groups += await asyncio.gather(*running)
+        places = enumerate(tasks[start : start + cohort], start)
+        together = [Group(f"{name}-{place:04d}", place, update, place, task, ()) for place, task in places]
+        played = await _played(together, attempts, play, retry_delay)
+        groups += await asyncio.gather(*(_rewarded(shaper, group, config.failures, retry_delay) for group in played))
     return groups
 
 
-async def _rewarded(shaper: RewardShaper, playing: Awaitable[Group]) -> Group:
-    group = await playing
-    graded = [t for t in group.trajectories if t.reward is not None]
-    rewarded = {t.attempt: t for t in await shaper.reward_group(group.task, group.group_id, graded)}
-    return replace(group, trajectories=tuple(rewarded.get(t.attempt, t) for t in group.trajectories))
+def _retry_delay(failures: FailuresConfig, attempts: int, trajectory: Trajectory) -> float | None:
+    """Return the seconds before another attempt takes this one's place; None if none does. attempts: at each task."""
+    return failures.retry_delay(trajectory, trajectory.attempt // attempts + 1)
+
+
+async def _played(
+    groups: list[Group],
+    attempts: int,
+    play: Callable[[Group, Sequence[int]], list[asyncio.Future[Trajectory]]],
+    retry_delay: Callable[[Trajectory], float | None],
+) -> list[Group]:
+    """Play attempts of all groups and, once all have ended, those that are retried, together, until none is."""
+    missing = [list(range(attempts)) for _ in groups]
+    while any(missing):
+        running = [play(group, own) if own else [] for group, own in zip(groups, missing, strict=True)]
+        ended = await asyncio.gather(*(asyncio.gather(*own) for own in running))
+        groups = [replace(g, trajectories=(*g.trajectories, *own)) for g, own in zip(groups, ended, strict=True)]
+        missing = [[t.attempt + attempts for t in own if retry_delay(t) is not None] for own in ended]
+        if any(missing):
+            await asyncio.sleep(max(retry_delay(t) or 0.0 for own in ended for t in own))
+    return groups
+
+
+async def _rewarded(
+    shaper: RewardShaper, group: Group, failures: FailuresConfig, retry_delay: Callable[[Trajectory], float | None]
+) -> Group:
+    """Return the group with what `rewards.group` and `failures.causes` give its attempts, in order."""
+    last = [failures.final(t) if retry_delay(t) is None else t for t in group.trajectories]
+    reward = partial(shaper.reward_group, group.task, group.group_id)
+    rewarded = await reward_together([t for t in last if has_not_failed(t)], reward, failures)
+    by_attempt = {t.attempt: t for t in (*last, *rewarded)}
+    return replace(group, trajectories=tuple(by_attempt[number] for number in sorted(by_attempt)))
 
 
 def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
@@ -189,7 +228,8 @@ class Subject:
 class Evaluation:
     """Results of an evaluation, as a whole and for each value of `data.table_by`.
 
-    failures: message -> count, most frequent first. seconds: of playing, without loading.
+    failures: message -> count, most frequent first, also of attempts that were retried. seconds: of playing, without
+    loading.
     """
 
     result: EvaluationResult
@@ -254,7 +294,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     """
     with loading(progress):
         from treadle.models.chat import load_chat
-        from treadle.orchestration.reporting.reporter import unknown_components
+        from treadle.orchestration.reporting.reporter import lone_attempts, unknown_components
         from treadle.orchestration.setup.device import check_device, settled, unused_gpus
         from treadle.orchestration.setup.engines import use_threads
         from treadle.training.make import load_source
@@ -273,7 +313,8 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     started = time.perf_counter()
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
-    for line in unknown_components([t for group in groups for t in group.everyone], config, "the evaluation"):
+    everyone = [t for group in groups for t in group.everyone]
+    for line in (*unknown_components(everyone, config, "the evaluation"), *lone_attempts(config)):
         progress.log(line)
     if dump is not None:
         _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))

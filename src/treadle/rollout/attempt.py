@@ -19,7 +19,7 @@ from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.outcomes import without_summaries
-from treadle.core.types import Group, SamplingParams, Task, Trajectory, trajectory_id
+from treadle.core.types import SamplingParams, Task, Trajectory, trajectory_id
 from treadle.envs.tasks import made_class
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.agents.agent import Agent
@@ -327,10 +327,3 @@ def user_code(task: Task, attempt: str) -> UserCode:
     kind, name = task.player
     cause = Cause.ENVIRONMENT if kind == "environment" else Cause.AGENT
     return UserCode(f"{kind} {name!r}", cause, f"task {task.task_id}, trajectory {attempt}")
-
-
-async def gather_group(
-    name: str, index: int, epoch: int, position: int, task: Task, attempts: Sequence[Awaitable[Trajectory]]
-) -> Group:
-    """Wait for all attempts of one group and return the group."""
-    return Group(name, index, epoch, position, task, tuple(await asyncio.gather(*attempts)))

@@ -61,7 +61,7 @@ class LengthPenaltyConfig(Config):
 
 
 class RewardsConfig(Config):
-    """How rewards become what is trained. Evaluations use weights alone."""
+    """How rewards become what is trained. Evaluations use weights and group rewards alone."""
 
     weights: dict[str, float] = Field(
         default_factory=dict, description="weight of each named component of a reward; 1 for those not named"

@@ -9,9 +9,11 @@ from typing import Any
 
 from treadle.core.config import as_override, describe
 from treadle.core.errors import RunError, TreadleError
+from treadle.core.metrics import Figure
 from treadle.core.outcomes import given
 from treadle.core.types import role_of
 from treadle.orchestration.reporting.curve import RunMetrics, group_runs
+from treadle.orchestration.reporting.metrics import mean
 from treadle.view.groups import GroupRow, group_rows
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import Json
@@ -61,8 +63,9 @@ def compare_tasks(before: RecordedRun, after: RecordedRun, first: str | None = N
     """Compare the evaluation `first` of one run with `second` of another, or of the same. Raises RunError.
 
     By default they are the first one of `before` and the last one of `after` that is of the same kind. before, after:
-    all evaluations to choose from. rows: each task's change (gained, lost, unchanged), share of attempts solved, and
-    group, in both. only_before, only_after: number of tasks that only one of them has, or with another prompt.
+    all evaluations to choose from. rows: each task's change (gained, lost, unchanged; ungraded, if one of them has no
+    attempt with a reward), share of graded attempts that succeeded, and group, in both. only_before, only_after: number
+    of tasks that only one of them has, or with another prompt.
     """
     firsts, seconds = evaluations_of(before), evaluations_of(after)
     old = _chosen(firsts, first, before) if first or not firsts else firsts[0]
@@ -74,8 +77,7 @@ def compare_tasks(before: RecordedRun, after: RecordedRun, first: str | None = N
         if task_id in old_rows and old_rows[task_id][0] == prompt:
             was = old_rows[task_id][1]
             solved = _solved(before, was), _solved(after, row)
-            change = "unchanged" if solved[0] == solved[1] else "gained" if solved[1] > solved[0] else "lost"
-            rows.append({"change": change, "solved": solved, "before": was, "after": row})
+            rows.append({"change": _change(*solved), "solved": solved, "before": was, "after": row})
     only = {"only_before": len(old_rows) - len(rows), "only_after": len(new_rows) - len(rows)}
     return {"before": firsts, "after": seconds, "first": old["name"], "second": new["name"], "rows": rows, **only}
 
@@ -105,12 +107,18 @@ def _tasks(run: RecordedRun, name: str) -> dict[str, tuple[Any, GroupRow]]:
     return {row.task_id: (prompt, row) for prompt, row in zip(prompts, group_rows(run, rows), strict=True)}
 
 
-def _solved(run: RecordedRun, row: GroupRow) -> float:
-    """Return the share of a task's attempts that succeeded; those without a reward did not."""
+def _change(before: Figure, after: Figure) -> str:
+    if before is None or after is None:
+        return "ungraded"
+    return "unchanged" if before == after else "gained" if after > before else "lost"
+
+
+def _solved(run: RecordedRun, row: GroupRow) -> Figure:
+    """Return the share of a task's graded attempts that succeeded; None without any."""
     section = run.config().evaluation
     reached = [
         given(attempt.reward, attempt.components, section.success_of)
         for attempt in row.attempts
-        if not role_of(attempt.trajectory_id)
+        if not role_of(attempt.trajectory_id) and attempt.reward is not None
     ]
-    return sum(r is not None and r >= section.success_at for r in reached) / len(reached) if reached else 0.0
+    return mean([r is not None and r >= section.success_at for r in reached])

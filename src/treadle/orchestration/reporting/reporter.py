@@ -129,6 +129,17 @@ def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantag
         )
     if first:
         yield from unknown_components(trajectories, config, "the first batch")
+    if first and config.data.held_out is not None:
+        yield from lone_attempts(config)
+
+
+def lone_attempts(config: RunConfig) -> Iterator[str]:
+    """Yield a line if evaluations give a group reward nothing to compare."""
+    if config.rewards.group is not None and config.evaluation.attempts == 1:
+        yield (
+            "rewards.group is given one attempt at each held-out task, as evaluation.attempts is 1: a reward that "
+            f"compares attempts says nothing there; set evaluation.attempts={config.training.group_size}"
+        )
 
 
 def unknown_components(trajectories: Sequence[Trajectory], config: RunConfig, where: str) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from pydantic import Field
@@ -100,6 +103,30 @@ def of_one_version(trajectory: Trajectory) -> Trajectory:
         return replace(t, steps=steps, reward=None, status=Status.FAILED, failure=failure)
 
     return replace(failed(trajectory), copies=tuple(map(failed, trajectory.copies)))
+
+
+def has_not_failed(trajectory: Trajectory) -> bool:
+    """Return whether an attempt was played to its end: one that failed may have a reward all the same (`grade`)."""
+    return trajectory.status not in (Status.FAILED, Status.GRADED)
+
+
+async def reward_together(
+    graded: list[Trajectory],
+    reward: Callable[[Sequence[Trajectory]], Awaitable[list[Trajectory]]],
+    failures: FailuresConfig,
+) -> list[Trajectory]:
+    """Return a group's attempts with what `reward` gives them, as they are recorded.
+
+    What fails by that is rewarded again as often as attempts are retried; nothing is played again.
+    """
+    for number in itertools.count(1):
+        made = await reward(graded)
+        pauses = [failures.retry_delay(trajectory, number) for trajectory in made]
+        if not (again := [pause for pause in pauses if pause is not None]):
+            break
+        graded = [replace(t, metrics=tried.metrics) for t, tried in zip(graded, made, strict=True)]
+        await asyncio.sleep(max(again))
+    return [failures.final(trajectory) for trajectory in made]
 
 
 def fails_by_task(group: Group, size: int, least: int) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -14,9 +13,9 @@ from treadle.core.draws import Stream
 from treadle.core.engine import ComponentStatus
 from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
-from treadle.core.types import Group, Status, Trajectory
+from treadle.core.types import Group, Trajectory
 from treadle.orchestration.config import RunConfig
-from treadle.orchestration.sampling.failures import of_one_version
+from treadle.orchestration.sampling.failures import has_not_failed, of_one_version, reward_together
 from treadle.orchestration.sampling.groups import Batch, Groups
 from treadle.orchestration.sampling.task_queue import TaskQueue
 from treadle.orchestration.stopping import StopConditionMet
@@ -217,26 +216,19 @@ class RolloutScheduler:
 
     def _is_rewarded(self, restored: Group) -> bool:
         """Whether a group on record has the rewards of `rewards.group`: its attempts are recorded with them."""
-        return self._shaper.group is not None and any(map(_has_not_failed, restored.trajectories))
+        return self._shaper.group is not None and any(map(has_not_failed, restored.trajectories))
 
     async def _rewarded(self, group: Group, played: list[Trajectory]) -> Group:
-        """The group with all attempts, and what `rewards.group` gives them, shaped and on record.
+        """The group with all attempts, and what `rewards.group` gives them, shaped and on record."""
 
-        What fails by that is rewarded again as often as attempts are retried; nothing is played again.
-        """
-        graded = (
-            [] if self._shaper.group is None or self._is_rewarded(group) else [t for t in played if _has_not_failed(t)]
-        )
-        rewarded: dict[int, Trajectory] = {}
-        for number in itertools.count(1):
+        async def reward(graded: Sequence[Trajectory]) -> list[Trajectory]:
             made = await self._shaper.reward_group(group.task, group.group_id, graded)
-            made = await _together(self._shaped(group, trajectory) for trajectory in made)
-            rewarded = {t.attempt: self._failures.final(t) for t in made}
-            pauses = [self._failures.retry_delay(trajectory, number) for trajectory in made]
-            if not (again := [pause for pause in pauses if pause is not None]):
-                break
-            graded = [replace(t, metrics=tried.metrics) for t, tried in zip(graded, made, strict=True)]
-            await asyncio.sleep(max(again))
+            return await _together(self._shaped(group, trajectory) for trajectory in made)
+
+        graded = (
+            [] if self._shaper.group is None or self._is_rewarded(group) else [t for t in played if has_not_failed(t)]
+        )
+        rewarded = {t.attempt: t for t in await reward_together(graded, reward, self._failures)}
         if rewarded:
             part = replace(group, trajectories=tuple(rewarded.values()))
             await self.groups.record(part, self._version, retried=False)
@@ -294,10 +286,6 @@ class RolloutScheduler:
 
     async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
         await self.groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
-
-
-def _has_not_failed(trajectory: Trajectory) -> bool:
-    return trajectory.status not in (Status.FAILED, Status.GRADED)
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,7 +5,7 @@ import {counted, percent} from "pages/format.js";
 import {AttemptCells, Problems, Waiting} from "pages/parts.js";
 import {link} from "pages/sequence.js";
 
-const CHANGES = ["gained", "lost", "unchanged"];
+const CHANGES = ["gained", "lost", "unchanged", "ungraded"];
 
 /** @param {{query: URLSearchParams}} props */
 export function EvaluationsPage({query}) {
@@ -18,7 +18,8 @@ export function EvaluationsPage({query}) {
   const go = (/** @type {any} */ to) => { location.hash = link(["evaluations"], {...asked, change: chosen, ...to}); };
   const rows = (data?.rows || []).filter((/** @type {any} */ row) => !chosen || row.change === chosen);
   const count = (/** @type {string} */ change) => data.rows.filter((/** @type {any} */ row) => row.change === change).length;
-  const share = (/** @type {number} */ side) => data.rows.reduce((/** @type {number} */ sum, /** @type {any} */ row) => sum + row.solved[side], 0) / data.rows.length;
+  const graded = (data?.rows || []).filter((/** @type {any} */ row) => row.change !== "ungraded");
+  const share = (/** @type {number} */ side) => graded.reduce((/** @type {number} */ sum, /** @type {any} */ row) => sum + row.solved[side], 0) / graded.length;
   /** @param {string} run @param {string} name @param {string} evaluation @param {any[]} evaluations @param {string} chosenOne */
   const side = (run, name, evaluation, evaluations, chosenOne) => html`<span class="side">
     <select aria-label=${`${name} run`} value=${run} onChange=${(/** @type {any} */ e) => go({[name]: e.target.value, [evaluation]: ""})}>
@@ -29,8 +30,9 @@ export function EvaluationsPage({query}) {
     <div class="bar-row">${side(before, "before", "first", data?.before || [], data?.first || "")} <span class="faint">then</span>
       ${side(after, "after", "second", data?.after || [], data?.second || "")}</div>
     ${!data ? error ? html`<${Problems} error=${error} />` : html`<${Waiting} />` : html`
-    <p class="lead">${data.rows.length === 0 ? "No task was played in both." : html`Success <b>${percent(share(0))}</b> before, <b>${percent(share(1))}</b> after, on the ${counted(data.rows.length, "task")} of both: <b class="good">${count("gained")} gained</b>, <b class="bad">${count("lost")} lost</b>, ${count("unchanged")} unchanged.`}
-      ${data.only_before + data.only_after > 0 && html`<span class="faint"> Not compared: ${data.only_before} of the first only, ${data.only_after} of the second.</span>`}</p>
+    <p class="lead">${graded.length === 0 ? "No task has graded attempts in both." : html`Success <b>${percent(share(0))}</b> before, <b>${percent(share(1))}</b> after, on the ${counted(graded.length, "task")} of both: <b class="good">${count("gained")} gained</b>, <b class="bad">${count("lost")} lost</b>, ${count("unchanged")} unchanged.`}
+      ${data.only_before + data.only_after > 0 && html`<span class="faint"> Not compared: ${data.only_before} of the first only, ${data.only_after} of the second.</span>`}
+      ${count("ungraded") > 0 && html`<span class="faint"> ${counted(count("ungraded"), "task")} without a graded attempt in one of them.</span>`}</p>
     <div class="presets">${["", ...CHANGES].map((change) => html`<button class="chip ${chosen === change ? "on" : ""}" aria-pressed=${chosen === change}
       onClick=${() => go({change})}>${change || "all"} ${change ? count(change) : data.rows.length}</button>`)}</div>
     <div class="scroll"><table class="plain tasks"><thead><tr><th>task</th><th>before</th><th></th><th>after</th><th></th><th></th></tr></thead>
