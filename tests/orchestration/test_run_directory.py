@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli import worlds
 from tests.orchestration.runs import check_finished, query, recorded, resume, start, updates
 from tests.worlds import ROOT, Quiet, make_group, make_step, tiny
 from treadle.core.errors import RunError
@@ -103,7 +104,7 @@ def test_a_run_killed_while_it_made_its_ledger_is_begun_anew(tmp_path: Path) -> 
 
 
 def test_what_is_not_a_run_s_beginning_is_never_begun_anew(tmp_path: Path) -> None:
-    """Later checkpoints belong to another ledger, and a recorded file was never trained in."""
+    """Nor what was sampled to train on, or is only shown as a run."""
     for name in ("checkpoints/step-000004", "summary.json", "recording.txt"):
         run = RunDirectory.create(tmp_path / name, tiny())
         run.close()
@@ -113,6 +114,8 @@ def test_what_is_not_a_run_s_beginning_is_never_begun_anew(tmp_path: Path) -> No
         assert not run.is_unsaved
         with pytest.raises(RunError, match="already in use"):
             RunDirectory.create(run.path, tiny())
+    worlds.record(tmp_path / "sampled")
+    assert not RunDirectory(tmp_path / "sampled").is_unsaved
     run = RunDirectory.create(tmp_path / "saved", tiny())
     run.close()
     commit(run)

@@ -119,14 +119,16 @@ class RunDirectory:
     def is_unsaved(self) -> bool:
         """Whether a run was begun here that has no checkpoint on record, so that it is begun anew.
 
-        It may have made its first evaluation, and written the directory of its first checkpoint. Raises RunError or
-        DamageError for a ledger that cannot be read.
+        It may have made its first evaluation, and written the directory of its first checkpoint, but sampled nothing to
+        train on. Raises RunError or DamageError for a ledger that cannot be read.
         """
         later = {step.name for step in self._steps()} - {_FIRST}
         if self.summary_file.exists() or self.recording_file.exists() or later:
             return False
-        began = (self.path / "lock").is_file() and self.ledger_file.is_file()
-        return self.is_stub or (began and self.ledger().latest_checkpoint() is None)
+        if self.is_stub or not ((self.path / "lock").is_file() and self.ledger_file.is_file()):
+            return self.is_stub
+        ledger = self.ledger()
+        return ledger.latest_checkpoint() is None and not ledger.times_sampled()
 
     @property
     def is_stub(self) -> bool:
