@@ -11,13 +11,16 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
 import numpy as np
+import openai
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from openai import APIError, AsyncOpenAI, OpenAI
 
 from tests.clocks import SkippingLoop
-from tests.until import until, wait_until
+from tests.until import CEILING, until, wait_until
 from tests.worlds import END, HELLO, PlainTokenizer, hang, plain_ids, saying, tool, user
 from treadle.core.draws import Stream
 from treadle.core.engine import Completion
@@ -26,7 +29,7 @@ from treadle.core.outcomes import as_played, computed_tokens
 from treadle.core.types import DropReason, Ids, Message, SamplingParams, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.rendering.chat import ChatRenderer
-from treadle.rollout.agents.agent import check_agent, load_agent
+from treadle.rollout.agents.agent import Recovered, check_agent, load_agent
 from treadle.rollout.agents.clients import anthropic_client
 from treadle.rollout.agents.command import Command
 from treadle.rollout.attempt import Players, open_rollouts
@@ -351,18 +354,22 @@ class Stuck(FakeEngine):
 
 
 @pytest.mark.parametrize(("stuck", "cancelled"), [(1, True), (1, False), (2, False)])
-def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(stuck: int, cancelled: bool) -> None:
-    """The reward stands on the last step that counts."""
+@pytest.mark.parametrize("recovered", [True, False])
+def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(
+    stuck: int, cancelled: bool, recovered: bool
+) -> None:
+    """The agent says that it does without the answer, or has no reward, which stands on the last step that counts."""
     engine = Stuck(lambda prompt, sampling: [*plain_ids("a"), END], stuck)
     left: list[asyncio.Task[str]] = []
 
-    async def impatient(task: Task, client: AsyncOpenAI) -> float:
+    async def impatient(task: Task, client: AsyncOpenAI) -> float | Recovered:
         if stuck == 2:
             await ask(client, [user("first")])
         left.append(await engine.asked(client))
         if cancelled:
             left[0].cancel()
-        return 1.0 if stuck == 2 else float(await ask(client, [user("fast")]) == "a")
+        reward = 1.0 if stuck == 2 else float(await ask(client, [user("fast")]) == "a")
+        return Recovered(reward) if recovered else reward
 
     async def go() -> Trajectory:
         [trajectory] = await played({"a": impatient}, engine, [TASK])
@@ -371,10 +378,92 @@ def test_a_call_that_the_agent_does_not_wait_for_is_recorded_and_never_trained(s
         return trajectory
 
     trajectory = asyncio.run(go())
+    if not recovered:
+        assert trajectory.reward is None and trajectory.failure and trajectory.failure.cause is Cause.INFRASTRUCTURE
+        assert "its client gave it up after" in trajectory.failure.message
+        return
     assert (trajectory.status, trajectory.reward, trajectory.failure) == (Status.DONE, 1.0, None)
     steps = [(DropReason.CANCELLED, 0.0), (None, 1.0)]
     assert [(step.dropped, step.reward) for step in trajectory.steps] == (steps if stuck == 1 else steps[::-1])
     assert len(as_played(trajectory).steps) == 1
+
+
+class HeldBack(FakeEngine):
+    """Says "a"; does not answer what is slow, or only once `gate` is set if it is asked again."""
+
+    def __init__(self) -> None:
+        super().__init__(saying("a").reply)
+        self.gate = asyncio.Event()
+
+    async def generate(self, prompt_ids: Ids, sampling: SamplingParams, **where: Any) -> Completion:
+        text = PlainTokenizer().decode(prompt_ids)
+        if "slow" in text:
+            await (self.gate.wait() if "again" in text else hang())
+        return await super().generate(prompt_ids, sampling, **where)
+
+
+AFTERWARDS = {
+    # what an agent does when its call has timed out -> its reward
+    "gives up": None,
+    "raises": None,
+    "asks something else": None,
+    "asks again": 1.0,
+    "recovers": 0.5,
+}
+
+
+async def ask_openai(client: AsyncOpenAI, text: str, patience: float) -> None:
+    timeout = openai.Timeout(CEILING, read=patience)
+    await ask(client.with_options(timeout=timeout, max_retries=0), [user(text)])
+
+
+async def ask_anthropic(client: AsyncOpenAI, text: str, patience: float) -> None:
+    async with anthropic_client(client) as claude:
+        patient = claude.with_options(timeout=anthropic.Timeout(CEILING, read=patience), max_retries=0)
+        await patient.messages.create(model="any", max_tokens=16, messages=[user(text)])  # type: ignore[list-item]
+
+
+async def ask_for_a_stream(client: AsyncOpenAI, text: str, patience: float) -> None:
+    timeout, body = httpx.Timeout(CEILING, read=patience), {"messages": [user(text)], "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=str(client.base_url), timeout=timeout) as http,
+        http.stream("POST", "chat/completions", json=body) as answer,
+    ):
+        await answer.aread()
+
+
+@pytest.mark.xdist_group("anthropic")
+@pytest.mark.parametrize("call", [ask_openai, ask_anthropic, ask_for_a_stream])
+def test_a_slow_engine_is_no_reward_of_0(call: Callable[[AsyncOpenAI, str, float], Any]) -> None:
+    engine = HeldBack()
+
+    def agent(afterwards: str) -> AnyAgent:
+        async def play(task: Task, client: AsyncOpenAI) -> float | Recovered:
+            slow = f"slow {afterwards}"
+            await call(client, "first", CEILING)
+            try:
+                await call(client, slow, 0.1)
+                raise AssertionError("answered")
+            except (openai.APITimeoutError, anthropic.APITimeoutError, httpx.ReadTimeout):
+                if afterwards == "asks again":
+                    engine.gate.set()
+                if afterwards == "raises":
+                    raise
+            if afterwards != "gives up":
+                await call(client, slow if afterwards == "asks again" else "other", CEILING)
+            return Recovered(0.5) if afterwards == "recovers" else float(afterwards == "asks again")
+
+        return play
+
+    agents = {name: agent(name) for name in AFTERWARDS}
+    found = asyncio.run(played(agents, engine, [Task("t", HELLO, agent=name) for name in agents]))
+    assert {name: t.reward for name, t in zip(AFTERWARDS, found, strict=True)} == AFTERWARDS
+    failures = [t.failure for t in found if t.failure]
+    for failure in failures:
+        assert failure.cause is Cause.INFRASTRUCTURE
+        assert "a call was not answered: its client gave it up after" in failure.message
+    assert "; raise its time limit, or an agent that does" in failures[0].message
+    assert failures[1].message.startswith("the agent raised ") and "Timeout" in failures[1].message
 
 
 # Commands

@@ -16,7 +16,7 @@ import numpy as np
 
 from treadle.core.draws import Stream, call_seed
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import ContextExceeded, DataError, EngineError, TokensExceeded
+from treadle.core.errors import ContextExceeded, DataError, EngineError, TokensExceeded, TreadleError
 from treadle.core.outcomes import computed_tokens, was_played
 from treadle.core.rewards import Reward
 from treadle.core.types import BreakCause, DropReason, Ids, Message, SamplingParams, Step, StopReason, ToolCall
@@ -137,9 +137,26 @@ class OtherReply:
     stop: str | None = None
 
 
+class GivenUp(TreadleError, TimeoutError):
+    """A client's own time limit, a disconnect, or the end of its attempt, before it had the answer.
+
+    seconds: for which the call had been waited for.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"its client gave it up after {self.seconds:.1f} s"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
-    """A client's request that failed on this side, by the digest of its body and its idempotency key."""
+    """A client's request that got no answer, by the digest of its body and its idempotency key.
+
+    error: of this side, or GivenUp.
+    """
 
     body: bytes
     key: str | None
@@ -158,9 +175,9 @@ class Session:
     bounds a call's `max_tokens`.
     models: those beside the policy that the attempt may call; None if the recipe names none. main: the session of which
     this is a copy.
-    bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed and
-    have no answered retry. said_used: whether an answer was used, by number, where the agent says so. on_dropped: is
-    told a call's number and why its step is dropped, None if it no longer is.
+    bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed, were
+    too large or were given up, and have no answered retry. said_used: whether an answer was used, by number, where the
+    agent says so. on_dropped: is told a call's number and why its step is dropped, None if it no longer is.
     """
 
     def __init__(

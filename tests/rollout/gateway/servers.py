@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -108,9 +109,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(engine: Any, renderer: ChatRenderer | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def served(
+    engine: Any, renderer: ChatRenderer | None = None, listening: socket.socket | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     gateway = Gateway(**settings)
-    async with serving(gateway) as url:
+    async with serving(gateway, listening=listening) as url:
         server = Served(gateway, url, engine, renderer or plain_renderer())
         try:
             yield server

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 
 from tests.rollout.gateway.servers import Served, Slow, asked, scripted, served, written
 from tests.until import CEILING, until
-from tests.worlds import user
-from treadle.core.errors import EngineError
-from treadle.core.types import DropReason, StopReason
+from tests.worlds import hang, plain_renderer, user
+from treadle.core.engine import Completion
+from treadle.core.errors import DataError, EngineError
+from treadle.core.types import DropReason, Ids, SamplingParams, StopReason
 from treadle.rendering.replies import plain
 from treadle.rollout.gateway.gateway import SessionAddress
+from treadle.rollout.session import GivenUp
 
 BODY: dict[str, Any] = {"model": "m", "messages": [user("hi")]}
 
@@ -211,17 +214,156 @@ async def test_another_key_says_that_a_request_is_no_retry(failed: str, retry: s
         assert len(server.sessions["s"].unanswered) == left
 
 
-async def test_a_failure_that_nobody_waited_for_is_not_held_against_anybody() -> None:
-    engine = Failing(1, when=lambda: engine.gate.is_set())
-    async with asked(engine, grace=CEILING) as (server, http, address):
+def unanswered(server: Served) -> list[type[BaseException]]:
+    return [type(request.error) for request in server.sessions["s"].unanswered]
+
+
+@pytest.mark.parametrize("became", ["sampled", "aborted", "failed"])
+@pytest.mark.parametrize("again", [True, False])
+async def test_what_a_client_gave_up_is_unanswered_until_it_asks_again(became: str, again: bool) -> None:
+    engine = Failing(*([1] if became == "failed" else []), when=lambda: engine.gate.is_set())
+    async with asked(engine, grace=0.0 if became == "aborted" else CEILING) as (server, http, address):
         engine.gate.clear()
         await hang_up(http, server, address)
         await until(lambda: not joined(server, address))
-        engine.gate.set()
+        assert unanswered(server) == [GivenUp]
+        if became != "aborted":
+            engine.gate.set()
         attached = server.gateway.find(address.secret)
         assert attached is not None
         await until(lambda: not attached.exchanges._running)
-        assert server.sessions["s"].unanswered == []
+        engine.gate.set()
+        assert unanswered(server) == [GivenUp]
+        assert await ask(http, address, BODY if again else {**BODY, "user": "u"}) == "x"
+        assert unanswered(server) == ([] if again else [GivenUp])
+        await server.gateway.detach(address.secret)
+        assert unanswered(server) == ([] if again else [GivenUp])
+
+
+async def test_each_of_several_that_were_given_up_must_be_asked_again() -> None:
+    engine = numbering()
+    async with asked(engine, grace=CEILING) as (server, http, address):
+        engine.gate.clear()
+        calls = [asyncio.ensure_future(ask(http, address)) for _ in range(3)]
+        await until(lambda: joined(server, address) == 3)
+        for call in calls[:2]:
+            call.cancel()
+        await until(lambda: unanswered(server) == [GivenUp] * 2)
+        again = [asyncio.ensure_future(ask(http, address)) for _ in range(2)]
+        await until(lambda: joined(server, address) == 3 and unanswered(server) == [])
+        again[0].cancel()
+        await until(lambda: unanswered(server) == [GivenUp])
+        engine.gate.set()
+        await asyncio.gather(calls[2], again[1])
+        assert unanswered(server) == [GivenUp]
+
+
+async def test_what_is_still_waited_for_when_the_session_ends_is_unanswered() -> None:
+    engine = numbering()
+    async with asked(engine) as (server, http, address):
+        await ask(http, address)
+        engine.gate.clear()
+        call = asyncio.ensure_future(ask(http, address))
+        await until(lambda: joined(server, address))
+        await server.gateway.detach(address.secret)
+        assert unanswered(server) == [GivenUp]
+        with pytest.raises(httpx.HTTPStatusError, match="404"):
+            await call
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_is_not_read_to_its_end_is_unanswered(stream: bool) -> None:
+    engine, body = Slow(scripted(lambda prompt, number: "x" * 5000)), {**BODY, "stream": stream, "logprobs": True}
+    small = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    async with served(engine, listening=listening) as server, httpx.AsyncClient(transport=small) as http:
+        address = server.open(parse=plain, max_tokens=6000)
+        async with http.stream("POST", f"{address.base_url}/chat/completions", json=body, timeout=CEILING) as answer:
+            assert answer.status_code == 200
+            await anext(answer.aiter_raw(1000))
+        await until(lambda: server.steps()[0].dropped is DropReason.CANCELLED)
+        assert unanswered(server) == [GivenUp]
+
+
+@pytest.mark.parametrize("happened", ["nothing", "limit", "limit, answer"])
+async def test_what_is_given_up_because_another_call_met_a_limit_is_not_held_against_anybody(happened: str) -> None:
+    class Patient(Slow):
+        """Answers only what is quick."""
+
+        async def generate(self, prompt_ids: Ids, sampling: SamplingParams, **where: Any) -> Completion:
+            completion = await super().generate(prompt_ids, sampling, **where)
+            if "quick" not in plain_renderer().decode(prompt_ids):
+                await hang()
+            return completion
+
+    engine = Patient(scripted(lambda prompt, number: "x"))
+    async with served(engine) as server, httpx.AsyncClient(timeout=CEILING) as http:
+        address = server.open(parse=plain, longest=60)
+        calls = [asyncio.ensure_future(ask(http, address, {"messages": [user(str(n))]})) for n in range(2)]
+        await until(lambda: joined(server, address) == 2)
+        if "limit" in happened:
+            with pytest.raises(httpx.HTTPStatusError, match="400"):
+                await ask(http, address, {"messages": [user("x" * 100)]})
+        if "answer" in happened:
+            await ask(http, address, {"messages": [user("quick")]})
+        calls.append(asyncio.ensure_future(ask(http, address, {"messages": [user("later")]})))
+        await until(lambda: len(engine.calls) == 3 + ("answer" in happened))
+        for call in calls:
+            call.cancel()
+        await until(lambda: not joined(server, address))
+        assert unanswered(server) == [GivenUp] * (1 if happened == "limit" else 3)
+
+
+async def test_what_is_refused_for_its_size_is_unanswered() -> None:
+    async with asked(numbering(), max_body=3000) as (server, http, address):
+        for _ in range(2):
+            with pytest.raises(httpx.HTTPStatusError, match="413"):
+                await ask(http, address, {**BODY, "user": "x" * 3000})
+        await ask(http, address)
+        [request] = server.sessions["s"].unanswered
+        assert isinstance(request.error, DataError) and str(request.error) == "the request is larger than 3000 bytes"
+        assert server.sessions["s"].bad_requests == []
+
+
+async def test_a_client_that_goes_while_it_sends_is_unanswered_until_it_asks_again() -> None:
+    """What was not read is known by its length."""
+    data = json.dumps(BODY).encode()
+    async with asked(numbering()) as (server, http, address):
+        url, attached = f"{address.base_url}/chat/completions", server.gateway.find(address.secret)
+        assert attached is not None
+
+        async def broken() -> AsyncIterator[bytes]:
+            yield data[:9]
+            await until(lambda: attached.bytes_in_flight)
+            raise httpx.WriteTimeout("too slow")
+
+        with pytest.raises(httpx.WriteTimeout):
+            await http.post(url, content=broken(), headers={"content-length": str(len(data))})
+        await until(lambda: unanswered(server) == [GivenUp])
+        for body, left in ((data + b" ", [GivenUp]), (data, [])):
+            assert (await http.post(url, content=body)).status_code == 200
+            assert unanswered(server) == left
+
+
+async def test_a_retry_that_comes_with_the_hang_up_is_one() -> None:
+    engine, data = numbering(), json.dumps(BODY).encode()
+    async with asked(engine, grace=CEILING) as (server, _, address):
+        loop, url = asyncio.get_running_loop(), httpx.URL(address.base_url)
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        first, second = (socket.create_connection((url.host, url.port)) for _ in range(2))
+        with first, second:
+            engine.gate.clear()
+            first.sendall(head + data)
+            await until(lambda: engine.calls)
+            first.close()
+            second.sendall(head + data)  # while the event loop stands still
+            second.setblocking(False)
+            for _ in range(50):  # turns, in which both are noticed
+                await asyncio.sleep(0)
+            engine.gate.set()
+            assert await loop.sock_recv(second, 12) == b"HTTP/1.1 200"
+            assert [step.dropped for step in server.steps()] == [None] and unanswered(server) == []
 
 
 async def test_a_retry_whose_answer_nobody_reads_answers_nothing() -> None:

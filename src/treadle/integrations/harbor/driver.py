@@ -134,7 +134,8 @@ class HarborDriver(GatewayDriver):
         verdict = judge(report, refused, self._harbor)
         unreported, misreported = compare(report, session.steps)
         warning = "; ".join(filter(None, (verdict.warning, _MISREPORTED if misreported else "")))
-        return Graded(verdict.reward, _metrics(report, verdict, unreported, misreported), warning, verdict.ended_by)
+        metrics = _metrics(report, verdict, unreported, misreported)
+        return Graded(verdict.reward, metrics, warning, verdict.ended_by, stopped=verdict.timed_out)
 
     async def _play(self, order: Mapping[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallError | None]:
         """Return the worker's report of the trial, and the error with which its agent's last call was refused, if any.

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recovered:
-    """Return this from an agent that got over failed calls, so that its reward counts all the same.
+    """Return this from an agent that got over calls without an answer, so that its reward counts all the same.
 
-    Otherwise an attempt has no reward if a call failed in the engine, the gateway or the chat template and no retry
-    succeeded: its grade may be the grade of that failure.
+    Otherwise an attempt has no reward if a call failed in the engine, the gateway or the chat template, or was given up
+    by the client (a time limit, a cancelled race), and no retry was answered: its grade may be that of a slow engine.
     """
 
     reward: float | Reward

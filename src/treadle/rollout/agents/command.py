@@ -6,7 +6,7 @@ variables.
 Standard input: the task as one line of JSON (task_id, prompt, ground_truth, extras). Environment: `INHERITED` of the
 run's, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY leading to the attempt's own
 session. Standard output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}; with
-"recovered": true, if it got over calls that failed (`Recovered`).
+"recovered": true, if it got over calls without an answer (`Recovered`).
 
 The program is not confined: it runs with the rights of the run, on its files and network. Put a container or another
 sandbox into the command where the model's words are executed.

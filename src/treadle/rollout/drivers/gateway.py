@@ -26,7 +26,7 @@ from treadle.rollout.drivers.outcome import AttemptError, Outcome, outcome_of
 from treadle.rollout.gateway.answers import Answers
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.session import CallOptions, Reply, Session, SessionSpec
+from treadle.rollout.session import CallOptions, GivenUp, Reply, Session, SessionSpec
 
 _DEFAULT = CallOptions()
 
@@ -105,7 +105,8 @@ class Graded:
     """What an attempt was given at its end: its reward, and metrics of level `trajectory`.
 
     warning: something that went wrong without touching the reward. ended_by: if the driver knows it; default: the limit
-    that the session's last call met, if it did. recovered: whether its code got over each call that failed.
+    that the session's last call met, if it did. recovered: whether its code got over each call that was not answered.
+    stopped: whether a time limit of the attempt, whose reward counts, ended its code in the middle of what it did.
     """
 
     reward: Reward
@@ -113,6 +114,7 @@ class Graded:
     warning: str = ""
     ended_by: AttemptError | None = None
     recovered: bool = False
+    stopped: bool = False
 
 
 class GatewayDriver(AttemptDriver[AgentSession]):
@@ -143,16 +145,16 @@ class GatewayDriver(AttemptDriver[AgentSession]):
     async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
         """Run the attempt and return how that ended, and how many of its requests were malformed.
 
-        If a call failed on this side (engine, gateway, chat template) and no retry of it was answered, there is no
-        reward: what graded the attempt may have graded that. If its code raises after its last call was refused for a
-        limit, or for want of an answer that failed, that call's error decides how the attempt ended; if it was a limit,
-        what the code raised becomes a warning.
+        If a call failed on this side (engine, gateway, chat template), or was given up by the client, and no retry of
+        it was answered, there is no reward: what graded the attempt may have graded that. If its code raises after its
+        last call was refused for a limit, or for want of an answer, that call's error decides how the attempt ended; if
+        it was a limit, what the code raised becomes a warning.
         """
         try:
             graded = await self._attached(task, session, user)
             session.reward_last(graded.reward)
         except TrajectoryFailure as error:
-            ended_by = _lost(session, user.cause) or session.last_error
+            ended_by = _lost(session, error) or session.last_error
             if error.cause is not user.cause or ended_by is None:
                 outcome = outcome_of(session.steps, error, user.cause)
             else:
@@ -185,28 +187,39 @@ def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptErr
     """Return what ended a graded attempt: a call that failed for good, or the limit that its last call met."""
     if isinstance(graded.ended_by, TrajectoryFailure):
         return graded.ended_by
-    if session.unanswered and not graded.recovered:
-        return _failure(session.unanswered[0].error, cause)
+    lost = [f.error for f in session.unanswered if not (graded.stopped and isinstance(f.error, GivenUp))]
+    if lost and not graded.recovered:
+        return _failure(lost[0], cause)
     over = isinstance(session.last_error, EngineError) and any(was_played(step) for step in session.steps)
     return graded.ended_by or (None if over else session.last_error)
 
 
-def _lost(session: AgentSession, cause: Cause) -> AttemptError | None:
+def _lost(session: AgentSession, raised: TrajectoryFailure) -> AttemptError | None:
     """Return the failure of a call that was not answered. Of a refused one, what its code then raised says more."""
     errors = [failed.error for failed in session.unanswered]
     refusals = DataError if session.last_error is None else ()
-    return next((_failure(error, cause) for error in errors if not isinstance(error, refusals)), None)
+    lost = next((error for error in errors if not isinstance(error, refusals)), None)
+    if isinstance(lost, GivenUp):  # for which what was raised elsewhere may be the reason
+        message = f"{raised.message.removesuffix('.')}; {_given_up(lost)}"
+        return TrajectoryFailure(Cause.INFRASTRUCTURE, message, raised.traceback)
+    return None if lost is None else _failure(lost, raised.cause)
 
 
 def _failure(error: BaseException, cause: Cause) -> AttemptError:
+    remedy = "an agent that does without the answer returns treadle.Recovered(reward)"
     match error:
         case EngineError():
             return error
         case DataError():
-            remedy = "an agent that does without the answer returns treadle.Recovered(reward)"
             return TrajectoryFailure(cause, f"a call was refused, and no retry of it answered: {error}; {remedy}")
+        case GivenUp():
+            return TrajectoryFailure(Cause.INFRASTRUCTURE, f"{_given_up(error)}; raise its time limit, or {remedy}")
         case _:
             return TrajectoryFailure(Cause.INFRASTRUCTURE, f"a call failed, and no retry of it was answered: {error}")
+
+
+def _given_up(error: GivenUp) -> str:
+    return f"a call was not answered: {error}, and no later one of the same content was answered"
 
 
 class AgentDriver(GatewayDriver):

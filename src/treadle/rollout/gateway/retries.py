@@ -6,47 +6,58 @@ A request is a retry only if
 - the same body came before and that answer could not be fully delivered.
 It then joins the earlier exchange: waits for its answer, or is answered from the record. Anything else is a new sample.
 
+A request that failed here, or that its client gave up (a time limit, a disconnect, the end of its attempt), is noted as
+`Session.unanswered` until a retry of it is answered: what graded the attempt may have graded a slow engine.
+
     asked --sampling--> answered --delivered--> done
-       \\ nobody waits: `grace` seconds, then aborted  \\ nobody waits: its steps are dropped until a retry takes them
+       \\ given up: `grace` seconds, then aborted  \\ given up: its steps are dropped until a retry takes them
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.core.errors import ContextExceeded, StepsExceeded
+from treadle.core.errors import ContextExceeded, DataError, StepsExceeded
 from treadle.rollout.gateway.request import Answer, ApiError
-from treadle.rollout.session import Reply, Session, Unanswered
+from treadle.rollout.session import GivenUp, Reply, Session, Unanswered
+
+_FOR_NOW = (429, 503)
+_TURNS = 10  # of the event loop, in which a connection that is closed already is noticed; it takes six
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """What identifies a request and its retries.
 
-    body: digest of route and body; b"" for a request that was refused unread. retry: the SDK's retry count.
+    body: digest of route and body; of a request that could not be read, `unread`: its route and length. retry: the
+    SDK's retry count.
     """
 
     body: bytes
     key: str | None = None
     retry: int = 0
+    unread: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
     """One request with all its retries.
 
-    waiting: connections that want the answer now. retry: highest retry count so far. repeats: the failed request that
-    this one is a retry of.
+    began: by the monotonic clock, seconds. waiting: connections that want the answer now. retry: highest retry count so
+    far. repeats: the unanswered request that this one is a retry of.
     """
 
     origin: Origin
     task: asyncio.Task[Answer]
     retry: int
+    began: float = field(default_factory=time.monotonic)
     repeats: Unanswered | None = None
     waiting: int = 0
     delivered: bool = False
@@ -65,7 +76,7 @@ class Exchanges:
     max_running: how many may be sampled at a time.
 
     Invariant: a step is dropped (as cancelled) exactly while its answer has been given up and never fully delivered.
-    A request that failed on this side is answered only by one that came later, and whose answer was delivered.
+    A request that failed or was given up is answered only by one that came later, and whose answer was delivered.
     """
 
     def __init__(self, session: Session, grace: float, max_running: int) -> None:
@@ -74,6 +85,15 @@ class Exchanges:
         self._by_key: dict[str, Exchange] = {}
         self._void: Counter[bytes] = Counter()  # requests by body that got no answer, and whose retry is a new sample
         self._running: set[Exchange] = set()
+        self._limit_met = -math.inf  # when the last request met a limit; inf: no further one is answered
+
+    async def settle(self, origin: Origin) -> None:
+        """Call before `find`: notice that the client has hung up on an identical request, if it did so just before."""
+        for _ in range(_TURNS):
+            same = self._by_body.get(origin.body, [])
+            if any(exchange.abandoned for exchange in same) or not any(exchange.waiting for exchange in same):
+                return
+            await asyncio.sleep(0)
 
     def find(self, origin: Origin) -> Exchange | None:
         """Return the exchange that this request is a retry of; None for a new sample.
@@ -97,13 +117,12 @@ class Exchanges:
 
     def start(self, origin: Origin, sample: Callable[[], Coroutine[Any, Any, Answer]]) -> Exchange:
         """Start a new exchange. Raises ApiError (429) if too many are being sampled already."""
-        repeats = self._take_unanswered(origin)
         if len(self._running) >= self._max_running:
             self._void[origin.body] += 1
             raise ApiError(
                 429, f"this session has {self._max_running} requests in flight already; wait for one of them"
             )
-        exchange = Exchange(origin, asyncio.create_task(sample()), origin.retry, repeats)
+        exchange = Exchange(origin, asyncio.create_task(sample()), origin.retry)
         self._by_body.setdefault(origin.body, []).append(exchange)
         if origin.key is not None:
             self._by_key[origin.key] = exchange
@@ -115,6 +134,8 @@ class Exchanges:
     async def waiting(self, exchange: Exchange, origin: Origin) -> AsyncIterator[asyncio.Task[Answer]]:
         """Yield the sampling task while a connection waits for it; the last to leave without `deliver` gives it up."""
         exchange.retry = max(exchange.retry, origin.retry)
+        if exchange.abandoned:
+            exchange.repeats = self._take_unanswered(origin)
         exchange.waiting += 1
         if exchange.abort is not None:
             exchange.abort.cancel()
@@ -123,45 +144,56 @@ class Exchanges:
             yield exchange.task
         finally:
             exchange.waiting -= 1
-            if exchange.abandoned and exchange.task.done():
-                self._set_delivered(exchange, False)
-            elif exchange.abandoned:
-                exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
+            if exchange.abandoned:
+                self._give_up(exchange)
 
     def deliver(self, exchange: Exchange) -> None:
         """Record that all of the answer was sent."""
         exchange.delivered, exchange.repeats = True, None
+        if self._limit_met < math.inf:
+            self._limit_met = -math.inf
         self._set_delivered(exchange, True)
 
-    def refuse(self, error: ApiError, origin: Origin = Origin(b"")) -> None:
-        """Record that a request was refused: as malformed, or for now (429, 503)."""
-        if error.status not in (429, 503):
+    def refuse(self, error: ApiError, origin: Origin) -> None:
+        """Record that a request was refused: as malformed, as too large (413), or for now (429, 503)."""
+        if error.status == 413:
+            self.lose(DataError(error.message), origin)
+        elif error.status in _FOR_NOW:
+            self.lose(error, origin)
+        else:
             self._session.bad_requests.append(error.message)
-            return
+
+    def lose(self, error: BaseException, origin: Origin) -> None:
+        """Record that a request, or its retry, got no answer."""
         self._take_unanswered(origin)
         self._session.unanswered.append(Unanswered(origin.body, origin.key, error))
 
     async def close(self) -> None:
         """Abort what is being sampled; drop the steps of answers that were not delivered, or are said to be unused."""
+        for exchange in self._exchanges():
+            if exchange.waiting and not exchange.delivered:
+                self._note_given_up(exchange)
         running = [exchange.task for exchange in self._running]
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running)
-        for exchange in [exchange for exchanges in self._by_body.values() for exchange in exchanges]:
+        for exchange in self._exchanges():
             if exchange.abort is not None:
                 exchange.abort.cancel()
             if not exchange.delivered:
                 self._set_delivered(exchange, False)
-                self._put_back(exchange)
         for number in [number for number, used in self._session.said_used.items() if not used]:
             self._session.reject(number)
 
+    def _exchanges(self) -> list[Exchange]:
+        return [exchange for exchanges in self._by_body.values() for exchange in exchanges]
+
     def _take_unanswered(self, origin: Origin) -> Unanswered | None:
-        """Take out the failed request that this one is a retry of, if there is one."""
+        """Take out the unanswered request that this one is a retry of, if there is one."""
         failed = self._session.unanswered
-        same = [f for f in failed if f.body == origin.body and not (f.key and origin.key and f.key != origin.key)]
-        retried = next(iter(same or [f for f in failed if not f.body]), None)
+        same = [f for f in failed if not (f.key and origin.key and f.key != origin.key)]
+        retried = next((f for body in (origin.body, origin.unread) for f in same if f.body == body), None)
         if retried is not None:
             failed.remove(retried)
         return retried
@@ -182,12 +214,29 @@ class Exchanges:
 
     def _note_failure(self, exchange: Exchange, error: BaseException | None) -> None:
         match error:
-            case ApiError():
+            case ApiError() if error.status not in _FOR_NOW:
                 self.refuse(error, exchange.origin)
-            case None | StepsExceeded() | ContextExceeded():
-                pass  # cancelled; or limits, which are the model's own doing
-            case _ if not exchange.abandoned:  # otherwise its client has given up by itself
+            case StepsExceeded():  # limits are the model's own doing
+                self._limit_met = math.inf
+            case ContextExceeded():
+                self._limit_met = max(self._limit_met, time.monotonic())
+            case BaseException() if not exchange.abandoned:  # otherwise it is noted as given up
                 exchange.repeats = Unanswered(exchange.origin.body, exchange.origin.key, error)
+        self._put_back(exchange)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        """Nobody waits for the answer any more: sample on for a while, or drop its steps if it is there."""
+        if not exchange.task.done():
+            exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
+        elif exchange.task.cancelled() or exchange.task.exception() is not None:
+            return  # it was told that there is none
+        self._note_given_up(exchange)
+        self._set_delivered(exchange, False)
+
+    def _note_given_up(self, exchange: Exchange) -> None:
+        if exchange.began > self._limit_met:  # otherwise it gave up because of a limit that another call met meanwhile
+            given_up = GivenUp(time.monotonic() - exchange.began)
+            exchange.repeats = exchange.repeats or Unanswered(exchange.origin.body, exchange.origin.key, given_up)
         self._put_back(exchange)
 
     def _abort(self, exchange: Exchange) -> None:

@@ -9,9 +9,10 @@ import logging
 import re
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -34,6 +35,7 @@ from treadle.rollout.gateway.messages import MESSAGES, CountRequest
 from treadle.rollout.gateway.request import Answer, ApiError, Dialect, Json, Number, RequestModel, Text, read
 from treadle.rollout.gateway.responses import RESPONSES
 from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
+from treadle.rollout.session import GivenUp
 
 _LOOPBACK = GatewayConfig()
 _READY = 0.005  # seconds between two looks at whether the server listens
@@ -116,18 +118,12 @@ def make_app(gateway: Gateway) -> Starlette:
 async def _complete(gateway: Gateway, dialect: Dialect, request: Request) -> CompletionResponse:
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
-        count = request.headers.get("x-stainless-retry-count", "0")
-        exchanges, origin = (
-            attached.exchanges,
-            Origin(
-                body=hashlib.sha256(dialect.prefix.encode() + raw).digest(),
-                key=request.headers.get("idempotency-key") or None,
-                retry=int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0,
-            ),
-        )
+        exchanges = attached.exchanges
+        origin = replace(_unread(request), body=hashlib.sha256(dialect.prefix.encode() + raw).digest())
         try:
             attached.take_verdicts(request.headers)
             completion = dialect.read(_json(raw))
+            await exchanges.settle(origin)
             exchange = exchanges.find(origin)
             if exchange is None:
                 exchange = exchanges.start(
@@ -206,6 +202,14 @@ async def _close_session(gateway: Gateway, request: Request) -> Response:
     return JSONResponse({})
 
 
+def _unread(request: Request) -> Origin:
+    """Identify a request by its headers."""
+    headers, count = request.headers, request.headers.get("x-stainless-retry-count", "0")
+    length = f"{request.url.path} {headers.get('content-length')}".encode()
+    retry = int(count) if re.fullmatch(r"[0-9]{1,6}", count) else 0
+    return Origin(length, headers.get("idempotency-key") or None, retry, unread=length)
+
+
 def _secret(request: Request) -> str:
     if (in_path := request.path_params.get("secret")) is not None:
         return str(in_path)
@@ -230,7 +234,7 @@ async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> 
     """
     attached = _session(gateway, request)
     chunks: list[bytes] = []
-    size = 0
+    size, began = 0, time.monotonic()
 
     def release() -> None:
         attached.bytes_in_flight -= size
@@ -247,9 +251,10 @@ async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> 
                 raise ApiError(429, f"this session has more than {limit} in flight; wait for one of them")
             chunks.append(chunk)
     except ClientDisconnect as error:
+        attached.exchanges.lose(GivenUp(time.monotonic() - began), _unread(request))
         raise ApiError(400, "the client disconnected while sending the request") from error
     except ApiError as error:
-        attached.exchanges.refuse(error)
+        attached.exchanges.refuse(error, _unread(request))
         raise
     return _session(gateway, request), b"".join(chunks)  # again: it may have ended meanwhile
 
