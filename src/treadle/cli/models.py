@@ -165,8 +165,9 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
         figures = (shown(r.success), *passed, shown(r.reward_mean), shown(r.steps_mean, 2), str(r.failed))
         table.add_row(name, str(r.tasks), *figures, style="bold" if r is evaluation.result else "")
     console.table(table)
+    retries = ", retries included" if sum(evaluation.failures.values()) > evaluation.result.failed else ""
     for message, count in evaluation.failures.items():
-        console.line(f"failed {count}x: {message}", style="red")
+        console.line(f"failed {count}x{retries}: {message}", style="red")
     temperature = evaluation.result.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     section = subject.config.evaluation
