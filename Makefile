@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
+.PHONY: help demo demo-seeds lock test-quick test-every test-newest test-oldest test-processors vllm-env verifiers-env openenv-env harbor-env integrations-env gpu-check docs test test-all test-cluster lint lint-pages format dist release clean tools-env train-env dev-env python-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,6 +69,11 @@ test-all: dev-env ## lint, types and every test that needs no cluster
 
 test-every: dev-env
 	@$(BIN)/python -m pytest $(WORKERS) -m "not cluster" $(ARGS)
+
+test-processors: dev-env ## all tests but the cluster's as AVX2 rounds, then as the oldest x86-64 does (hours)
+	@for set in "avx2 AVX2 AVX2" "default SSE41 SSE4_2"; do \
+	  set -- $$set; echo "ATEN_CPU_CAPABILITY=$$1"; ATEN_CPU_CAPABILITY=$$1 ONEDNN_MAX_CPU_ISA=$$2 MKL_ENABLE_INSTRUCTIONS=$$3 \
+	  $(MAKE) --no-print-directory test-every || exit; done
 
 test-newest: RESOLUTION := highest
 test-newest: beside-newest ## the quick tests with the newest version of everything, in .venv-newest*; prints what changed
