@@ -17,6 +17,7 @@ from tests.packing.tries import (
     readings,
     readings_of_chunk,
     readings_of_tree,
+    seen,
     some_calls,
     trained,
     words,
@@ -24,7 +25,18 @@ from tests.packing.tries import (
 from treadle.core.errors import DataError
 from treadle.core.types import Group
 from treadle.packing.flat import PackedCall, calls, flatten
-from treadle.packing.layout import Arrangement, Packing, Sharing, Slot, arrange, balance, chunks, micro_batches, slots
+from treadle.packing.layout import (
+    Arrangement,
+    Packing,
+    Sharing,
+    Slot,
+    arrange,
+    balance,
+    chunks,
+    lay_out,
+    micro_batches,
+    slots,
+)
 from treadle.packing.tree import PrefixTree
 
 EVERY = st.sampled_from(list(Packing))
@@ -243,6 +255,61 @@ def test_trees_are_within_the_budget_unless_they_hold_a_longer_call(
         assert len(tree) <= budget or max(inside) > budget
     if budget >= arranged.nodes:
         assert [len(tree) for tree in trees] == [arranged.nodes] * bool(made and arranged.nodes)
+
+
+# Trees or chains
+
+
+def spent(trees: Sequence[PrefixTree], budget: int) -> tuple[int, int, int]:
+    """Scores of attention, nodes, and nodes where a pass costs half a budget more; in sixths, chunked 8, else 6."""
+    total = [0, 0, 0]
+    for tree in trees:
+        parts = chunks(tree, budget)
+        sixths = 8 if len(parts) > 1 else 6
+        scores = sum(len(seen(tree.subtree_end, node)) for node in range(len(tree)))
+        for at, amount in enumerate((scores, len(tree), len(tree) + len(parts) * budget / 2)):
+            total[at] += int(sixths * amount)
+    return total[0], total[1], total[2]
+
+
+def cheaper(one: Sequence[PrefixTree], other: Sequence[PrefixTree], budget: int) -> bool:
+    return all(a <= b for a, b in zip(spent(one, budget), spent(other, budget), strict=True))
+
+
+def alone(lengths: Sequence[int], opening: Sequence[int] = ()) -> list[PackedCall]:
+    """Calls of a trajectory each, in one group, the same opening before ids that only one has, the longest first."""
+    order = np.argsort(np.argsort(-np.array(lengths), kind="stable")).tolist()
+    made = [[*opening, *range(100 * rank, 100 * rank + n)] for rank, n in zip(order, lengths, strict=True)]
+    return [call(ids, len(ids) - 1, n, trajectory=n) for n, ids in enumerate(made)]
+
+
+ALONE = st.builds(alone, st.lists(st.integers(2, 20), max_size=9), st.lists(st.just(7), max_size=20))
+
+
+@settings(max_examples=30)
+@given(some_calls(max_calls=12, keyed=True) | ALONE, ANY_SHARING, st.integers(2, 40))
+def test_trees_compute_no_more_scores_nodes_and_passes_than_chains(
+    made: list[PackedCall], sharing: Sharing, budget: int
+) -> None:
+    trees = lay_out(made, Packing.TREE, sharing, budget)
+    assert cheaper(trees, lay_out(made, Packing.CHAIN, sharing, budget), budget)
+    assert {flat: reading for tree in trees for flat, reading in readings_of_tree(tree).items()} == readings(made)
+    assert sum(len(tree.flat) for tree in trees) == len(readings(made))
+
+
+def test_trees_do_not_leave_passes_half_empty_that_chains_fill() -> None:
+    made = alone([5, 3, 5, 3])
+    assert [len(tree) for tree in micro_batches(arrange(made, Packing.TREE), 8)] == [5, 5, 6]
+    for sharing in (Sharing.GROUP, Sharing.BATCH):
+        assert [len(tree) for tree in lay_out(made, Packing.TREE, sharing, 8)] == [8, 8]
+
+
+def test_forks_that_save_next_to_nothing_are_not_made() -> None:
+    made = alone([40] * 4, opening=[7])
+    assert [tree.forks for tree in micro_batches(arrange(made, Packing.TREE), 1000)] == [True]
+    assert [(len(tree), tree.forks) for tree in lay_out(made, Packing.TREE, Sharing.GROUP, 1000)] == [(164, False)]
+    made = alone([40] * 4, opening=[7] * 10)
+    assert [(len(tree), tree.forks) for tree in lay_out(made, Packing.TREE, Sharing.GROUP, 1000)] == [(170, True)]
 
 
 # Agents as they are

@@ -3,11 +3,13 @@
     calls --arrange(step | chain | tree)--> Arrangement --cut(budget)--> PrefixTree* --chunks(budget)--> MicroBatch*
 
 `step`, `chain` and `tree` are one mechanism: an arrangement says how many tokens each call shares with the one before
-it, and the packing only decides how much of that is used (nothing, whole earlier calls, everything).
+it, and the packing only decides how much of that is used (nothing, whole earlier calls, everything). `lay_out` does
+both steps, and takes chains where the budget leaves trees no advantage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -102,6 +104,40 @@ def _chains(arranged: Arrangement) -> Arrangement:
     return Arrangement(tuple(arranged.calls[i] for i in order), np.array(kept, np.int64))
 
 
+def lay_out(calls: Sequence[PackedCall], packing: Packing, sharing: Sharing, budget: int) -> list[PrefixTree]:
+    """Arrange calls and cut them for a budget, so that `tree` costs no more than `chain`.
+
+    Under a small budget, forks can cost more than is left to share, and the order of a tree can leave passes half empty
+    that chains fill. Trees then share within less than `sharing`; if that is no better, chains are returned.
+    """
+    if packing is not Packing.TREE:
+        return micro_batches(arrange(calls, packing), budget)
+    chains = micro_batches(arrange(calls, Packing.CHAIN), budget)
+    bounds = _expenses(chains, budget)
+    scopes = list(Sharing)
+    for within in reversed(scopes[: scopes.index(sharing) + 1]):
+        trees = micro_batches(arrange(calls, packing, within), budget)
+        if all(ours <= theirs for ours, theirs in zip(_expenses(trees, budget), bounds, strict=True)):
+            return trees
+    return chains
+
+
+def _expenses(trees: Sequence[PrefixTree], budget: int) -> tuple[float, ...]:
+    """Return what trees cost, in three units of which devices and models weigh each differently.
+
+    Scores of attention; nodes; nodes if a pass costs half a budget of them besides, as for a small model on a GPU,
+    which waits for its host.
+    """
+    scores = nodes = passes = 0.0
+    for tree in trees:
+        count = math.ceil(len(tree) / budget)
+        factor = _CHUNKED if count > 1 else 1.0
+        scores += factor * int((tree.depth + 1).sum())
+        nodes += factor * len(tree) * (1 + _FORKED * tree.forks)
+        passes += factor * count
+    return scores, nodes, nodes + passes * budget / 2
+
+
 def micro_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
     """Cut an arrangement into trees of at most `budget` nodes, but for those that hold a longer call.
 
@@ -112,6 +148,8 @@ def micro_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
 
 # A tree in chunks costs two forward passes and a backward pass, which is twice a forward pass: 4/3 of an ordinary one.
 _CHUNKED = 4 / 3
+# Forks cost about 3% of a tree: parts of a softmax are merged on a CPU, keys gathered on a GPU.
+_FORKED = 1 / 32
 _CUT = 1e-3  # among equals, fewer trees: less than a token
 # A tree over the budget keeps the keys and values of all its nodes. Calls join one only if they share with it more than
 # this share of the budget; where they share less, a cut costs little and bounds that memory.

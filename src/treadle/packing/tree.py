@@ -80,6 +80,11 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def forks(self) -> bool:
+        """Whether some node has more than one child."""
+        return bool(((self.depth[1:] != self.depth[:-1] + 1) & (self.depth[1:] > 0)).any())
+
     @classmethod
     def of(cls, calls: Sequence[PackedCall], shared: Indices) -> PrefixTree:
         """Return the tree of calls in depth-first order. shared: see `depth_first`; its first entry is ignored."""

@@ -29,7 +29,7 @@ from treadle.core.types import Floats, Ids, Routing
 from treadle.models.routing import Routers
 from treadle.models.support import refuse_randomness
 from treadle.packing.flat import PackedCall
-from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, micro_batches, row_batches
+from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, lay_out, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
 from treadle.training.attention.interface import Kernel, KeysAndValues, KeyValueStore, Shape
 from treadle.training.attention.select import kernel_for
@@ -107,7 +107,7 @@ class Forward:
     def trees(self, calls: Sequence[PackedCall], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
         """Lay out calls for this model. Raises DataError for a call that cannot be laid out."""
         if self.shares:
-            return micro_batches(arrange(calls, packing, sharing), self.budget)
+            return lay_out(calls, packing, sharing, self.budget)
         return row_batches(arrange(calls, Packing.STEP), self.budget)
 
     def passes(self, tree: PrefixTree) -> int:
