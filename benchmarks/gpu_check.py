@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from benchmarks.packing import CPU_MODEL, CUDA_BUDGETS, CUDA_KERNELS, CUDA_MODEL
 from benchmarks.workloads import VOCABULARY, WORKLOADS, Size
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import ConfigError
+from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group, SamplingParams
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
@@ -182,35 +184,41 @@ def packing(device: str) -> Iterator[Row]:
 
 
 def update(device: str) -> Iterator[Row]:
-    """Whole updates, optimizer and all, of a model of the shape of Qwen3-0.6B: tokens a second and peak memory."""
+    """Whole updates, optimizer and all, of a model of the shape of Qwen3-0.6B: tokens a second and peak memory.
+
+    Packings take turns on one learner: what slows the machine slows all of them.
+    """
     build, size = (CUDA_MODEL, CUDA_SIZE) if device == "cuda" else ({**CPU_MODEL, "vocab_size": VOCABULARY}, SMALL)
     config, groups = ModelConfig(build=dict(build), tokenizer="demo"), WORKLOADS["append-only"](size)
-    for way, rank in [*((way, 0) for way in Packing), (Packing.TREE, 16)]:
+    tokens = sum(len(s.full_ids) for g in groups for t in g.trajectories for s in t.steps)
+    for budget, rank in itertools.product(CUDA_BUDGETS, (0, 16)):
         lora = LoraConfig(rank=rank) if rank else None
         model = make_model(config, VOCABULARY, 0, lora=lora, half=bool(rank))
         model.to(device)  # type: ignore[arg-type]  # a wrapper hides the signature
-        settings = {"packing": way, "precision": "bfloat16_pure" if rank else "bfloat16", "lora": lora}
+        settings = {"precision": "bfloat16_pure" if rank else "bfloat16", "lora": lora}
         training = TrainingConfig.model_validate(
-            {**settings, "gradient_checkpointing": True, "max_tokens_per_microbatch": CUDA_BUDGETS[-1]}
+            {**settings, "gradient_checkpointing": True, "max_tokens_per_microbatch": budget}
         )
         learner = Learner(model, training, AlgorithmConfig(), 10)
         gc.collect()  # the learner before, whose weights would count
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        [result] = learner.train_batch(groups)
-        again = {"update": partial(learner.train_batch, groups)}
-        seconds = median_seconds(again, 3, clock(torch.device(device)))["update"]
-        tokens = sum(len(s.full_ids) for g in groups for t in g.trajectories for s in t.steps)
-        yield {
-            "packing": str(way),
-            "adapters of rank": rank,
-            "tokens a pass": training.max_tokens_per_microbatch,
-            "tokens of all calls": tokens,
-            "tokens computed": result.metrics["packed_tokens"],
-            "s": seconds,
-            "tokens of calls a second": tokens / seconds,
-            **({"peak MiB": torch.cuda.max_memory_allocated() / MIB} if device == "cuda" else {}),
-        }
+
+        def train(way: Packing, learner: Learner = learner) -> UpdateResult:
+            learner.training = learner.training.model_copy(update={"packing": way})
+            [result] = learner.train_batch(groups)
+            return result
+
+        rows: dict[str, dict[str, Any]] = {}
+        for way in Packing:
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            computed = train(way).metrics["packed_tokens"]
+            peak = {"peak MiB": torch.cuda.max_memory_allocated() / MIB} if device == "cuda" else {}
+            rows[way] = {"packing": str(way), "adapters of rank": rank, "tokens a pass": budget, **peak}
+            rows[way] |= {"tokens of all calls": tokens, "tokens computed": computed}
+        seconds = median_seconds({way: partial(train, way) for way in Packing}, 3, clock(torch.device(device)))
+        for way, row in rows.items():
+            took = seconds[way]
+            yield {**row, "s": took, "times chain": seconds["chain"] / took, "tokens of calls a second": tokens / took}
 
 
 def run(device: str) -> Iterator[Row]:

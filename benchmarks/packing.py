@@ -3,6 +3,7 @@
 Random weights and ids: the figures depend on shapes alone.
 
     python -m benchmarks.packing --repeats 1                       # minutes on one core
+    python -m benchmarks.packing --budget 512                      # trees against chains, a third of one a pass
     python -m benchmarks.packing --device cuda --json packing.json # a random Qwen3 of 0.6B parameters, bfloat16
 """
 
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print all tables."""
     parser = make_parser(__doc__, repeats=3, threads=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--budget", type=int, help="only compare trees with chains, with so many tokens a pass, on a CPU"
+    )
     options = parser.parse_args(arguments)
     if options.device == "cuda":
         if not torch.cuda.is_available():
@@ -85,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     size, lengths = (SMALL, (64,)) if options.small else (Size(), (2048, 4096, 8192))
     model = _model(SMALL_MODEL if options.small else CPU_MODEL)
+    if options.budget:
+        show(options.json, against_chains(Forward(model, options.budget), options.repeats, replace(size, attempts=3)))
+        return
     tables = packings(Forward(model, BUDGET), options.repeats, size), attention(options.repeats, lengths)
     show(options.json, *tables)
 
@@ -119,6 +126,28 @@ def packings(forward: Forward, repeats: int, size: Size, others: Mapping[str, Fo
     """
     rows = [row for name, make in WORKLOADS.items() for row in _compare(name, make(size), forward, repeats, others)]
     return Table("packing", _note(forward, repeats), rows)
+
+
+def against_chains(forward: Forward, repeats: int, size: Size) -> Table:
+    """Measure every workload as chains and as trees, in turns: forward and backward pass."""
+    rows: list[Row] = []
+    for workload, make in WORKLOADS.items():
+        batch = flatten(make(size))
+        plans = {name: forward.trees(calls(batch), *way) for name, way in WAYS.items() if name != "step"}
+        runs = {name: partial(_differentiate, forward, trees, len(batch)) for name, trees in plans.items()}
+        seconds = cpu_seconds(runs, repeats)
+        for name, trees in plans.items():
+            rows.append(
+                {
+                    "workload": workload,
+                    "packing": name,
+                    "tokens computed": sum(map(len, trees)),
+                    "passes": sum(map(forward.passes, trees)),
+                    "CPU s": seconds[name],
+                    "times chain": seconds["chain"] / seconds[name],
+                }
+            )
+    return Table("trees against chains", _note(forward, repeats), rows)
 
 
 def _compare(

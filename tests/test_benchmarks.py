@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, packing
 from benchmarks.simulation import StalenessSettings, World, figures, lognormal, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +26,12 @@ def test_a_benchmark_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
     assert tables[0]["title"] == name in capsys.readouterr().out
     assert all(list(row) == list(table["rows"][0]) for table in tables for row in table["rows"])
+
+
+@pytest.mark.slow
+def test_trees_are_measured_against_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    packing.main(["--small", "--repeats", "1", "--budget", "20"])
+    assert "trees against chains" in capsys.readouterr().out
 
 
 @pytest.mark.slow

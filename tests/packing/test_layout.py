@@ -304,6 +304,18 @@ def test_trees_do_not_leave_passes_half_empty_that_chains_fill() -> None:
         assert [len(tree) for tree in lay_out(made, Packing.TREE, sharing, 8)] == [8, 8]
 
 
+def test_where_no_two_attempts_fit_trees_are_the_chains() -> None:
+    made = []
+    for attempt in range(4):
+        ids = [*range(10), *(attempt + 100 * n for n in range(1, 31))]
+        made += [call(ids[:end], end - 5, 10 * attempt + n, attempt) for n, end in enumerate((20, 30, 40))]
+    trees, chains = (
+        sorted((tree.token_ids.tolist(), tree.subtree_end.tolist(), tree.source.tolist()) for tree in layout)
+        for layout in (lay_out(made, packing, Sharing.GROUP, 60) for packing in (Packing.TREE, Packing.CHAIN))
+    )
+    assert trees == chains and len(trees) == 4
+
+
 def test_forks_that_save_next_to_nothing_are_not_made() -> None:
     made = alone([40] * 4, opening=[7])
     assert [tree.forks for tree in micro_batches(arrange(made, Packing.TREE), 1000)] == [True]

@@ -77,7 +77,7 @@ def test_ranks_begin_with_the_weights_of_one_process() -> None:
 
     (wanted, expected), (found, scores) = (asyncio.run(begin(ranks)) for ranks in (1, 2))
     assert found == wanted
-    assert np.abs(scores - expected).max() <= 1e-6
+    assert np.abs(scores - expected).max() <= 1e-5  # of numbers near 6, of which float32 keeps 2.4e-7
 
 
 UNTIED_GEMMA = (
