@@ -17,15 +17,18 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.measure import RESULTS, machine
 from treadle.core.types import Task
@@ -40,13 +43,18 @@ ASYNCHRONOUS = ("orchestration.max_staleness=2", "algorithm.correction.token_tis
 
 @dataclass(frozen=True)
 class Study:
-    """A recipe, with each variant's settings, on every seed. fresh: each run with an empty cache of warm starts."""
+    """A recipe, with each variant's settings, on every seed.
+
+    fresh: each run with an empty cache of warm starts. perturbed: of variants whose weights after the warm start are
+    changed by about 1e-7 of themselves, the seed of the changes.
+    """
 
     recipe: str
     variants: Mapping[str, tuple[str, ...]]
     seeds: tuple[int, ...] = (0, 1, 2)
     common: tuple[str, ...] = ()
     fresh: bool = False
+    perturbed: Mapping[str, int] = field(default_factory=dict)
 
 
 _RANKS = ("placement.learner.ranks=2",)
@@ -155,6 +163,19 @@ STUDIES: Mapping[str, Study] = {
         seeds=(0, 2),
         common=("training.threads=1",),
     ),
+    # runs that differ in nothing but rounding
+    "notes-rounding": Study(
+        "notes-small",
+        {
+            "budget 1900": ("training.max_tokens_per_microbatch=1900",),
+            "budget 2300": ("training.max_tokens_per_microbatch=2300",),
+            "perturbed 1": (),
+            "perturbed 2": (),
+        },
+        seeds=(0, 2),
+        common=("training.threads=1",),
+        perturbed={"perturbed 1": 1, "perturbed 2": 2},
+    ),
 }
 """Name -> study. The updates of one study have equally many attempts."""
 
@@ -200,6 +221,9 @@ def play(study: Study, variant: str, seed: int, folder: Path, overrides: Sequenc
     run = folder / name
     if not (run / "summary.json").is_file():
         how = ["--resume"] if run.is_dir() else [f"seed={seed}", *study.common, *study.variants[variant], *overrides]
+        if variant in study.perturbed and not run.is_dir():
+            start = perturbed(study, seed, study.perturbed[variant], folder)
+            how += [f"model.path={start}", "model.build=null", "warm_start=null"]
         command = [*TREADLE, "train", study.recipe, *how, "--runs", str(folder), "--name", name]
         cache = {"TREADLE_CACHE": str(folder / f"cache-{seed}")} if study.fresh else {}
         _, status, usage = os.wait4(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **cache}).pid, 0)
@@ -208,6 +232,23 @@ def play(study: Study, variant: str, seed: int, folder: Path, overrides: Sequenc
         if status:
             raise SystemExit(os.waitstatus_to_exitcode(status))
     return run
+
+
+def perturbed(study: Study, seed: int, draw: int, folder: Path) -> Path:
+    """Return a model directory: the recipe's warm start, each weight times 1 + 1e-7 x a standard normal number."""
+    warm, directory = folder / f"warm-{seed}", folder / f"perturbed-{seed}-{draw}"
+    if not warm.is_dir():
+        command = [*TREADLE, "sft", study.recipe, f"seed={seed}", *study.common, "--out", str(warm)]
+        subprocess.run(command, cwd=ROOT, check=True)
+    if not directory.is_dir():
+        shutil.copytree(warm, directory, ignore=shutil.ignore_patterns("SHA256SUMS"))
+        generator = torch.Generator().manual_seed(draw)
+        weights = load_file(warm / "model.safetensors")
+        for name, weight in weights.items():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weights[name] = (weight.double() * (1 + 1e-7 * noise)).to(weight.dtype)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def row(run: Path) -> dict[str, Any]:
