@@ -160,7 +160,7 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
         load_recipe("demo", ["agent=m:f"])
     with pytest.raises(ConfigError, match="name neither an environment nor an agent"):
         make_inputs([PLAIN], [])
-    inputs = make_inputs([PLAIN], [], agents={"a": solve})
+    inputs = make_inputs([PLAIN], [], Players(agents={"a": solve}))
     assert (inputs.train[0].agent, inputs.players) == ("a", Players({}, {"a": solve}, {}))
 
 
@@ -170,7 +170,7 @@ def test_a_task_is_played_by_one_of_the_two() -> None:
         (["agent=tests.orchestration.test_agents:too_few"], "called as agent"),
         (["agent=tests.orchestration.test_agents:nowhere"], "has no 'nowhere'"),
         (["agent=nowhere"], "agents: 'nowhere' names no module"),
-        (["data.train.source=lookup"], "would play nothing: each task names its own .* 'lookup'"),
+        (["data.train.source=lookup"], "would play nothing: the tasks of data.train name .* environment 'lookup', which wins"),
     ],
 )
 def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: list[str], message: str) -> None:

@@ -17,6 +17,7 @@ from treadle.data.load import LoadContext, load_tasks
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.inputs import load_inputs, make_inputs
 from treadle.orchestration.train import train_run
+from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.driver import AttemptDriver, DriverSetup
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode
@@ -109,7 +110,10 @@ def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
         SourceConfig(source=str(tmp_path / "data.jsonl")), "train", LoadContext(player=("driver", "other"))
     )
     assert [task.player for task in found] == [("driver", "d"), ("environment", "e"), ("driver", "other")]
-    assert make_inputs([Task("t", (user("?"),))], [], drivers={"d": TwoTurns}).train[0].player == ("driver", "d")
+    assert make_inputs([Task("t", (user("?"),))], [], Players(drivers={"d": TwoTurns})).train[0].player == (
+        "driver",
+        "d",
+    )
 
 
 @pytest.mark.parametrize(

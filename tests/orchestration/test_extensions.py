@@ -23,7 +23,7 @@ from treadle.core.trainer import WeightSync
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.setup.engines import EngineSpec, open_torch
-from treadle.orchestration.setup.inputs import check_first_prompts, configured_environments, load_inputs, make_inputs
+from treadle.orchestration.setup.inputs import check_first_prompts, configured_players, load_inputs, make_inputs
 from treadle.orchestration.setup.validation import check_config
 from treadle.packing.flat import Doubles, FlatBatch
 
@@ -186,7 +186,7 @@ def test_from_python(tmp_path: Path) -> None:
 def prompts(*overrides: str) -> None:
     config = tiny("data.train.source=arithmetic", *overrides)
     tasks = [Task(f"t{i}", (user("?"),), config.environment, "chess") for i in range(3)]
-    inputs = make_inputs(tasks, [], configured_environments(config))
+    inputs = make_inputs(tasks, [], configured_players(config))
     check_first_prompts(inputs, plain_renderer(), config, 128, print)
 
 

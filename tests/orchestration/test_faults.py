@@ -22,6 +22,7 @@ from treadle.core.types import Ids, Message, SamplingParams, Task
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.inputs import make_inputs
+from treadle.rollout.attempt import Players
 from treadle.testing import FakeEngine, VirtualLoop
 
 UPDATES, TASKS, ATTEMPTS, STALENESS = 12, 3, 4, 2
@@ -136,7 +137,7 @@ def test_a_run_in_which_everything_fails_trains_what_is_left(tmp_path: Path, mon
     runtime = flaky_runtime(engines)
     path, threads = tmp_path / "run", threading.active_count()
     tasks = [replace(task, environment="world") for task in vowel_tasks("train", 8)]
-    inputs = make_inputs(tasks, [], {"world": Unreliable})
+    inputs = make_inputs(tasks, [], Players({"world": Unreliable}))
     with monkeypatch.context() as disk:
         progress = Filling(disk, update=8)
         with pytest.raises(CheckpointError, match="No space left on device"):

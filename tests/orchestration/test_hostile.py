@@ -18,6 +18,7 @@ from treadle.core.types import Message, Task
 from treadle.envs.base import EnvStep
 from treadle.orchestration.runtime import Runtime
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
+from treadle.rollout.attempt import Players
 from treadle.testing import VirtualLoop
 
 pytestmark = pytest.mark.xdist_group("orchestration_hostile")  # what its tests share is made once
@@ -37,7 +38,7 @@ def playing(world: type[Vowels]) -> Inputs:
         [replace(task, environment="world") for task in vowel_tasks(split, count)]
         for split, count in (("train", 6), ("held_out", 3))
     )
-    return make_inputs(train, held_out, {"world": world})
+    return make_inputs(train, held_out, Players({"world": world}))
 
 
 def acting(act: Callable[[], Any]) -> type[Vowels]:

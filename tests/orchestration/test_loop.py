@@ -35,6 +35,7 @@ from treadle.orchestration.setup.inputs import Inputs, make_inputs
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.checks import split_untrainable
+from treadle.rollout.attempt import Players
 
 pytestmark = pytest.mark.xdist_group("orchestration_loop")  # what its tests share is made once
 
@@ -133,7 +134,7 @@ def test_metrics_are_per_trajectory_not_per_row(tmp_path: Path) -> None:
     """Rows would weigh the long trajectories more: reward 0.67 and steps 2.33 instead of these."""
     tasks = [ragged("a", 1.0), ragged("b", 0.0, 0.0), ragged("c", 0.5, 0.0, 0.25)]
     held_out = [ragged("d", 1.0, 0.5), ragged("e", 0.0, 0.0, 0.0)]
-    inputs = make_inputs(tasks, held_out, {"world": Ragged})
+    inputs = make_inputs(tasks, held_out, Players({"world": Ragged}))
     start(tmp_path / "run", "training.tasks_per_update=3", "orchestration.updates=1", inputs=inputs)
     check_finished(tmp_path / "run")
     [row] = updates(tmp_path / "run")
@@ -202,7 +203,7 @@ def failing(every: int) -> Inputs:
 
     Fresh.every = every
     tasks = [replace(task, environment="world") for task in vowel_tasks("train", 6)]
-    return make_inputs(tasks, [], {"world": Fresh})
+    return make_inputs(tasks, [], Players({"world": Fresh}))
 
 
 def test_failed_trajectories_are_counted_and_in_no_baseline(tmp_path: Path) -> None:
@@ -608,7 +609,9 @@ class Decided(Vowels):
 
 
 def decided() -> Inputs:
-    return make_inputs([replace(task, environment="world") for task in vowel_tasks("train", 6)], [], {"world": Decided})
+    return make_inputs(
+        [replace(task, environment="world") for task in vowel_tasks("train", 6)], [], Players({"world": Decided})
+    )
 
 
 def trained_indices(path: Path) -> set[int]:
@@ -664,7 +667,9 @@ def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> N
         async def step(self, text: str) -> EnvStep:
             return (await super().step(text))._replace(reward=1.0)
 
-    inputs = make_inputs([replace(task, environment="world") for task in vowel_tasks("train", 6)], [], {"world": Same})
+    inputs = make_inputs(
+        [replace(task, environment="world") for task in vowel_tasks("train", 6)], [], Players({"world": Same})
+    )
     with pytest.raises(
         TrainingStopped, match="16 groups were sampled for update 1, which needs 2; discarded: 16 filtered"
     ):

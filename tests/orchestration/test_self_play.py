@@ -205,7 +205,7 @@ def test_agent_programs_cannot_call_a_copy() -> None:
         return 0.0
 
     with pytest.raises(ConfigError, match=r"models\.rival is a copy .* environments alone may call, and the agent 'a'"):
-        make_inputs([Task("t", HELLO)], [], agents={"a": solve}, models=make_models(tiny(RIVAL).models))
+        make_inputs([Task("t", HELLO)], [], Players(agents={"a": solve}, models=make_models(tiny(RIVAL).models)))
 
 
 @pytest.mark.slow

@@ -43,15 +43,15 @@ TOKENIZER = tokenizer_directory(tiny().model)
 def test_a_task_without_an_environment_is_refused() -> None:
     task = Task("t", (user("?"),))
     with pytest.raises(ConfigError, match="name neither an environment nor an agent"):
-        make_inputs([task], [], {})
-    assert make_inputs([task], [], {"w": Ragged}).train[0].environment == "w"
+        make_inputs([task], [])
+    assert make_inputs([task], [], Players({"w": Ragged})).train[0].environment == "w"
 
 
 def test_no_tasks_and_shared_tasks_are_refused() -> None:
     with pytest.raises(DataError, match="no training tasks"):
-        make_inputs([], [Task("t", (user("?"),), "w")], {"w": Ragged})
+        make_inputs([], [Task("t", (user("?"),), "w")], Players({"w": Ragged}))
     with pytest.raises(DataError, match="held-out tasks are training tasks too, for example 't'"):
-        make_inputs([Task("t", (user("?"),), "w")], [Task("t", (user("?"),), "w")], {"w": Ragged})
+        make_inputs([Task("t", (user("?"),), "w")], [Task("t", (user("?"),), "w")], Players({"w": Ragged}))
 
 
 # First prompts
@@ -88,7 +88,7 @@ def test_an_environment_that_needs_more_calls_than_there_are_is_refused() -> Non
         required_steps = 4
 
     def check(*overrides: str) -> None:
-        inputs = make_inputs([Task("t", (user("?"),))], [], {"long": lambda: Long()})
+        inputs = make_inputs([Task("t", (user("?"),))], [], Players({"long": lambda: Long()}))
         check_first_prompts(inputs, plain_renderer(), tiny(*overrides), 128, print)
 
     check("rollout.max_steps=4")

@@ -13,6 +13,7 @@ from treadle.core.types import Status, Trajectory
 from treadle.envs.base import EnvStep, Finish
 from treadle.envs.lookup import Lookup, tasks
 from treadle.orchestration.setup.inputs import make_inputs
+from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.environment import check_metrics
 from treadle.testing import VirtualLoop
 
@@ -187,7 +188,7 @@ def test_a_declaration_that_cannot_be_counted_is_refused_at_start(metrics: Any, 
     with pytest.raises(ConfigError, match=message):
         check_metrics({"world": Wrong})
     with pytest.raises(ConfigError, match="environment 'lookup': metrics"):
-        make_inputs(tasks("train", 1), [], {"lookup": Wrong})
+        make_inputs(tasks("train", 1), [], Players({"lookup": Wrong}))
     [trajectory] = play(lambda: Wrong(EnvStep(done=True)), saying("hi"))  # its factory does not tell
     assert trajectory.failure is not None and trajectory.failure.cause is Cause.ENVIRONMENT
 

@@ -56,6 +56,7 @@ from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.address import RunAddress, checkpoint_named, find_address, run_path, with_model_of_run
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
+from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory
 from treadle.rollout.isolation.event_loop import paused_event_loop
@@ -157,10 +158,9 @@ def train(
     config = with_model_of_run(build(RunConfig, data, "treadle.train"))
     check_config(config)
     players = _players(config, kind, name, player)
-    train_tasks, held_out_tasks = (_tasks(given[split], split, config, players["environments"]) for split in SPLITS)
+    train_tasks, held_out_tasks = (_tasks(given[split], split, config, players.environments) for split in SPLITS)
     check_no_copies(_without_ids(train_tasks, "train"), _without_ids(held_out_tasks, "held_out"))
-    models, followers = make_models(config.models), load_callbacks(config.callbacks, callbacks)
-    inputs = make_inputs(train_tasks, held_out_tasks, **players, callbacks=followers, models=models)
+    inputs = make_inputs(train_tasks, held_out_tasks, players, load_callbacks(config.callbacks, callbacks))
 
     progress = progress or _progress(config)
     if not wait_passively():
@@ -228,8 +228,7 @@ def evaluate(
         subject = find_subject(str(run_or_recipe), [*_overrides(named | {"data.held_out": source}), *overrides], other)
         check_subject(subject)
         players = _players(subject.config, kind, name, player)
-        held_out = _tasks(given, "held_out", subject.config, players["environments"])
-        inputs = make_held_out(held_out, **players, models=make_models(subject.config.models))
+        inputs = make_held_out(_tasks(given, "held_out", subject.config, players.environments), players)
     wait_passively()
     shown = progress or PlainProgress(0, subject.config.data.table_by)
     with paused_event_loop():  # a notebook's
@@ -356,11 +355,11 @@ def _player(player: Any) -> tuple[str, str, Any]:
     return "environment", name, player
 
 
-def _players(config: RunConfig, kind: str, name: str, player: Any) -> dict[str, dict[str, Any]]:
-    """Return whom `make_inputs` is given, by parameter. Raises ConfigError for options that the environment lacks."""
+def _players(config: RunConfig, kind: str, name: str, player: Any) -> Players:
+    """Return whom `make_inputs` is given. Raises ConfigError for options that the environment lacks."""
     if options := config.environment_options:
         player = partial(check_environment(made_class(player), name, options), **options)
-    return {f"{each}s": {name: player} if each == kind else {} for each in ("environment", "agent", "driver")}
+    return Players(**{f"{kind}s": {name: player}}, models=make_models(config.models))
 
 
 def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
@@ -380,7 +379,7 @@ def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
 
 
 def _tasks(
-    tasks: str | list[Any], split: Split, config: RunConfig, environments: dict[str, EnvironmentFactory]
+    tasks: str | list[Any], split: Split, config: RunConfig, environments: Mapping[str, EnvironmentFactory]
 ) -> Sequence[Task]:
     if isinstance(tasks, str):
         return load_split(config, split, environments)

@@ -27,7 +27,7 @@ from treadle.integrations.harbor.config import HarborConfig
 from treadle.integrations.harbor.driver import HarborDriver
 from treadle.integrations.harbor.tasks import harbor_sums, harbor_tasks, unpack
 from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.inputs import configured_drivers
+from treadle.orchestration.setup.inputs import configured_players
 
 SHIPPED = Path(str(files("treadle.recipes") / "harbor_tasks"))
 
@@ -233,7 +233,7 @@ def test_tasks_and_agent_are_named_on_the_command_line(tmp_path: Path) -> None:
     changed = load_recipe("harbor", ["driver_options.trial.agent.kwargs.max_turns=4"])
     assert changed.driver_options["trial"]["agent"]["kwargs"]["max_turns"] == 4
     with pytest.raises(ConfigError, match="driver_options: trial: 'task' is set by the run"):
-        configured_drivers(load_recipe("harbor", ["driver_options.trial={task: {path: x}}"]))
+        configured_players(load_recipe("harbor", ["driver_options.trial={task: {path: x}}"]))
 
 
 def test_runs_that_begin_together_share_the_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

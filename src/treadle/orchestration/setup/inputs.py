@@ -26,12 +26,12 @@ from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rendering.replies import Tool
-from treadle.rollout.agents.agent import Agent, load_agent
+from treadle.rollout.agents.agent import load_agent
 from treadle.rollout.attempt import CHECK, Players, open_drivers, user_code
-from treadle.rollout.drivers.driver import DriverFactory, load_driver
+from treadle.rollout.drivers.driver import load_driver
 from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment, check_metrics
 from treadle.rollout.isolation.event_loop import run, watched_event_loop
-from treadle.rollout.other_models import AttemptModels, MakeModel, PolicyCopy
+from treadle.rollout.other_models import AttemptModels, PolicyCopy
 from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
 
@@ -106,83 +106,76 @@ def load_inputs(config: RunConfig) -> Inputs:
     """
     if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-    environments = configured_environments(config)
-    train, held_out = (load_split(config, split, environments) for split in SPLITS)
-    drivers = configured_drivers(config)
-    callbacks, models = load_callbacks(config.callbacks), make_models(config.models)
-    inputs = make_inputs(train, held_out, environments, callbacks=callbacks, drivers=drivers, models=models)
-    kind, name = ("reward", config.reward) if config.reward else config.player
-    if name and kind != "environment" and config.player not in players(train):
-        first = train[0]
-        raise ConfigError(
-            f"{kind} {name!r} would play nothing: each task names its own environment, agent or driver, for example "
-            f"{first.task_id} {first.player[1]!r}; use tasks that name nothing"
-        )
-    return inputs
+    configured = configured_players(config)
+    train, held_out = (load_split(config, split, configured.environments) for split in SPLITS)
+    return make_inputs(train, held_out, configured, load_callbacks(config.callbacks))
 
 
 def load_held_out(config: RunConfig) -> Inputs:
     """Load only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
-    environments = configured_environments(config)
-    held_out = load_split(config, "held_out", environments)
-    configured = Players(environments, drivers=configured_drivers(config), models=make_models(config.models))
-    return Inputs([], held_out, load_players(held_out, loaded=configured))
+    configured = configured_players(config)
+    return make_held_out(load_split(config, "held_out", configured.environments), configured)
 
 
-def configured_environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
-    """The environment of the recipe's reward function, or the one that has options, by name. Raises ConfigError."""
-    if config.environment_options:
-        return {config.environment: load_environment(config.environment, config.environment_options)}
-    return {config.reward: load_reward(config.reward)} if config.reward else {}
+def configured_players(config: RunConfig) -> Players:
+    """Return what the recipe names to play its tasks, by name, and the other models. Raises ConfigError."""
+    kind, name = config.player
+    return Players(
+        _environments(config),
+        {name: load_agent(name)} if kind == "agent" else {},
+        {name: load_driver(name, config.driver_options)} if kind == "driver" else {},
+        make_models(config.models),
+    )
 
 
-def configured_drivers(config: RunConfig) -> dict[str, DriverFactory]:
-    """The recipe's driver, by name, if it has options. Raises ConfigError."""
-    return {config.driver: load_driver(config.driver, config.driver_options)} if config.driver_options else {}
+def _environments(config: RunConfig) -> dict[str, EnvironmentFactory]:
+    if config.reward:
+        return {config.reward: load_reward(config.reward)}
+    name = config.environment
+    return {name: load_environment(name, config.environment_options)} if name else {}
 
 
 def make_inputs(
     train: Sequence[Task],
     held_out: Sequence[Task],
-    environments: Mapping[str, EnvironmentFactory] = MappingProxyType({}),
-    agents: Mapping[str, Agent] = MappingProxyType({}),
+    named: Players = _NOBODY,
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
-    drivers: Mapping[str, DriverFactory] = MappingProxyType({}),
-    models: Mapping[str, MakeModel] = MappingProxyType({}),
 ) -> Inputs:
-    """Return the inputs of tasks in memory; environments, agents and drivers not given are looked up in the registry.
+    """Return the inputs of tasks; environments, agents and drivers not in `named` are looked up in the registry.
 
-    The one that is given, if any, plays the tasks that name nothing. Raises DataError for no training tasks or a
-    held-out task that is a training task too, ConfigError for what cannot play.
+    The one in `named`, if any, plays the tasks that name nothing. Raises DataError for no training tasks or a held-out
+    task that is a training task too, ConfigError for what cannot play, or would play nothing.
     """
     if not train:
         raise DataError("there are no training tasks")
     check_disjoint(train, held_out)
-    known = Players(environments, agents, drivers, models)
-    train, held_out = (with_players(tasks, _default(known)) for tasks in (train, held_out))
-    return Inputs(train, held_out, load_players(train, held_out, loaded=known), dict(callbacks))
+    train, held_out = _played(train, named, "train"), _played(held_out, named, "held_out")
+    return Inputs(train, held_out, load_players(train, held_out, loaded=named), dict(callbacks))
 
 
-def make_held_out(
-    held_out: Sequence[Task],
-    environments: Mapping[str, EnvironmentFactory],
-    agents: Mapping[str, Agent],
-    drivers: Mapping[str, DriverFactory],
-    models: Mapping[str, MakeModel],
-) -> Inputs:
-    """Return the inputs of an evaluation of tasks in memory, as `make_inputs` does. Raises DataError or ConfigError."""
+def make_held_out(held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:
+    """Return the inputs of an evaluation, as `make_inputs` does. Raises DataError or ConfigError."""
     if not held_out:
         raise DataError("there are no tasks to evaluate")
-    known = Players(environments, agents, drivers, models)
-    held_out = with_players(held_out, _default(known))
-    return Inputs([], held_out, load_players(held_out, loaded=known))
+    held_out = _played(held_out, named, "held_out")
+    return Inputs([], held_out, load_players(held_out, loaded=named))
 
 
-def _default(known: Players) -> Player:
-    by_kind = {"environment": known.environments, "agent": known.agents, "driver": known.drivers}
-    return next(((kind, name) for kind, named in by_kind.items() for name in named), ("environment", ""))
+def _played(tasks: Sequence[Task], named: Players, split: Split) -> Sequence[Task]:
+    """Return the tasks, each with something that plays it. Raises ConfigError if what is named would play none."""
+    by_kind = {"environment": named.environments, "agent": named.agents, "driver": named.drivers}
+    player = next(((kind, name) for kind, them in by_kind.items() for name in them), None)
+    tasks = with_players(tasks, player or ("environment", ""))
+    if player is not None and tasks and player not in (others := players(tasks)):
+        kind, name = min(others)
+        raise ConfigError(
+            f"{player[0]} {player[1]!r} would play nothing: the tasks of data.{split} name what plays them, {kind} "
+            f"{name!r}, which wins; give tasks that name nothing (data.{split}.source=my_tasks.jsonl), or leave "
+            f"{player[1]!r} out"
+        )
+    return tasks
 
 
 def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
@@ -224,7 +217,7 @@ def load_context(
     config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
 ) -> LoadContext:
     """What all sources of a run have in common. Raises ConfigError for what does not exist."""
-    environments = {**configured_environments(config), **environments}
+    environments = {**_environments(config), **environments}
     return LoadContext(config.data.columns, config.player, environments, config.seed)
 
 
