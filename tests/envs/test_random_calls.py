@@ -145,3 +145,15 @@ def test_an_attempt_that_fails_is_left_out() -> None:
             return task.prompt
 
     assert {attempt.messages[0]["content"] for attempt in played(Some)} == {"What do 3 tea cost?"}
+
+
+def test_a_tool_that_never_works_stops_with_its_last_error_beside_one_that_does() -> None:
+    class Half(Shop):
+        def order(self, item: str) -> str:
+            """Order an item."""
+            return self.stock[item]  # type: ignore[attr-defined, no-any-return]
+
+        tools = (Shop.price, order)
+
+    with pytest.raises(DataError, match=r"none of \d+ calls of tool 'order' worked, .*: AttributeError: .*'stock'"):
+        played(Half)

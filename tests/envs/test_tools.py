@@ -19,14 +19,14 @@ from tests.orchestration.runs import check_finished
 from tests.worlds import CHATML, END, PLAIN, ROOT, PlainTokenizer, Quiet, plain_ids, plain_renderer, user
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.core.types import Task, ToolCall, Trajectory
-from treadle.envs.base import EnvStep, Reply
+from treadle.core.types import Message, Task, ToolCall, Trajectory
+from treadle.envs.base import Environment, EnvStep, Reply
 from treadle.envs.tools import ToolEnvironment
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import hermes
-from treadle.rollout.attempt import Rollouts
+from treadle.rollout.attempt import Rollouts, user_code
 from treadle.rollout.config import RolloutConfig
-from treadle.rollout.drivers.environment import EnvironmentDriver
+from treadle.rollout.drivers.environment import EnvironmentDriver, IsolatedEnvironment
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
 
@@ -408,3 +408,23 @@ def test_the_example_of_the_documentation_plays() -> None:
     first = found["tasks"][0]
     task = Task("t", (user(first["prompt"]),), "world", first["ground_truth"], first["extras"])
     assert played(found["Shop"], call("price", item="bread"), first["ground_truth"], task=task).reward == 1.0
+
+
+def test_the_task_is_there_though_reset_does_not_keep_it() -> None:
+    class Own(Environment):
+        def reset(self, task: Task) -> Sequence[Message]:
+            return [user(f"Say {self.task.ground_truth}.")]
+
+        def step(self, text: str) -> EnvStep:
+            return EnvStep(reward=float(self.task.ground_truth == "yes"), done=True)
+
+    task = Task("t", (user("?"),), "world", "yes")
+    world = IsolatedEnvironment("world", Own, user_code(task, "as a test"), RolloutConfig())
+
+    async def played() -> tuple[list[Message], EnvStep]:
+        await world.make()
+        return await world.reset(task), await world.step(Message(role="assistant", content="yes"), "yes")
+
+    messages, step = asyncio.run(played())
+    assert messages == [user("Say yes.")]
+    assert treadle.Reward.of(step.reward).total() == 1

@@ -121,7 +121,7 @@ def test_tasks_may_name_what_plays_them_each(tmp_path: Path) -> None:
     [
         (("driver=nowhere",), "drivers: 'nowhere' is not registered"),
         ((f"driver='{HERE}:tasks'",), "drivers: .* is of type function, it must be a subclass of AttemptDriver"),
-        (("driver=d", "data.train.source=lookup"), "driver 'd' would play nothing: .* 'lookup'"),
+        ((f"driver={HERE}:TwoTurns", "data.train.source=lookup"), "TwoTurns' would play nothing: .* 'lookup'"),
     ],
 )
 def test_what_cannot_work_is_refused_when_inputs_are_loaded(overrides: tuple[str, ...], message: str) -> None:

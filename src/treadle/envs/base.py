@@ -132,7 +132,10 @@ class Environment(Protocol):
 
     @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Start the attempt; returns the messages the agent starts from (default: the task's prompt)."""
+        """Start the attempt; returns the messages the agent starts from (default: the task's prompt).
+
+        In a run, `self.task` is set before this is called.
+        """
         self.task = task
         return task.prompt
 

@@ -49,14 +49,22 @@ _SHORT = 40  # characters of a tool's answer that is given as the reply
 _NUMBER = re.compile(r"(?<![\w.])\d{1,9}(?:\.\d{1,9})?(?![\w.])")
 _MAX_DEPTH = 4  # of a value inside others
 _TRIES, _AT_ONCE = 30, 64
+_NEVER = 50  # calls of a tool, none of which worked: it never will
+
+
+class FailedCall(NamedTuple):
+    """A call that did not work. text: its arguments and the answer."""
+
+    tool: str
+    text: str
 
 
 class RandomAttempt(NamedTuple):
-    """An attempt at random. failed: calls that did not work, with what was answered."""
+    """An attempt at random. failed: calls that did not work."""
 
     messages: list[Message]
     tools: Sequence[Mapping[str, Any]]
-    failed: list[str]
+    failed: list[FailedCall]
 
 
 def calls_of_tools(attempts: Sequence[RandomAttempt]) -> Counter[str]:
@@ -73,7 +81,7 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
     Raises ConfigError for an environment without tools, TrajectoryFailure if it fails.
     """
     player, user = _Player(random.Random(key), []), user_code(task, "as a demonstration")
-    environment, failed = IsolatedEnvironment(task.environment, factory, user, config), list[str]()
+    environment, failed = IsolatedEnvironment(task.environment, factory, user, config), list[FailedCall]()
     try:
         await environment.make()
         player.messages.extend(await environment.reset(task.copy()))
@@ -90,7 +98,9 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
                 answer = await environment.step(call, "")
                 if not answer.info.get(TOOL_ERRORS):
                     break
-                failed.append(f"{call['tool_calls'][0]['function']['arguments']}: {answer.observations[0]['content']}")
+                function = call["tool_calls"][0]["function"]
+                text = f"{function['arguments']}: {answer.observations[0]['content']}"
+                failed.append(FailedCall(function["name"], text))
             else:
                 break
             player.messages.append(call)
@@ -109,7 +119,7 @@ async def play_all_at_random(
 ) -> list[RandomAttempt]:
     """Play `count` attempts, at the tasks in turn; returns those that did not fail.
 
-    Raises ConfigError as `play_at_random` does, DataError if no call worked.
+    Raises ConfigError as `play_at_random` does, DataError if no call worked, or none of a tool that was called often.
     """
 
     async def play(number: int) -> RandomAttempt | TrajectoryFailure:
@@ -123,13 +133,22 @@ async def play_all_at_random(
     for first in range(0, count, _AT_ONCE):
         played += await asyncio.gather(*map(play, range(first, min(first + _AT_ONCE, count))))
     attempts = [each for each in played if isinstance(each, RandomAttempt)]
-    if not attempts or (config.max_steps > 1 and not calls_of_tools(attempts).total()):
-        tried = [failed for attempt in attempts for failed in attempt.failed[:4]] or [str(each) for each in played]
+    worked = calls_of_tools(attempts)
+    if not attempts or (config.max_steps > 1 and not worked.total()):
+        tried = [failed.text for attempt in attempts for failed in attempt.failed[:4]] or [str(each) for each in played]
         raise DataError(
             f"warm_start.demonstrations: {RANDOM_CALLS}: in {count} attempts no call of a tool worked; arguments are "
             f"numbers and one to three words of the conversation, such as {'; '.join(dict.fromkeys(tried[:4]))[:400]}. "
             "Name a generator of demonstrations that calls the tools as they need it"
         )
+    failed = [call for attempt in attempts for call in attempt.failed]
+    for tool, number in Counter(call.tool for call in failed).items():
+        if not worked[tool] and number >= _NEVER:
+            last = next(call.text for call in reversed(failed) if call.tool == tool)
+            raise DataError(
+                f"warm_start.demonstrations: {RANDOM_CALLS}: none of {number} calls of tool {tool!r} worked, the last: "
+                f"{last[:300]}. Mend the tool, or name a generator of demonstrations that calls it as it needs"
+            )
     return attempts
 
 

@@ -182,6 +182,8 @@ class IsolatedEnvironment:
 
     async def reset(self, task: Task) -> list[Message]:
         """Start the attempt and return its first messages. Fails if it needs more than `rollout.max_steps` calls."""
+        if Environment in type(self._environment).__mro__:
+            self._environment.task = task  # type: ignore[union-attr]  # for a `reset` that does not keep it
         messages = await self._call("reset", task, check=self._checked_reset)
         if self.required_steps > self._config.max_steps:
             raise _failure(
