@@ -203,22 +203,20 @@ def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
 
 
 def load_split(
-    config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
+    config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] | None = None
 ) -> Sequence[Task]:
     """Return the tasks of `data.train` or `data.held_out`, none if it is not set.
 
-    environments: by name, those that are not looked up in the registry. Raises ConfigError or DataError.
+    environments: by name, instead of the recipe's. Raises ConfigError or DataError.
     """
     section = config.data.train if split == "train" else config.data.held_out
     return [] if section is None else load_tasks(section, split, load_context(config, environments))
 
 
-def load_context(
-    config: RunConfig, environments: Mapping[str, EnvironmentFactory] = MappingProxyType({})
-) -> LoadContext:
+def load_context(config: RunConfig, environments: Mapping[str, EnvironmentFactory] | None = None) -> LoadContext:
     """What all sources of a run have in common. Raises ConfigError for what does not exist."""
-    environments = {**_environments(config), **environments}
-    return LoadContext(config.data.columns, config.player, environments, config.seed)
+    known = _environments(config) if environments is None else environments
+    return LoadContext(config.data.columns, config.player, known, config.seed)
 
 
 @dataclass(frozen=True, slots=True)
