@@ -216,8 +216,8 @@ def update(device: str) -> Iterator[Row]:
             rows[way] = {"packing": str(way), "adapters of rank": rank, "tokens a pass": budget, **peak}
             rows[way] |= {"tokens of all calls": tokens, "tokens computed": computed}
         seconds = median_seconds({way: partial(train, way) for way in Packing}, 3, clock(torch.device(device)))
-        for way, row in rows.items():
-            took = seconds[way]
+        for name, row in rows.items():
+            took = seconds[name]
             yield {**row, "s": took, "times chain": seconds["chain"] / took, "tokens of calls a second": tokens / took}
 
 

@@ -153,7 +153,7 @@ def test_a_tool_that_never_works_stops_with_its_last_error_beside_one_that_does(
             """Order an item."""
             return self.stock[item]  # type: ignore[attr-defined, no-any-return]
 
-        tools = (Shop.price, order)
+        tools = (Shop.price, order)  # type: ignore[assignment]
 
     with pytest.raises(DataError, match=r"none of \d+ calls of tool 'order' worked, .*: AttributeError: .*'stock'"):
         played(Half)
