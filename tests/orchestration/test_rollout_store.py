@@ -73,6 +73,7 @@ def steps(draw: st.DrawFn) -> Step:
         dropped=draw(st.sampled_from([None, DropReason.CANCELLED])),
         started=draw(st.none() | st.floats(0, 1e10)),
         waited=draw(st.none() | st.floats(0, 1e9)),
+        withheld=draw(st.integers(0, 3)),
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 from functools import cache
 from typing import Any
@@ -283,6 +284,18 @@ def test_who_writes_tools_is_found_out(name: str) -> None:
             DataError, match=r"^the tokenizer's chat template does not write tools.*model\.chat_template"
         ):
             talk.render([user("q")], [LOOK])
+
+
+@pytest.mark.parametrize("name", READING)
+def test_a_reply_of_which_one_call_was_handed_out_is_written_by_the_template(name: str) -> None:
+    conversation, fresh = (Conversation(world(name).renderer) for _ in range(2))
+    prompt = conversation.render([QUESTION], [LOOK])
+    both = world(name).ids(random.Random(0), "call one, call two")
+    conversation.record(prompt, np.array([*both, world(name).stops[0]], np.int32), CALLING, whole=False)
+    later: list[Message] = [QUESTION, CALLING, {**tool("tea"), "tool_call_id": "abcdefghi"}]
+    shown: list[Message] = [QUESTION, {**CALLING, "reasoning_content": ""}, later[-1]]
+    got, expected = conversation.render(later, [LOOK]), fresh.render(shown, [LOOK])
+    assert (got.ids.tolist(), got.break_cause) == (expected.ids.tolist(), "calls withheld")
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].tools])

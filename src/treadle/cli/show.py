@@ -130,7 +130,7 @@ def _step(
         "calls": [asdict(call) for call in step.calls],
         **{
             name: getattr(step, name)
-            for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary")
+            for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary", "withheld")
         },
         "update": None if trace is None else trace.update,
         "tokens": _tokens(step, None if step.dropped else advantage, tokenizer, trace),
@@ -247,6 +247,8 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
         console.line(f"{step['dropped']}{because}", style="red")
     if relation := relation_line(step["relation"], step["step"]):
         console.line(relation, style="yellow")
+    if step["withheld"]:
+        console.line(f"tool calls not handed out: {step['withheld']} (parallel_tool_calls: false)", style="yellow")
     for call in step["calls"]:
         console.line(call_line(call), style="magenta")
     console.text(indented(step["new_prompt_text"]), style="dim")

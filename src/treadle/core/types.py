@@ -136,6 +136,7 @@ class BreakCause(StrEnum):
     END_TOKEN_REWRITTEN = "end token rewritten"  # sampled one stop token, the template writes another
     TOOLS_CHANGED = "tools changed"  # other tools, or other options of the template
     HISTORY_EDITED = "history edited"  # the agent sent an earlier message in another form
+    CALLS_WITHHELD = "calls withheld"  # the agent, which wanted one tool call at a time, was given only the first
     SUMMARY = "summary"  # the agent put fewer messages in the place of several
 
 
@@ -292,6 +293,7 @@ class Step:
                     read the token before, so that the first row is of the prompt's last token. None, or fewer rows
                     than tokens: the engine did not report it, or not for the last tokens
     calls           of other models, between this step and the next; those before the first step are with it, too
+    withheld        number of tool calls in the completion that the agent was not given, as it wants one at a time
 
     Raises DataError, naming the field, where lengths, dtypes or values break this.
     """
@@ -315,6 +317,7 @@ class Step:
     waited: float | None = None
     summary: bool = False
     calls: tuple[ModelCall, ...] = ()
+    withheld: int = 0
 
     def __post_init__(self) -> None:
         fix = object.__setattr__

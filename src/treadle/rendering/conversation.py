@@ -92,8 +92,9 @@ class Conversation:
     """Renders one session's calls and remembers what was sampled.
 
     Invariant: a recorded reply that a prompt contains with all its parts has the ids that were sampled, after those of
-    its own prompt. Calls may be rendered while others are still being sampled, and recorded from another thread. The
-    date that templates write is that of the run's beginning, or the conversation's.
+    its own prompt; one of which the agent was given only a part has those of that part's text. Calls may be rendered
+    while others are still being sampled, and recorded from another thread. The date that templates write is that of the
+    run's beginning, or the conversation's.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -125,15 +126,18 @@ class Conversation:
         ids.flags.writeable = False  # it may be a memoised piece
         return Prompt(ids, messages, cause, rendering)
 
-    def record(self, prompt: Prompt, completion_ids: Ids, reply: Message) -> Record:
-        """Remember what was sampled for a prompt of `render`, and the message that the agent got for it."""
+    def record(self, prompt: Prompt, completion_ids: Ids, reply: Message, whole: bool = True) -> Record:
+        """Remember what was sampled for a prompt of `render`, and the message that the agent got for it.
+
+        whole: whether that has all that was sampled. Otherwise later prompts have it as the template writes it.
+        """
         if prompt.rendering is None:
             raise DataError("only a prompt that was rendered from messages can be continued by messages")
         if prompt.rendering.opened:
             reply = {**reply, "content": prompt.rendering.opened + identity.flat(reply["content"])}
         last = int(completion_ids[-1]) if len(completion_ids) else -1
         stop = next((name for name, ident in self._structure.stops.items() if ident == last), "")
-        record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop)
+        record = Record(np.concatenate([prompt.ids, completion_ids]), prompt.rendering, reply, stop, whole)
         self._records.append(record)
         self._by_value.setdefault(record.value, []).append(record)
         return record
@@ -342,9 +346,11 @@ class Conversation:
 
     def _spliced(self, draft: _Draft, text: str) -> _KeptAndLost:
         """Find each reply by the marks of its parts."""
-        replies = {number: record for number, record in enumerate(draft.replies) if record}
+        recorded = [(number, record) for number, record in enumerate(draft.replies) if record]
+        replies = {number: record for number, record in recorded if record.whole}
+        cut = dict.fromkeys((number for number, record in recorded if not record.whole), BreakCause.CALLS_WITHHELD)
         if not replies:
-            return [], {}
+            return [], cut
         ends = self._renderer.ends(draft.setting.template)
         splices, lost = locate(text, draft.shown, replies, draft.marked, ends)
         kept = []
@@ -352,7 +358,7 @@ class Conversation:
             record = replies[splice.message]
             turn = record.turn if splice.stopped or not record.stop else record.turn[:-1]
             kept.append(_Kept(splice.start, splice.end, turn, int(turn[-1]) if splice.stopped else None))
-        return kept, lost
+        return kept, {**lost, **cut}
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
         """Return why the ids do not begin with those of the call that the messages continue."""

@@ -151,11 +151,11 @@ class Record:
     """A recorded call, and the message that the agent got for it.
 
     ids: prompt and completion. turn: those of the assistant's turn, which begins with `head`. stop: the end token, if
-    sampled.
+    sampled. whole: whether the message has all that was sampled.
     """
 
-    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str) -> None:
-        self.ids, self.rendering, self.message, self.stop = ids, rendering, message, stop
+    def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str, whole: bool = True) -> None:
+        self.ids, self.rendering, self.message, self.stop, self.whole = ids, rendering, message, stop, whole
         self.turn, self.head = ids[rendering.turn :], rendering.head
         self.value = value(message)
         self.thought = reasoning(message)

@@ -74,8 +74,9 @@ class CallOptions:
     """Options of one call, beside messages and tools.
 
     sampling_overrides: fields of SamplingParams that the caller asks for: `{"temperature": 0.2}`. tool_calls: whether
-    to look for tool calls in the reply. parallel_tool_calls: whether to keep more than the first. template_kwargs,
-    continue_final_message: for the chat template.
+    to look for tool calls in the reply. parallel_tool_calls: whether to hand out more than the first: otherwise the
+    others are in no later prompt, and `Step.withheld` counts them. template_kwargs, continue_final_message: for the
+    chat template.
     Of agent loops only: max_tokens, max_input_tokens, parse: in the place of the spec's and the session's. summary:
     marks the step. break_cause: why the conversation does not continue the one before, where the loop knows better than
     its messages tell.
@@ -249,9 +250,13 @@ class Session:
         step, text, stop = await self._sample(number, prompt, options)
         begun = self._begun(prompt, options.parse or self.parse)
         message = self._message(begun + text, tools if options.tool_calls else (), options, number)
+        calls = message.get("tool_calls", [])
+        if withheld := 0 if options.parallel_tool_calls else len(calls[1:]):
+            message["tool_calls"] = calls[:1]
+            step = self._steps[number] = replace(step, withheld=withheld)
         continued = prompt.rendering and prompt.rendering.continues
         first = self._first[continued] if continued else number
-        self._first[self._conversation.record(prompt, step.completion_ids, message)] = first
+        self._first[self._conversation.record(prompt, step.completion_ids, message, whole=not withheld)] = first
         return Reply(message, step, number, stop, first)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
@@ -427,8 +432,7 @@ class Session:
     def _message(self, text: str, tools: Sequence[Tool], options: CallOptions, number: int) -> Message:
         """Parse a reply. Tool calls without an id get one that is the same in every repetition of the run."""
         message = (options.parse or self.parse)(text, tools)
-        calls = message.get("tool_calls", [])[: None if options.parallel_tool_calls else 1]
-        if calls:
+        if calls := message.get("tool_calls"):
             message["tool_calls"] = [
                 ToolCall(id=c["id"] or f"c{number:05d}{i:03d}", type="function", function=c["function"])
                 for i, c in enumerate(calls)

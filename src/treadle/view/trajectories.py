@@ -100,6 +100,7 @@ def _tokens(
                 "relation": _relation(relation),
                 "fate": fate(rows[number], row, group.update, step),
                 "summary": step.summary,
+                "withheld": step.withheld,
                 "spans": spans[-1],
                 # name -> a value for each sampled token
                 "columns": step_columns(step, None if step.dropped else row["advantage"], trace),

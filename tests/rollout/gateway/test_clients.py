@@ -13,10 +13,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from tests.rollout.gateway.servers import CALL, FINAL, Slow, looks_then_answers, scripted, served, written
+from tests.rollout.gateway.servers import CALL, FINAL, Served, Slow, looks_then_answers, scripted, served, written
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
 from treadle.rendering.replies import hermes, plain
+from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.gateway.request import SamplingRequest
 
 SCHEMA = {"type": "object", "properties": {"who": {"type": "string"}}}
@@ -147,6 +148,55 @@ async def test_anthropic_with_tools(stream: bool) -> None:
             results = [{"type": "tool_result", "tool_use_id": c.id, "content": "the page of Anna"} for c in calls]
             conversation.append({"role": "user", "content": results})
         check(server.steps(), told)
+
+
+ONE = CALL.partition("</think>\n")[2]  # the template leaves out thoughts
+BOTH = ONE + ONE.removeprefix("I look.").replace("Anna", "Bob")
+
+
+async def chat_one(server: Served, address: SessionAddress, history: list[Any]) -> None:
+    client = server.openai(address)
+    answer = await client.chat.completions.create(
+        model="m", messages=history, tools=CHAT_TOOLS, parallel_tool_calls=False
+    )
+    taken(answer.choices[0].message.model_dump(exclude_none=True), history)
+
+
+async def respond_one(server: Served, address: SessionAddress, history: list[Any]) -> None:
+    client = server.openai(address)
+    asked: Any = {"model": "m", "input": history, "tools": RESPONSES_TOOLS}
+    answer = await client.responses.create(**asked, parallel_tool_calls=False)
+    output = [item.model_dump(exclude_none=True) for item in answer.output]
+    calls = [item["call_id"] for item in output if item["type"] == "function_call"]
+    history += [*output, *({"type": "function_call_output", "call_id": call, "output": "Anna's"} for call in calls)]
+
+
+async def message_one(server: Served, address: SessionAddress, history: list[Any]) -> None:
+    client = server.anthropic(address)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    asked: Any = {"model": "m", "max_tokens": 500, "messages": history, "tools": ANTHROPIC_TOOLS}
+    content = [block.model_dump() for block in (await client.messages.create(**asked, tool_choice=choice)).content]
+    calls = [block["id"] for block in content if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": call, "content": "Anna's"} for call in calls]
+    history += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+
+
+@pytest.mark.xdist_group("anthropic")
+@pytest.mark.parametrize("ask", [chat_one, respond_one, message_one])
+async def test_calls_that_were_not_handed_out_are_in_no_later_prompt(ask: Any) -> None:
+    """All that was sampled is recorded; the step counts the calls that were withheld, and what follows is a break."""
+    replies = [BOTH, ONE, BOTH, FINAL]
+    async with served(Slow(scripted(lambda prompt, number: replies[number]))) as server:
+        address, history = server.open(), list(HELLO)
+        for _ in replies:
+            await ask(server, address, history)
+        steps = server.steps()
+        assert [written(step) for step in steps] == replies
+        assert [step.withheld for step in steps] == [1, 0, 1, 0]
+        assert [step.break_cause for step in steps] == [None, "calls withheld", None, "calls withheld"]
+        for number, step in enumerate(steps):
+            prompt = PlainTokenizer().decode(step.prompt_ids, skip_special_tokens=False)
+            assert (prompt.count("<tool_call>"), prompt.count("Bob")) == (number, 0)
 
 
 @pytest.mark.quick(1)

@@ -61,7 +61,9 @@ STEP_SCHEMA = pa.schema(
         "routing_shape": pa.list_(pa.int32()),
         "components": pa.map_(pa.string(), pa.float64()),
         "token_rewards": pa.list_(pa.float32()),
-        "calls": pa.list_(pa.string()),  # of other models, each as JSON; runs of before have no such column
+        # older runs lack the following
+        "calls": pa.list_(pa.string()),  # of other models, each as JSON
+        "withheld": pa.int32(),
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
@@ -152,6 +154,7 @@ def step_row(step: Step) -> dict[str, Any]:
         "components": list(step.given.components.items()),
         "token_rewards": step.given.tokens,
         "calls": [json.dumps(asdict(call)) for call in step.calls],
+        "withheld": step.withheld,
     }
 
 
@@ -172,6 +175,7 @@ def step_of(row: Mapping[str, Any]) -> Step:
         routing=None if routing is None else routing.astype(np.int16),
         given=Reward(dict(row["components"]), row["token_rewards"]),
         calls=tuple(map(_call, row.get("calls") or ())),
+        withheld=row.get("withheld") or 0,
     )
 
 

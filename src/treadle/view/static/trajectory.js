@@ -62,6 +62,7 @@ function Step({run, view, number, column, range, pin, onToken, onStep, selected}
     ${step.relation.shared > 0 && html`<button class="quiet shared" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>${whole
       ? "hide shared tokens" : `${counted(step.relation.shared, "token")} shared with step ${step.relation.base}`}</button>`}
     <${Conversation} from=${from} shown=${shown} />
+    ${step.withheld > 0 && html`<p class="call faint">${counted(step.withheld, "tool call")} not handed out: the agent asked for one at a time</p>`}
     ${step.calls.map((/** @type {any} */ call) => html`<p class="call"><b>${call.model}</b> <span class="faint">${figure(call.prompt_tokens)} read, ${figure(call.completion_tokens)} written, ${duration(call.seconds)}, not trained:</span> ${call.reply}</p>`)}
   </section>`;
 }
