@@ -110,10 +110,11 @@ WRITTEN: dict[ReplyParser, str] = {
     ],
 )
 def test_a_call_within_a_later_thought_or_a_call_that_cannot_be_read_is_none(parse: ReplyParser, around: str) -> None:
-    text = around.format(WRITTEN[parse])
-    assert parse(text, TOOLS) == {"role": "assistant", "content": text}
-    assert parse(f"<think>so</think>{text}", TOOLS)["content"] == text
-    behind = parse(f"{WRITTEN[parse]}{text}", TOOLS)
+    text, untyped = around.format(WRITTEN[parse]), {"type": "object", "properties": {"b": {}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": untyped}}]
+    assert parse(text, tools) == {"role": "assistant", "content": text}
+    assert parse(f"<think>so</think>{text}", tools)["content"] == text
+    behind = parse(f"{WRITTEN[parse]}{text}", tools)
     assert (behind["content"], len(behind.get("tool_calls", ()))) in [(text, 1), (WRITTEN[parse] + text, 0)]
 
 
@@ -315,13 +316,29 @@ def test_what_may_be_one_of_several_is_not_read(kind: Json) -> None:
         value_of("5", kind, {})
 
 
-@pytest.mark.parametrize(
-    ("parse", "text"),
-    [
-        (qwen_xml, "<tool_call>\n<function=f>\n<parameter=q>\n{}\n</parameter>\n</function>\n</tool_call>"),
-        (glm, "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
-    ],
-)
+TAGGED = [
+    (qwen_xml, "<tool_call>\n<function=f>\n<parameter=q>\n{}\n</parameter>\n</function>\n</tool_call>"),
+    (glm, "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+]
+UNDECLARED: list[Json] = [
+    {"name": "g", "parameters": {"type": "object", "properties": {"q": {"type": "integer"}}}},  # another tool
+    {"name": "f"},
+    {"name": "f", "parameters": None},
+    {"name": "f", "parameters": {}},
+    {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+    {"name": "f", "parameters": {"type": "object", "properties": {"r": {"type": "integer"}}}},
+]
+
+
+@pytest.mark.parametrize("value", ["5", "-1e9", "true", "None", "[1, 2]", '{"a": 1}', '"x"', "x"])
+@pytest.mark.parametrize(("parse", "text"), TAGGED)
+def test_a_value_without_a_declared_type_is_text(parse: ReplyParser, text: str, value: str) -> None:
+    for function in UNDECLARED:
+        message = parse(text.format(value), [{"type": "function", "function": function}])
+        assert (called(message), message["content"]) == ([("f", {"q": value})], ""), function
+
+
+@pytest.mark.parametrize(("parse", "text"), TAGGED)
 def test_a_call_that_is_not_read_does_not_go_on_into_the_next(parse: ReplyParser, text: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"q": {}}}}}
     for one, other, expected in (("5", "6", []), ("5", "a", ["a"]), ("a", "5", ["a"])):

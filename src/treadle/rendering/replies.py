@@ -15,10 +15,10 @@ writes (`ChatRenderer.parser`). Each format has a reader, from a call's text to 
     xml_call       <function=look><parameter=who>Anna</parameter></function>   in <tool_call> tags: Qwen 3.5, Nemotron
     glm_call       look<arg_key>who</arg_key><arg_value>Anna</arg_value>       in <tool_call> tags: GLM 4.5
 
-A call is read as it was written, or not at all: it stays content if a value is ambiguous (`value_of`) or text is left
-over. A `</parameter>` inside a value does not end it; one before another parameter or the end of the call does. (A
-value that contains a whole parameter, line breaks included, cannot be told from that one.) Calls inside thoughts, or
-inside a call that cannot be read, do not count.
+A call is read as it was written, or not at all: it stays content if a value that is declared is ambiguous (`value_of`)
+or text is left over. A `</parameter>` inside a value does not end it; one before another parameter or the end of the
+call does. (A value that contains a whole parameter, line breaks included, cannot be told from that one.) Calls inside
+thoughts, or inside a call that cannot be read, do not count.
 """
 
 from __future__ import annotations
@@ -171,15 +171,22 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -
     return _tool_call(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
 
 
+_TEXT = {"type": "string"}
+
+
 def _schema_of(key: str, root: Any) -> Any:
-    """Return the schema of an argument; without one, anything is allowed."""
+    """Return the schema of an argument. One that is not declared, or of an unknown tool, is text: whoever answers the
+    call can say that it is wrong.
+    """
     if not isinstance(root, Mapping):
-        return True
+        return _TEXT
     properties = root.get("properties")
     if isinstance(properties, Mapping) and key in properties:
         return properties[key]
-    others = root.get("additionalProperties", True)
-    return True if others is False or root.get("patternProperties") else others
+    if root.get("patternProperties"):
+        return True
+    others = root.get("additionalProperties", False)
+    return _TEXT if others is False else others
 
 
 def _json(text: str) -> Any:
