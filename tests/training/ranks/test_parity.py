@@ -190,14 +190,15 @@ def test_bfloat16_by_autocast_rounds_as_one_process_does(pair: RankProcesses) ->
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("nodes", [40, 9])
 def test_pure_bfloat16_is_near_float32(pair: RankProcesses, nodes: int) -> None:
-    """Rounding of the residual stream and of norms, too, is more than autocast's."""
+    """Rounding of the residual stream and of norms, too, is more than autocast's. Processors round bfloat16 differently;
+    the bounds are some 25 and 50 times its 2^-8."""
     found = {
         precision: pair.call("near", Case(FEW, double=False, training=budget(nodes, precision=precision)))
         for precision in ("float32", "bfloat16", "bfloat16_pure")
     }
     assert all(len(set(each)) == 1 for each in found.values())
     [float32, autocast, pure] = (each[0] for each in found.values())
-    assert float32 <= 1e-6 < 1e-4 < autocast < 0.05 and 1e-4 < pure < 0.1
+    assert float32 <= 1e-6 < 1e-4 < autocast < 0.1 and 1e-4 < pure < 0.2
 
 
 TRAINED = {
