@@ -402,7 +402,7 @@ def test_a_run_that_learns_nothing_says_so(copy: Path) -> None:
     last = [row for row in run.metrics() if row["kind"] == "update"][-1]
     for number in range(10):
         run.log({**last, "update": UPDATES + 1 + number, "reward_mean": 0.0, "reward_positive": 0.0})
-    assert "of the last 10 updates are 0" in get("runs/copy")["problems"][0]
+    assert "of the last 8 updates are 0" in get("runs/copy")["problems"][0]
 
 
 def test_what_is_damaged_is_said_and_the_rest_is_shown(copy: Path) -> None:

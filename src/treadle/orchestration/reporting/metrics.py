@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
+
 from treadle.core.metrics import Figure, Measures, Metric, View, declared, measured, shares
 from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
-from treadle.core.types import BreakCause, DropReason, Group, Status, Step, StopReason, Trajectory
+from treadle.core.types import BreakCause, DropReason, Group, Ids, Status, Step, StopReason, Trajectory
 from treadle.training import metrics as training_metrics
 
 
@@ -74,6 +76,9 @@ DROPPED = Metric(
 )
 REJECTED_SHARE = Metric("rejected_share", "step", "mean", "share", "answer was thrown away", view="dropped")
 REJECTED_TOKENS = Metric("rejected_tokens", "step", "sum", "tokens", "sampled in such steps", view="dropped")
+REPEATED = Metric(
+    "repeated_replies", "step", "mean", "share", "of 8 tokens or more, three quarters of which are one and the same"
+)
 
 # over tasks with a graded trajectory
 
@@ -162,6 +167,7 @@ def trajectory_metrics(
         + _attempt_metrics(everyone)
         + measured("step", _counts(DROPPED, (step.reason for step in dropped_steps(groups))))
         + measured("step", _of_rejected([step for t in everyone for step in t.steps]))
+        + measured("step", {REPEATED: [_repeats(step.completion_ids) for t in everyone for step in t.steps]})
         + _task_metrics(groups, attempts, success_at, success_of)
         + environment_metrics(everyone)
         + _role_metrics(everyone)
@@ -229,6 +235,11 @@ def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of:
         **shares(LAST_STOP, StopReason, [view.steps[-1].stop_reason for view in views if view.steps]),
     }
     return measured("trajectory", values) + measured("run", {VERSIONS: [len(set().union(*sampled_by))]})
+
+
+def _repeats(ids: Ids) -> bool:
+    """Whether a completion int32[C] is hardly more than one token, over and over."""
+    return len(ids) >= 8 and 4 * int(np.unique(ids, return_counts=True)[1].max()) >= 3 * len(ids)
 
 
 def _of_rejected(steps: Sequence[Step]) -> dict[Metric, Sequence[float]]:
