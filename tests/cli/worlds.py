@@ -124,7 +124,7 @@ def tasks(split: str, count: int, environment: str = "") -> list[Task]:
 
 def playing(environment: str, held_out: bool = False) -> list[str]:
     """Overrides that put the tiny recipe's tasks into an environment of this module."""
-    overrides = []
+    overrides = ['environment=""']
     for split in ("train", "held_out") if held_out else ("train",):
         overrides += [f"data.{split}.source=tests.cli.worlds:tasks", f"data.{split}.options.environment={environment}"]
     return overrides if held_out else [*overrides, "data.held_out=null", "data.table_by=null"]
