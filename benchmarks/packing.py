@@ -125,7 +125,8 @@ def packings(forward: Forward, repeats: int, size: Size, others: Mapping[str, Fo
     others: the same model with other kernels, for tree packing by group.
     """
     rows = [row for name, make in WORKLOADS.items() for row in _compare(name, make(size), forward, repeats, others)]
-    return Table("packing", _note(forward, repeats), rows)
+    peak = "peak: tensor memory of the largest micro-batch beyond weights and gradients"
+    return Table("packing", f"{_note(forward, repeats, 'layout, forward and backward pass')}, {peak}", rows)
 
 
 def against_chains(forward: Forward, repeats: int, size: Size) -> Table:
@@ -147,7 +148,7 @@ def against_chains(forward: Forward, repeats: int, size: Size) -> Table:
                     "times chain": seconds["chain"] / seconds[name],
                 }
             )
-    return Table("trees against chains", _note(forward, repeats), rows)
+    return Table("trees against chains", _note(forward, repeats, "forward and backward pass"), rows)
 
 
 def _compare(
@@ -203,7 +204,7 @@ def _gradient(scores: TokenScores) -> LossGradients:
     return LossGradients(torch.full_like(scores.logp, 1e-4))
 
 
-def _note(forward: Forward, repeats: int) -> str:
+def _note(forward: Forward, repeats: int, timed: str) -> str:
     model, text = forward.model, forward.model.config.get_text_config()
     cuda = model.device.type == "cuda"
     parts = [
@@ -211,10 +212,9 @@ def _note(forward: Forward, repeats: int) -> str:
         f"hidden size {text.hidden_size}, random weights, {str(model.dtype).removeprefix('torch.')})",
         *(["gradient checkpointing"] if cuda else []),
         f"micro-batches of {forward.budget} tokens",
-        "layout, forward and backward pass",
+        timed,
         f"median of {repeats}",
         torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} thread(s)",
-        "peak: tensor memory of the largest micro-batch beyond weights and gradients",
     ]
     return ", ".join(parts)
 

@@ -190,8 +190,8 @@ def test_bfloat16_by_autocast_rounds_as_one_process_does(pair: RankProcesses) ->
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("nodes", [40, 9])
 def test_pure_bfloat16_is_near_float32(pair: RankProcesses, nodes: int) -> None:
-    """Rounding of the residual stream and of norms, too, is more than autocast's. Processors round bfloat16 differently;
-    the bounds are some 25 and 50 times its 2^-8."""
+    """Rounding of the residual stream and of norms, too, is more than autocast's. Processors round bfloat16
+    differently; the bounds are some 25 and 50 times its 2^-8."""
     found = {
         precision: pair.call("near", Case(FEW, double=False, training=budget(nodes, precision=precision)))
         for precision in ("float32", "bfloat16", "bfloat16_pure")
