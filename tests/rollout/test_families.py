@@ -286,6 +286,33 @@ def test_who_writes_tools_is_found_out(name: str) -> None:
             talk.render([user("q")], [LOOK])
 
 
+PERSONS = "ann", "bob"
+PARTS_OF_SCHEMAS: list[tuple[Any, dict[str, str]]] = [
+    # a schema of `who` -> what of it is left out, by family
+    ({"type": "string", "enum": PERSONS, "description": "who it is", "title": "Who"}, {}),
+    ({"$ref": "#/$defs/person"}, {"gptoss": "who.$ref", "gemma4": "who.$ref"}),
+    ({"enum": PERSONS}, {"gptoss": "who.enum", "gemma4": "who.enum"}),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, {"gptoss": "who.additionalProperties"}),
+    ({"type": "object", "additionalProperties": False, "properties": {"at": {"type": "string"}}}, {}),
+    ({"type": "array", "items": {"type": "string", "enum": PERSONS}}, {"gptoss": "who.items.enum"}),
+    (
+        {"type": "object", "properties": {"at": {"type": "string", "description": "where"}}},
+        {"gptoss": "who.at.description"},
+    ),
+    ({"type": "integer", "minimum": 1}, {"gptoss": "who.minimum", "gemma4": "who.minimum"}),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"gptoss": "who.anyOf", "gemma4": "who.anyOf"}),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if EVERY[name].tools])
+def test_what_is_left_out_of_a_tool_is_named(name: str) -> None:
+    for who, left_out in PARTS_OF_SCHEMAS:
+        function = {**LOOK["function"], "parameters": {"type": "object", "properties": {"who": who}}}
+        lines = world(name).renderer.tools_notes([{"type": "function", "function": function}])
+        named = [line.partition("never sees: ")[2].partition(";")[0] for line in lines]
+        assert named == ([left_out[name]] if name in left_out else []), who
+
+
 @pytest.mark.parametrize("name", READING)
 def test_a_reply_of_which_one_call_was_handed_out_is_written_by_the_template(name: str) -> None:
     conversation, fresh = (Conversation(world(name).renderer) for _ in range(2))

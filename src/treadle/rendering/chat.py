@@ -18,7 +18,16 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Ids, Message
 from treadle.rendering import replies
 from treadle.rendering.identity import flat, parsed
-from treadle.rendering.probes import PROBE, Shape, example, ignores_tools, left_out, probe_call, written_call
+from treadle.rendering.probes import (
+    PROBE,
+    Shape,
+    example,
+    ignores_tools,
+    left_out,
+    probe_call,
+    unwritten_parts,
+    written_call,
+)
 from treadle.rendering.structure import Structure, TokenBytes, any_of, encode_text
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 
@@ -40,6 +49,9 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]: ...
+
+
+_NAMED = 8  # parts of a tool that are named
 
 
 class ChatRenderer:
@@ -78,6 +90,7 @@ class ChatRenderer:
         self._compiled = lru_cache(maxsize=8)(self._compile)
         self.ends = lru_cache(maxsize=8)(self._ends)
         self._unreadable = lru_cache(maxsize=64)(self._unread)
+        self._unwritten = lru_cache(maxsize=1024)(self._parts)
         self.left_out = lru_cache(maxsize=4096)(self._left_out)
 
     def __reduce__(self) -> tuple[Callable[..., ChatRenderer], tuple[Any, ...], dict[str, str]]:
@@ -191,6 +204,23 @@ class ChatRenderer:
             f"the reply parser {name} does not read a tool call of this model: {self._label} {written}; "
             "use a parser that reads it (rollout.reply_parser; --parser of treadle serve), or leave tools out"
         )
+
+    def tools_notes(self, tools: Sequence[replies.Tool]) -> list[str]:
+        """Describe which parts of tools the template does not write, in a line a tool: the model never sees them."""
+        lines = []
+        for tool in tools:
+            if parts := self._unwritten(json.dumps(tool, default=str)):
+                more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
+                name, named = tool["function"].get("name"), ", ".join(parts[:_NAMED])
+                lines.append(
+                    f"{self._label} leaves out parts of the tool {name!r:.80}, which the model never sees: {named}{more}; "
+                    "write them otherwise, or into its description"
+                )
+        return lines
+
+    def _parts(self, tool: str) -> tuple[str, ...]:
+        plain = json.loads(tool)
+        return unwritten_parts(self.template([plain]), plain, self.options)
 
     def parser(self, name: str, setting: str = "rollout.reply_parser") -> replies.ReplyParser:
         """Return the reply parser of that name; `auto` chooses by what the template writes. Raises ConfigError."""

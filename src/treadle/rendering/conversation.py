@@ -95,6 +95,8 @@ class Conversation:
     its own prompt; one of which the agent was given only a part has those of that part's text. Calls may be rendered
     while others are still being sampled, and recorded from another thread. The date that templates write is that of the
     run's beginning, or the conversation's.
+
+    notes: what the template leaves out of tools, a line each.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -102,6 +104,7 @@ class Conversation:
         self._records: list[Record] = []
         self._by_value: dict[identity.Value, list[Record]] = {}
         self._settings: dict[str, _Setting] = {}
+        self.notes: list[str] = []
         self._began = renderer.began or datetime.now()
 
     def render(
@@ -233,6 +236,7 @@ class Conversation:
                 raise DataError(problem)
             template = self._renderer.template(tools)
             shown = [_data(tool) for tool in tools] or None
+            self.notes += self._renderer.tools_notes(tools)
             self._settings[key] = _Setting(template, shown, options, key, template.opening(options))
         return self._settings[key]
 

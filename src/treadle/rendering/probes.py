@@ -105,6 +105,56 @@ def ignores_tools(template: ChatTemplate, options: Variables) -> bool:
     return bool(texts) and not any(_NAME in text for text in texts)
 
 
+_BESIDE = {"title", "$schema", "$id", "$comment", "examples"}  # of a schema, and not for who calls the tool
+_SCHEMAS = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+
+
+def unwritten_parts(template: ChatTemplate, tool: Plain, options: Variables) -> tuple[str, ...]:
+    """Return the parts of a tool's description and schema without which the template writes the same.
+
+    Named as `who.$ref` or `where.items.enum`; of a part that is not written, those within it are not named.
+    """
+    function = tool.get("function") or {}
+    parameters, text = function.get("parameters"), _rendered(template, [_QUESTION], tool, options)
+    if text is None or not isinstance(parameters, dict) or json.dumps(parameters, ensure_ascii=False) in text:
+        return ()
+
+    def is_lost(owner: Plain, key: str) -> bool:
+        places = list(owner.items())
+        value = owner.pop(key)
+        same = _rendered(template, [_QUESTION], tool, options) == text
+        owner.clear()
+        owner.update(places)
+        return same and value is not None
+
+    def lost(schema: Any, path: str) -> Iterator[str]:
+        if not isinstance(schema, dict):
+            return
+        for key, part in list(schema.items()):
+            if (
+                key in _BESIDE
+                or part in (None, "", [], {})
+                or (key == "additionalProperties" and part in (True, False))
+            ):
+                continue
+            if key == "type" and part == "object" and schema.get("properties"):
+                continue
+            if key in ("properties", "patternProperties") and isinstance(part, dict):
+                for name in list(part):
+                    yield from [f"{path}{name}"] if is_lost(part, name) else lost(part[name], f"{path}{name}.")
+            elif is_lost(schema, key):
+                yield f"{path}{key}"
+            elif key in _SCHEMAS:
+                yield from lost(part, f"{path}{key}.")
+            elif key in _LISTS and isinstance(part, list):
+                for number, one in enumerate(part):
+                    yield from lost(one, f"{path}{key}.{number}.")
+
+    described = bool(function.get("description")) and is_lost(function, "description")
+    return (*(["description"] if described else []), *lost(parameters, ""))
+
+
 def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return a call of the tool to try out: its name, and a text for each argument that is one."""
     schema = tool["function"].get("parameters")

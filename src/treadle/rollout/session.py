@@ -172,8 +172,8 @@ class Session:
     calls of the session wait for them. The engine session is opened on construction and must be closed.
 
     parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
-    strings, and `notes` describes what else they asked for. context: limit on prompt and completion together, if that
-    bounds a call's `max_tokens`.
+    strings, and `notes` describes what else they asked for, and what the template leaves out of their tools. context:
+    limit on prompt and completion together, if that bounds a call's `max_tokens`.
     models: those beside the policy that the attempt may call; None if the recipe names none. main: the session of which
     this is a copy.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed, were
@@ -244,6 +244,7 @@ class Session:
             raise DataError(problem)
         async with self._order:
             prompt = await self._render(messages, tools, options)
+            self.notes |= {line: line for line in self._conversation.notes}
             if options.break_cause is not None:
                 prompt = replace(prompt, break_cause=options.break_cause)
             number = self._numbered(prompt, options.max_input_tokens)

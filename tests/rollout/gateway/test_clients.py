@@ -13,6 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
+from tests.rollout.families import world
 from tests.rollout.gateway.servers import CALL, FINAL, Served, Slow, looks_then_answers, scripted, served, written
 from tests.worlds import PlainTokenizer, user
 from treadle.core.types import Step, StopReason
@@ -330,6 +331,50 @@ async def test_what_clients_ask_for_in_vain_is_said_once() -> None:
         "agents offer tools of type web_search, which no model here can be told of: they are left out",
         "agents offer tools of type namespace, which no model here can be told of: they are left out",
         "agents ask for another temperature than the recipe's, which holds (rollout)",
+    ]
+
+
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]}
+IN_VAIN: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}),
+    ("responses", {"tool_choice": ALLOWED}),
+    ("messages", {"tool_choice": ALLOWED}),
+    ("chat/completions", {"guided_json": {"type": "object"}}),
+    ("completions", {"guided_regex": "a+"}),
+    ("responses", {"structured_outputs": {"json": {}}}),
+    ("messages", {"guided_choice": ["a"]}),
+    ("chat/completions", {"documents": [{"text": "Anna plays chess."}]}),
+    ("chat/completions", {"chat_template": "{{ messages }}"}),
+    ("completions", {"prompt_logprobs": 1}),
+    ("responses", {"top_logprobs": 3}),
+    ("chat/completions", {"min_tokens": 3}),
+    ("completions", {"stop_token_ids": [3]}),
+]
+
+
+async def test_what_would_be_ignored_in_silence_is_refused_by_name() -> None:
+    asked: dict[str, Any] = {"messages": HELLO, "input": "hi", "prompt": "hi", "max_tokens": 5}
+    async with served(looking()) as server, httpx.AsyncClient() as http:
+        address = server.open(callers_sampling=True)
+        for route, fields in IN_VAIN:
+            answer = await http.post(f"{address.base_url}/{route}", json={**asked, **fields})
+            assert answer.status_code == 400 and next(iter(fields)) in answer.json()["error"]["message"], answer.text
+        assert not server.steps()
+
+
+async def test_what_the_template_leaves_out_of_a_tool_is_said_once() -> None:
+    said: list[str] = []
+    kinds = {"kind": {"enum": ["near", "far"]}, "who": {"$ref": "#/$defs/person"}, "plain": {"type": "string"}}
+    schema = {"type": "object", "properties": kinds, "$defs": {"person": {"type": "object"}}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "-", "parameters": schema}}]
+    engine = Slow(lambda prompt, sampling: [world("gptoss").stops[0]])
+    async with served(engine, world("gptoss").renderer, log=said.append) as server:
+        client = server.openai(server.open(parse=world("gptoss").renderer.parser("auto")))
+        for _ in range(2):
+            await client.chat.completions.create(model="m", messages=HELLO, tools=tools)  # type: ignore[arg-type]
+    assert said == [
+        "the tokenizer's chat template leaves out parts of the tool 'look', which the model never sees: kind.enum, "
+        "who.$ref, $defs; write them otherwise, or into its description"
     ]
 
 

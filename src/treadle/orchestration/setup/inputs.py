@@ -273,6 +273,8 @@ def first_prompt(
             name, parse = task.environment, renderer.parser(config.rollout.reply_parser) if parsed else None
             if problem := renderer.tools_problem(tools, parse):
                 raise ConfigError(f"environment {name!r} has tools, but {problem}")
+            for line in renderer.tools_notes(tools):
+                log(line)
             if config.rollout.conversation == "single_message":
                 raise ConfigError(
                     f"environment {name!r} has tools, whose answers are messages of their own, and "

@@ -98,7 +98,13 @@ class FunctionTool(api.RequestModel):
     function: Function
 
 
-ToolChoice = Literal["auto", "none", "required"] | api.Object
+def _without_a_list(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise api.problem("allowed_tools is not supported: the model is told of all `tools`; offer only those allowed")
+    return choice
+
+
+ToolChoice = Annotated[Literal["auto", "none", "required"] | api.Object, AfterValidator(_without_a_list)]
 """`required` or a named tool cannot be enforced, and counts as `auto`."""
 
 
@@ -118,6 +124,8 @@ class ChatRequest(api.SamplingRequest):
     modalities: tuple[Literal["text"], ...] = ()
     chat_template_kwargs: api.Object | None = None
     continue_final_message: api.Flag = False
+    documents: api.Unsupported = None
+    chat_template: api.Unsupported = None
     functions: api.Unsupported = None
     function_call: api.Unsupported = None
     audio: api.Unsupported = None

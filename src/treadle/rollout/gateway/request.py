@@ -133,7 +133,12 @@ M = TypeVar("M", bound="RequestModel")
 T = TypeVar("T")
 
 _COLDEST = 0.01  # dividing by less overflows; 0 itself is greedy
-_NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
+_NEUTRAL: dict[str, Any] = {
+    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0},
+    **{"stop_token_ids": [], "allowed_token_ids": [], "bad_words": [], "logits_processors": []},
+    **{"ignore_eos": False, "use_beam_search": False},
+}
+"""Ways of sampling that no engine here has, and the value that asks for nothing."""
 _KINDS = {
     "tuple_type": "Input should be an array",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "Input should be an object"),
@@ -252,6 +257,21 @@ class SamplingRequest(RequestModel):
     presence_penalty: Any = None
     repetition_penalty: Any = None
     logit_bias: Any = None
+    # of vLLM
+    min_tokens: Any = None
+    stop_token_ids: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    ignore_eos: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    structured_outputs: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    prompt_logprobs: Unsupported = None
 
     def overrides(self, max_tokens: int | None, stop: tuple[str, ...]) -> dict[str, Any]:
         """Collect the fields of SamplingParams that the client sets, and those that engines here do not know."""

@@ -98,6 +98,7 @@ class ResponsesRequest(api.SamplingRequest):
     previous_response_id: api.Text = ""
     text: TextOptions = TextOptions()
     chat_template_kwargs: api.Object | None = None
+    top_logprobs: Literal[0] = 0  # those of other tokens are unknown
     background: api.Unsupported = None
     conversation: api.Unsupported = None
     prompt: api.Unsupported = None
