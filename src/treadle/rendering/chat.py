@@ -213,8 +213,8 @@ class ChatRenderer:
                 more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
                 name, named = tool["function"].get("name"), ", ".join(parts[:_NAMED])
                 lines.append(
-                    f"{self._label} leaves out parts of the tool {name!r:.80}, which the model never sees: {named}{more}; "
-                    "write them otherwise, or into its description"
+                    f"{self._label} leaves out parts of the tool {name!r:.80}, which the model never sees: "
+                    f"{named}{more}; write them otherwise, or into its description"
                 )
         return lines
 
