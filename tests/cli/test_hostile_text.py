@@ -74,7 +74,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[T
     recipe = TINY.replace("about: sums of", f"about: {json.dumps(EVIL)} # of").replace("table_by: a", "table_by: kind")
     (folder / "tiny.yaml").write_text(recipe)
     sources = [f"data.{split}.source={__name__}:tasks" for split in ("train", "held_out")]
-    words = ["failures.max_failed_fraction=1.0", "orchestration.updates=2"]
+    words = ['environment=""', "failures.max_failed_fraction=1.0", "orchestration.updates=2"]
     done = treadle("train", folder / "tiny.yaml", "--runs", folder, "--name", EVIL_NAME, *sources, *words)
     yield Trained(folder, folder / EVIL_NAME, done)
 

@@ -398,10 +398,27 @@ def test_it_trains_in_a_few_lines_and_a_template_without_tools_is_refused(tmp_pa
         treadle.train(Shop, tasks, model=model, run=tmp_path / "other", settings=settings, progress=Quiet())
 
 
+def documented(what: str) -> str:
+    """Return the block of Python in docs/environments.md that has this text."""
+    blocks = (ROOT / "docs" / "environments.md").read_text().split("```python\n")[1:]
+    [block] = [block.split("```")[0] for block in blocks if what in block.split("```")[0]]
+    return block
+
+
+def test_the_shaping_of_the_documentation_pays_each_milestone_once() -> None:
+    found: dict[str, Any] = {"__name__": "my_shop"}
+    exec(documented("class Orders("), found)
+    task = Task("t", (user("?"),), "world", "8", {"item": "tea", "stock": {"tea": 4, "milk": 1}})
+    looking = [call("stock", item=item) for item in ("milk", "tea", "tea", "tea")]
+    attempt = played(found["Orders"], *looking, call("order", item="tea", number=8), task=task)
+    assert [step.given.components for step in attempt.steps] == [
+        *({"looked": paid} for paid in (0.0, 0.2, 0.0, 0.0)),
+        {"answer": 1.0},
+    ]
+
+
 def test_the_example_of_the_documentation_plays() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
-    [example] = [block for block in page.split("```python\n") if "ToolEnvironment" in block[:200]]
-    code, _, training = example.split("```")[0].partition("treadle.train(")
+    code, _, training = documented("class Shop(").partition("treadle.train(")
     assert len(list(filter(str.strip, code.splitlines()))) < 15 and training.count("\n") == 1
     found: dict[str, Any] = {"__name__": "shop"}
     exec(code, found)

@@ -22,11 +22,12 @@ from treadle.orchestration.setup.other_models import JudgingModels
 HERE = "tests.orchestration.test_judges_of_the_run"
 CRITERION = Criterion("letters", "How good is it?", lambda reply: sum(map(ord, reply)) % 97 / 97)
 GRADED: dict[Any, list[float]] = {}  # of every question
+OPTIONS = {"max_tokens": 64, "stop": list("aeiou")}  # replies of random weights end, too
 
 
 @cache
 def judge(path: str | None) -> Judge:
-    return Judge(rubric=[CRITERION], path=path, policy=path is None, options={"max_tokens": 4})
+    return Judge(rubric=[CRITERION], path=path, policy=path is None, options=OPTIONS)
 
 
 async def grade(path: str | None, text: str) -> float:
