@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = {"machine": machine(), "jobs": options.jobs, "common": study.common, "variants": study.variants}
         stem = options.study.replace("-", "_")
         (RESULTS / f"{stem}.json").write_text(json.dumps({**result, "runs": rows}, indent=2) + "\n")
-        if len(seeds) > 1:
+        if len(seeds) > 1 and not study.perturbed:
             picture = ROOT / "docs" / "images" / f"{stem}.png"
             subprocess.run([*TREADLE, "plot", *map(str, runs), "--output", str(picture)], check=True)
 
