@@ -118,9 +118,7 @@ def test_gradients_are_the_references(window: int | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="PyTorch compiles it for AVX2 and newer"
-)
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="PyTorch compiles it from AVX2 on")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's
 def test_compiled_it_uses_the_blocks_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, in float32, as a GPU would: compiled for any lengths, a handful of times for dozens of trees."""
