@@ -83,7 +83,7 @@ def execute(block: Block, directory: Path) -> None:
         case "yaml":
             recipe = yaml.safe_load(block.text)
             path = directory / (block.file or "part.yaml")
-            whole = recipe.keys() & {"extends", "environment", "reward", "driver"}
+            whole = recipe.keys() & {"extends", "environment", "reward", "driver", "agent"}
             path.write_text(block.text if whole else f"extends: demo\n{block.text}", encoding="utf-8")
             load_recipe(str(path))
         case "json":

@@ -90,7 +90,9 @@ def refusal(error: OSError, elsewhere: str = "choose another place, or make it w
 
     elsewhere: what to do, unless there is no room.
     """
-    return f"{error.strerror or error}; {'free disk space' if error.errno in _NO_ROOM else elsewhere}"
+    in_text = re.search(r"\(os error (\d+)\)", str(error))  # safetensors has the number there alone
+    number = int(in_text[1]) if in_text else error.errno
+    return f"{error.strerror or error}; {'free disk space' if number in _NO_ROOM else elsewhere}"
 
 
 def is_refused(error: OSError) -> bool:
