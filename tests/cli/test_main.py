@@ -1,5 +1,6 @@
 """`treadle` itself: light to start, its errors single lines."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,9 +18,11 @@ from tests import forks
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import treadle
 from treadle.cli import recipes
+from treadle.cli.commands import add_commands, load_command
 from treadle.cli.console import Console, make_table
 from treadle.cli.main import main
 from treadle.core.files import write_atomically
+from treadle.models.model_cache import PACKAGED
 
 COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show", "docs")
 
@@ -40,19 +43,52 @@ def test_docs_shows_a_page_its_path_and_where_a_word_stands() -> None:
     assert wrong.status == 2 and "did you mean 'environments'?" in wrong.err
 
 
-@pytest.mark.parametrize("where", ["cli._parse", "cli.exit_status"])
+@pytest.mark.parametrize("where", ["main._parse", "options.exit_status"])
 def test_ctrl_c_before_a_command_or_while_it_is_reported_ends_without_a_word(where: str) -> None:
     """PyTorch's exit handlers, which another Ctrl-C would interrupt, are left out."""
     code = f"""
 import atexit, torch
-from treadle.cli import main as cli
+from treadle.cli import main, options
 def interrupted(*_): raise KeyboardInterrupt
 {where} = interrupted
 atexit.register(print, "late")
-cli.main()
+main.main()
 """
     done = forks.run([sys.executable, "-c", code, "recipes"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "", "trian", *(f"{name} --help" for name in COMMANDS)])
+def test_help_and_refused_arguments_load_nothing_that_they_do_not_print(words: str) -> None:
+    code = f"""
+import contextlib, sys
+from treadle.cli.main import main
+with contextlib.suppress(SystemExit):
+    main({words.split()!r})
+print("loaded:", *(name for name in ("numpy", "pydantic", "rich", "yaml", "asyncio", "torch") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "loaded:", done.stderr
+
+
+def functions(parser: argparse.ArgumentParser) -> Iterator[str]:
+    if run := parser.get_default("run"):
+        yield run
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from functions(below)
+
+
+def test_what_runs_each_command_is_there() -> None:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers())
+    found = [*functions(parser)]
+    assert len(found) > len(COMMANDS) and all(callable(load_command(run)) for run in found)
+
+
+def test_models_get_names_the_models_that_have_a_name() -> None:
+    assert f"{', '.join(PACKAGED)}, a hub's ORG/NAME" in treadle("models", "get", "--help").out
 
 
 def test_nothing_heavy_is_loaded_before_the_inputs_are_checked() -> None:

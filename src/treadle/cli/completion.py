@@ -9,16 +9,11 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from treadle.cli.commands import Commands
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_command
 from treadle.core.config import paths
 from treadle.orchestration.config import RunConfig, recipe_names
 
-_EXAMPLES = """examples:
-  treadle completion bash > ~/.local/share/bash-completion/completions/treadle
-  treadle completion zsh > ~/.treadle.zsh            and in ~/.zshrc, behind compinit: source ~/.treadle.zsh
-  treadle completion fish > ~/.config/fish/completions/treadle.fish
-"""
 _BASH = """_treadle() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words
   if ((COMP_CWORD > 2)); then case "${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" in
@@ -32,13 +27,6 @@ _BASH = """_treadle() {{
 }}
 complete -o default -F _treadle treadle
 """
-
-
-def add_commands(commands: Commands) -> None:
-    what = "print a script that completes commands, recipes and keys"
-    parser = add_command(commands, "completion", run_completion, what, _EXAMPLES)
-    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
-    parser.set_defaults(commands=commands)
 
 
 def run_completion(options: argparse.Namespace) -> int:

@@ -9,25 +9,9 @@ import webbrowser
 from pathlib import Path
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_command
 from treadle.core.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
-_EXAMPLES = """examples:
-  treadle docs                      the start page: where to look for what
-  treadle docs environments         the page on environments; `treadle docs environments | less` as Markdown
-  treadle docs rewards              pages with a heading that has this word, if no page has the name
-  treadle docs runs --path          where the page is installed
-  treadle docs algorithms --open    in the browser: of the site, if `make docs` has built one in this clone
-"""
-
-
-def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "docs", run_docs, "read the documentation of this version", _EXAMPLES)
-    parser.add_argument("page", nargs="?", default="index", metavar="PAGE", help="a page, or a word of a heading")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--path", action="store_true", help="print the path of the page's file")
-    how.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def pages() -> dict[str, Path]:

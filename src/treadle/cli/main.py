@@ -1,27 +1,25 @@
-"""`treadle`: the command line. Heavy imports happen only once a command's inputs have been checked."""
+"""`treadle`: the command line. Reading it imports nothing else; what runs a command, and torch, come when needed."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import treadle
-from treadle.cli import completion, documentation, models, recipes, report, serve, show, train
-from treadle.cli.options import INTERRUPTED, Parser, exit_status, leave
-from treadle.orchestration.setup.thread_count import wait_passively
+from treadle.cli.commands import INTERRUPTED, Parser, add_commands, load_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     if arguments is None:
         sys.unraisablehook = _report_unraisable
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
-    wait_passively()
     try:
         options = _parse(arguments)
-        status = exit_status(options.run, options, f"treadle {options.command}")
+        status = _run(options)
     except KeyboardInterrupt:  # before it began, or another one while the first was reported
         status = INTERRUPTED
     if arguments is None and status == INTERRUPTED:
@@ -29,22 +27,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _run(options: argparse.Namespace) -> int:
+    from treadle.cli.options import exit_status
+    from treadle.orchestration.setup.thread_count import wait_passively
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
+    wait_passively()
+    return exit_status(lambda options: load_command(options.run)(options), options, f"treadle {options.command}")
+
+
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # Ctrl-C came in a finalizer, and comes again
         sys.__unraisablehook__(unraisable)
 
 
+def leave(status: int) -> None:
+    """End this process now if PyTorch is loaded, whose exit handlers take seconds; another Ctrl-C changes nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "torch" in sys.modules:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the reader has left
+                stream.flush()
+        os._exit(status)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; overrides may stand anywhere, even after an option, where argparse would refuse them."""
-    parser = Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="treadle",
         description="Step-wise reinforcement learning of multi-turn LLM agents.",
         epilog="`treadle COMMAND --help` has examples. A first run, minutes on a CPU: treadle train demo",
     )
     parser.add_argument("--version", action="version", version=f"treadle {treadle.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (train, models, report, show, serve, recipes, completion, documentation):
-        module.add_commands(commands)
+    add_commands(commands)
     words = sys.argv[1:] if arguments is None else arguments
     options, rest = parser.parse_known_args(words or ["--help"])
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]

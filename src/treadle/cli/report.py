@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import rich.progress
 
 from treadle.cli.console import Console, Table, indented, make_table
-from treadle.cli.options import Commands, add_command, run_argument
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.orchestration.reporting.callbacks import update_line
@@ -23,42 +22,9 @@ from treadle.orchestration.store.run_directory import RunDirectory
 if TYPE_CHECKING:
     from treadle.orchestration.reporting.curve import RunGroup, RunMetrics
 
-_REPORT_EXAMPLES = """examples:
-  treadle report runs/demo
-  treadle report runs/demo --failures          why attempts failed, with tracebacks
-  treadle report runs/demo --json | jq .packing,.relations.breaks
-
-The run may be finished, in progress or killed. Every recorded step is in exactly one state:
-  trained, evaluated, dropped (with a reason), or recorded: durable, but in no checkpoint yet.
-
-Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it
-(docs/runs.md has the causes of breaks). "Computed again" is what a break costs: tokens that an appended prompt of that
-length would have had for nothing.
-"""
-_PLOT_EXAMPLES = """examples:
-  treadle plot runs/demo                                   one run, also while it goes on
-  treadle plot runs/demo-seed*                             one line with a band over seeds
-  treadle plot runs/chain-* runs/tree-* --output both.pdf  one line each: they differ in more than the seed
-
-Runs that differ only in the seed are one line: their mean, in a band from lowest to highest. Others get lines of their
-own, labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
-completion tokens and steps.
-"""
 Facts = dict[str, Any]
 Columns = dict[str, list[str]]  # name -> cells
 _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", "group_tree": "tree, within groups"}
-
-
-def add_commands(commands: Commands) -> None:
-    summary = "account for every step, failure and token of a run"
-    parser = add_command(commands, "report", run_report, summary, _REPORT_EXAMPLES, "record", "--json")
-    parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
-
-    parser = add_command(commands, "plot", run_plot, "draw the learning curves of one or several runs", _PLOT_EXAMPLES)
-    parser.add_argument("runs", type=run_argument, nargs="+", metavar="RUN", help="a run directory, finished or not")
-    parser.add_argument(
-        "--output", type=Path, default=Path("plot.png"), metavar="FILE", help=".png, .pdf or .svg (default: plot.png)"
-    )
 
 
 def run_report(options: argparse.Namespace) -> int:

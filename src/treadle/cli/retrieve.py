@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from treadle.cli.commands import Parser, add_address
 from treadle.cli.console import Console
-from treadle.cli.options import Parser, add_address, address_of, exit_status
+from treadle.cli.options import address_of, exit_status
 from treadle.core.errors import ConfigError
 from treadle.rollout.config import listen, url_of
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from treadle.cli.console import Console
-from treadle.cli.options import Commands, add_address, add_command, add_shared, address_of, record_argument
+from treadle.cli.options import address_of
 from treadle.core.config import Config, build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
@@ -43,62 +43,6 @@ if TYPE_CHECKING:
     from treadle.orchestration.store.recording import Recorder, Recording
     from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
-
-_SERVE_EXAMPLES = """examples:
-  treadle serve runs/demo@best                       a run's checkpoint; runs/demo: the latest, runs/demo@40
-  treadle serve models/warm --port 9000 --temperature 0.7 --parser hermes
-  treadle serve models/warm engine.kind=vllm engine.options.servers=2
-
-Then, with the base URL and the key that it prints:
-  curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\
-    -d '{"messages": [{"role": "user", "content": "Where does Anna live?"}]}'
-
-With --record FILE.jsonl calls are on file before they are answered, a trajectory a session or conversation, to be read
-by treadle sft --from FILE.jsonl.
-
-It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
-every call in memory: it is meant for trying models and agents out, not for serving the public. Press Ctrl-C to stop.
-"""
-_VIEW_EXAMPLES = """examples:
-  treadle view                                 all runs in ./runs
-  treadle view runs/demo --open                one run, opened in the browser
-  treadle view runs/demo-seed* /data/runs      several runs, and all in a folder
-
-It prints a link with a secret. Anyone with the link can read these runs, so by default it listens on this machine only.
-For a run on another machine, open a tunnel and use the same link:
-  ssh -L 8321:127.0.0.1:8321 MACHINE treadle view runs
-
-Runs may be in progress. They are only read, and never wait. Press Ctrl-C to stop.
-"""
-
-
-def add_commands(commands: Commands) -> None:
-    parser = add_command(
-        commands, "serve", run_serve, "serve a model to OpenAI's and Anthropic's clients", _SERVE_EXAMPLES
-    )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a run, RUN@best, RUN@40, directory of a model, or as model.path"
-    )
-    add_address(parser, 8000)
-    parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
-    parser.add_argument("--api-key-env", metavar="NAME", help="variable that has the API key (default: a new key)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
-    parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
-    parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="append calls and rewards to this .jsonl file")
-    add_shared(parser, "overrides")
-
-    parser = add_command(commands, "view", run_view, "show runs in the browser", _VIEW_EXAMPLES)
-    parser.add_argument(
-        "runs",
-        type=record_argument,
-        nargs="*",
-        metavar="RUN",
-        help="run directories, folders of runs, or recorded .jsonl files (default: runs)",
-    )
-    add_address(parser, 8321)
-    parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")
 
 
 class ServeConfig(Config):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
-from treadle.cli.options import Commands, add_command
 from treadle.core.outcomes import NOT_PLAYED, rejection
 from treadle.core.types import PLAYERS, role_of
 from treadle.orchestration.store.run_directory import RunDirectory
@@ -27,38 +26,11 @@ if TYPE_CHECKING:
     from treadle.orchestration.store.run_directory import RunDirectory
     from treadle.packing.breaks import Relation
 
-_SHOW_EXAMPLES = """examples:
-  treadle show runs/demo                   the newest trajectories
-  treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
-  treadle show runs/demo e000045-0007.0    held-out task 7 after 45 updates
-  treadle show sessions.jsonl              what `treadle serve --record` collected
-"""
-_TOP_EXAMPLES = """examples:
-  treadle top runs/demo             a live table, until the run ends or Ctrl-C
-  treadle top runs/demo --once      the table once
-
-  running, waiting   calls, attempts or groups in progress, and those queued
-  sessions           attempts that an engine keeps its cache for
-  cache              share of its KV cache that holds tokens
-  version            of the policy that it serves
-  CPU, memory        of its process, if that is on this machine: 100% is one core
-"""
 _NEWEST = 20
 _SHOWN = 60  # characters of the reply of another model
 _PERIOD = 1.0  # seconds between two looks
 _SAMPLE = 0.3  # seconds over which the first look measures CPU time
 _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version", "CPU", "memory")
-
-
-def add_commands(commands: Commands) -> None:
-    summary = "print one recorded trajectory token by token"
-    parser = add_command(commands, "show", run_show, summary, _SHOW_EXAMPLES, "record", "--json")
-    parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
-
-    parser = add_command(
-        commands, "top", run_top, "show what a run does now: learner, engines, rollouts", _TOP_EXAMPLES, "run_directory"
-    )
-    parser.add_argument("--once", action="store_true", help="print the table once, as without a terminal")
 
 
 def run_show(options: argparse.Namespace) -> int:

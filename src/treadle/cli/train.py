@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
-from treadle.cli.options import Commands, add_command
 from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
@@ -30,50 +29,6 @@ from treadle.training.demonstrations import load_demonstrations
 
 if TYPE_CHECKING:
     from treadle.orchestration.setup.dry_run import DryRun
-
-_TRAIN_EXAMPLES = """examples:
-  treadle train demo
-  treadle train demo seed=3 orchestration.updates=100 --name short
-  treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
-  treadle train demo --resume                 the newest unfinished run of that recipe
-  treadle train runs/short --resume orchestration.updates=200     a certain run, with more updates; needs no recipe
-  treadle train runs/short --resume-from 30                       back to a checkpoint that was kept, of update 30
-
-Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Continue with --resume.
-"""
-
-_SFT_EXAMPLES = """examples:
-  treadle sft demo --out models/warm
-  treadle sft demo --out models/short warm_start.steps=200 seed=3
-  treadle sft --from runs/demo --select "reward >= 1, best_of=2" --out models/best    from what a run recorded
-  treadle sft demo --from runs/a runs/b --out models/both warm_start.learning_rate=1e-4
-  treadle sft models/warm --from chats.jsonl --out models/next     {"messages": [...]} a line, or ATIF: text
-
-With --from, recorded steps are learned exactly: their completion ids, after their prompt ids, where their masks say so.
-RECIPE is then a recipe, a run's checkpoint (RUN, RUN@best, RUN@40) or a model directory to start from; default: the
-first run's latest checkpoint. --select: comparisons of reward, its components, steps and status, and best_of=N a task.
-The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
-"""
-
-
-def add_commands(commands: Commands) -> None:
-    summary = "train a recipe, or resume a run"
-    parser = add_command(commands, "train", run_train, summary, _TRAIN_EXAMPLES, "recipe", "overrides", "--runs")
-    parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
-    parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
-    parser.add_argument(
-        "--resume-from", metavar="NAME", help="go back to an earlier checkpoint (or best); all after it is rolled back"
-    )
-    what = "only check data, model, template, servers and memory, and show the first prompt"
-    parser.add_argument("--dry-run", action="store_true", help=what)
-
-    summary = "supervised learning: a recipe's warm start alone, or of recorded trajectories"
-    parser = add_command(commands, "sft", run_sft, summary, _SFT_EXAMPLES)
-    # both kinds of words in one list: argparse would take a missing RECIPE for one that comes after an option
-    parser.add_argument("overrides", nargs="*", default=[], metavar="RECIPE, key.path=value", help="what to start from")
-    parser.add_argument("--from", dest="sources", nargs="+", metavar="SOURCE", help="runs and files to learn")
-    parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
 
 
 def run_train(options: argparse.Namespace) -> int:
