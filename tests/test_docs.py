@@ -52,7 +52,7 @@ from treadle.orchestration.config import RunConfig, load_recipe
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.setup.device import settled
-from treadle.orchestration.setup.dry_run import estimate_memory
+from treadle.orchestration.setup.dry_run_parts import estimate_memory
 from treadle.testing import FakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -245,11 +245,11 @@ def test_it_shows_prompt_memory_and_checks_and_leaves_nothing(
     done = treadle("train", place.recipe, "--dry-run")
     assert (done.status, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0].startswith("first prompt, task ") and lines[0].endswith(" tokens")
-    assert lines[1] == "<|im_start|>user" and "<|im_start|>assistant" in lines
+    checks = [line.split()[0] for line in lines[:10]]
+    assert checks == ["settings", "data", "device", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
+    assert lines[11].startswith("first prompt, task ") and lines[11].endswith(" tokens")
+    assert lines[12] == "<|im_start|>user" and "<|im_start|>assistant" in lines
     assert any(line.startswith("AdamW's moments") for line in lines)
-    checks = [line.split()[0] for line in lines[-10:]]
-    assert checks == ["settings", "device", "data", "tokenizer", "model", "engine", "first", "warm", "memory", "disk"]
     assert files(tmp_path) == before and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 
@@ -258,6 +258,65 @@ def test_what_is_missing_makes_the_status_1_and_has_a_line(place: Place) -> None
     assert done.status == 1
     missing = [line for line in done.out.splitlines() if line.split()[1:2] == ["missing"]]
     assert [line.split()[0] for line in missing] == ["data", "callbacks"]
+    assert done.out.splitlines()[-1] == "missing: data, callbacks"
+
+
+NAMED = {
+    "seeds": ["seeds=3"],
+    "group_size": ["training.group_size=0"],
+    "updates_per_batch": ["training.updates_per_batch=99"],
+    "no_world:World": ["environment=no_world:World"],
+    "no_agent:solve": ["environment=null", "agent=no_agent:solve"],
+    "no_rewards:reward": ["environment=null", "reward=no_rewards:reward"],
+    "typo": ["callbacks=[typo]"],
+    "herms": ["rollout.reply_parser=herms"],
+    "few.jsonl": ["data.train.source=few.jsonl", "data.train.options={}"],
+    "others.jsonl": ["data.held_out.source=others.jsonl", "data.held_out.options={}"],
+    "/no/tokenizer": ["model.tokenizer=/no/tokenizer"],
+    "/no.jinja": ["model.chat_template=/no.jinja"],
+    "/no/model": ["model.path=/no/model", "model.build=null"],
+    "/no/reference": ["algorithm.kl={coef: 0.1, model: /no/reference}"],
+    "/no/teacher": ["algorithm.distillation.teacher=/no/teacher"],
+    "/no/python": ["engine.kind=vllm", "engine.options.python=/no/python"],
+    "demonstrations.jsonl": ["warm_start={demonstrations: demonstrations.jsonl}"],
+}
+"""What the error names -> settings. Nothing of it needs torch or transformers."""
+
+
+def test_what_needs_no_torch_is_said_before_it_is_imported(place: Place) -> None:
+    code = """
+import contextlib, io, json, sys
+from importlib.abc import MetaPathFinder
+
+class Imported(BaseException):
+    pass
+
+class Refusing(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("torch", "transformers"):
+            raise Imported
+
+sys.meta_path.insert(0, Refusing())
+from treadle.cli.main import main
+for words in json.load(open(sys.argv[1])):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main(words)
+        except Imported:
+            said.write("-- imported")
+    print(json.dumps(said.getvalue()))
+"""
+    hows = (["--dry-run"], ["--name", "new"])
+    commands = [["train", str(place.recipe), *settings, *how] for settings in NAMED.values() for how in hows]
+    file = place.path / "commands.json"
+    file.write_text(json.dumps(commands))
+    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=False)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(said) == len(commands), done.stderr
+    for name, dry, text in zip(NAMED, said[::2], said[1::2], strict=True):
+        assert name in dry.partition("-- imported")[0], dry
+        assert name in text and "-- imported" not in text, text
 
 
 @pytest.mark.slow

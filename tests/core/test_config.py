@@ -223,6 +223,23 @@ def test_every_problem_is_blamed_on_the_override_that_made_it(overrides: set[str
     assert sorted(line.partition(": ")[0] for line in lines) == sorted(overrides)
 
 
+@pytest.mark.parametrize("key", ["datasets", "stop", "note", "options"])
+def test_null_is_what_is_empty_by_default_in_files_and_in_overrides(key: str) -> None:
+    class World(Recipe):
+        note: str = Field("", description="free text")
+        options: dict[str, Any] = Field({}, description="of the world")
+
+    plain = build(World, MINIMAL)
+    assert build(World, {**MINIMAL, key: None}) == plain
+    assert build(World, {**MINIMAL, key: "replaced"}, overrides=[f"{key}=null"]) == plain
+    assert build(World, MINIMAL, overrides=[f"{key}="]) == plain
+
+
+def test_null_is_no_value_of_what_has_another_default() -> None:
+    with pytest.raises(ConfigError, match=r"^seed=: got None, expected a valid integer$"):
+        build(Recipe, MINIMAL, overrides=["seed="])
+
+
 # overrides
 
 

@@ -12,7 +12,8 @@ from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
 from treadle.orchestration.setup import device
 from treadle.orchestration.setup.device import check_device, settled, unused_gpus
-from treadle.orchestration.setup.dry_run import dry_run, estimate_memory
+from treadle.orchestration.setup.dry_run import dry_run
+from treadle.orchestration.setup.dry_run_parts import estimate_memory
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.training.make import load_model
 

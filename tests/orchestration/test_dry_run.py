@@ -19,7 +19,8 @@ from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.weights import published
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
-from treadle.orchestration.setup.dry_run import DryRun, checkpoint_size, dry_run, estimate_memory
+from treadle.orchestration.setup.dry_run import DryRun, dry_run
+from treadle.orchestration.setup.dry_run_parts import checkpoint_size, estimate_memory
 from treadle.training.checkpoint import checkpoint_bytes
 from treadle.training.learner import Learner
 from treadle.training.make import load_model

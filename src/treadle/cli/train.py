@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
 from treadle.cli.show import print_transcript
@@ -20,15 +20,13 @@ from treadle.models.model_files import check_model_files
 from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.reporting.callbacks import loading
 from treadle.orchestration.reporting.metrics import shown
+from treadle.orchestration.setup.dry_run import Check, DryRun, dry_run
 from treadle.orchestration.setup.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.orchestration.setup.validation import check_config
 from treadle.orchestration.store.address import checkpoint_named, find_address, with_model_of_run
 from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
 from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
-
-if TYPE_CHECKING:
-    from treadle.orchestration.setup.dry_run import DryRun
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -101,29 +99,31 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
+    """Print a line for each part as it is tried, then the first prompt and memory; return 0 if nothing is missing."""
     console = Console()
-    with environment({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):  # read when the libraries are imported
-        from treadle.orchestration.setup.dry_run import dry_run  # torch and transformers
 
-        result = dry_run(config, runs, Console(stderr=True).line)
+    def tell(check: Check) -> None:
+        state = ("missing  ", "bold red") if check.is_missing else ("ok       ", "green")
+        console.line(f"{check.name:<13} ", state, one_line(check.text))
+
+    with environment({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):  # read when the libraries are imported
+        result = dry_run(config, runs, Console(stderr=True).line, tell)
     _print_prompt(console, result)
     if result.memory:
         table = make_table("memory", "MB", "how", text=("memory", "how"))
         for part in result.memory:
             table.add_row(part.name + ", GPU" * part.on_gpu, f"{part.bytes / 1e6:,.1f}", part.formula)
+        console.line()
         console.table(table)
         console.text(
             "P weights, A of adapters, R the reference's, D the teacher's; T tokens of a micro-batch,\n"
             "L layers, h hidden, i intermediate size; q, k widths of all query and all key heads, V vocabulary",
             style="dim",
         )
+    if result.missing:
         console.line()
-    for check in result.checks:
-        style = "bold red" if check.is_missing else "green"
-        console.line(
-            f"{check.name:<13} ", (f"{'missing' if check.is_missing else 'ok':<8} ", style), one_line(check.text)
-        )
-    return 0 if result.is_complete else 1
+        console.line("missing: ", (", ".join(result.missing), "bold red"))
+    return 1 if result.missing else 0
 
 
 def one_line(text: str) -> str:
@@ -140,9 +140,9 @@ def _print_prompt(console: Console, result: DryRun) -> None:
         (structure.decode(ids), "bold cyan" if structural else "")
         for structural, ids in groupby(result.prompt.ids.tolist(), structure.is_structural)
     ]
+    console.line()
     console.line(("first prompt", "bold"), f", task {result.prompt.task_id}, {len(result.prompt.ids)} tokens")
     console.text(*parts)
-    console.line()
 
 
 def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None:

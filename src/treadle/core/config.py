@@ -263,6 +263,8 @@ def _with(node: Mapping[str, Any], keys: Sequence[str], value: Any, override: st
 
 # Validation
 
+_EMPTY: tuple[Any, ...] = ("", (), {})
+
 
 def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Sequence[str] = ()) -> C:
     """Return a validated `cls` from `data` with `overrides` applied (`apply_overrides`).
@@ -270,7 +272,8 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
     Raises ConfigError with one line per problem: its origin, the key's full path, its value, what was expected.
     The origin is the overrides that touch the key, or `source` (a file name, say) if it has the problem without them.
     """
-    changed = apply_overrides(data, overrides)
+    data = _without_nulls(cls, data)
+    changed = _without_nulls(cls, apply_overrides(data, overrides))
     try:
         plain = pydantic_core.to_json(changed)  # strict rules for JSON suit YAML: lists are tuples, strings enums
     except ValueError as error:
@@ -285,6 +288,20 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
             path = problem.path if problem.named and _key(origin) != problem.path else ""
             lines.append(": ".join(part for part in (origin, path, problem.text) if part))
         raise ConfigError("\n".join(lines)) from None  # they say all that pydantic's own text does
+
+
+def _without_nulls(cls: type[Config] | None, data: Any) -> Any:
+    """Return the data without nulls where null is nothing: at keys that are empty by default (`environment=null`)."""
+    if isinstance(data, list | tuple):
+        return [_without_nulls(cls, each) for each in data]
+    if cls is None or not isinstance(data, Mapping):
+        return data
+    kept = {}
+    for name, value in data.items():
+        field = cls.model_fields.get(name)
+        if value is not None or field is None or field.get_default(call_default_factory=True) not in _EMPTY:
+            kept[name] = _without_nulls(_config_class(field.annotation) if field else None, value)
+    return kept
 
 
 class _Problem(NamedTuple):

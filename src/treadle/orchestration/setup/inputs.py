@@ -104,11 +104,16 @@ def load_inputs(config: RunConfig) -> Inputs:
 
     Raises ConfigError or DataError.
     """
-    if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
-        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
+    check_demonstration(config)
     configured = configured_players(config)
     train, held_out = (load_split(config, split, configured.environments) for split in SPLITS)
     return make_inputs(train, held_out, configured, load_callbacks(config.callbacks))
+
+
+def check_demonstration(config: RunConfig) -> None:
+    """Make the first demonstration of the warm start, if there is one. Raises ConfigError or DataError."""
+    if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
+        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
 
 
 def load_held_out(config: RunConfig) -> Inputs:
