@@ -136,11 +136,11 @@ OF_RUNS: dict[str, tuple[str, ...]] = {
 }
 OFFLINE: dict[str, tuple[str, ...]] = {
     "train tiny.yaml model.build=null model.path=Qwen/Qwen3-0.6B": (
-        "model.path: 'Qwen/Qwen3-0.6B' is not in the cache",
-        "HF_HUB_OFFLINE is set",
-        "run `treadle models get Qwen/Qwen3-0.6B` where it can be reached",
+        "model.path: no directory and no cached model 'Qwen/Qwen3-0.6B', and",
+        "with HF_HUB_OFFLINE",
+        "run `treadle models get Qwen/Qwen3-0.6B` where the hub can be reached",
     ),
-    "models get Qwen/Qwen3-0.6B": ("treadle models get: 'Qwen/Qwen3-0.6B' is not in the cache",),
+    "models get Qwen/Qwen3-0.6B": ("treadle models get: no directory and no cached model 'Qwen/Qwen3-0.6B', and",),
 }
 CASES = [
     *((f"train tiny.yaml {words}", 2, said) for words, said in TRAIN.items()),

@@ -8,7 +8,7 @@ from treadle.core.errors import ConfigError
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.lookup import Lookup
-from treadle.envs.tasks import load_environment
+from treadle.envs.tasks import load_environment, load_reward
 
 
 @pytest.fixture
@@ -70,3 +70,29 @@ def test_an_environment_must_be_a_class(mine: ModuleType) -> None:
     mine.make = lambda: Arithmetic()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="is of type function, it must be a class"):
         load_environment(f"{mine.__name__}:make")
+
+
+def of_trl(prompts: Any, completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            of_trl,
+            r"reward: '.*': \(prompts, completions, \*\*kwargs\) is TRL's signature; .*as in\n    def reward\(task",
+        ),
+        (of_verl, r"\(data_source, solution_str, ground_truth, extra_info=None\) is verl's signature"),
+    ],
+)
+def test_a_reward_function_of_another_library_is_refused_by_its_signature(
+    function: Any, message: str, mine: ModuleType
+) -> None:
+    mine.reward = function  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=message):
+        load_reward(f"{mine.__name__}:reward")

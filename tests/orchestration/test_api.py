@@ -402,6 +402,11 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
             "environment is a list of 2; add up several rewards in one function",
         ),
         ({"environment": lambda a, b, c: 0.0}, ConfigError, r"missing a required argument.*def reward\(task, text\)"),
+        (
+            {"environment": lambda completions, **kwargs: [0.0]},
+            ConfigError,
+            r"\(completions, \*\*kwargs\) is TRL's signature.*\n +def reward\(task, text\)",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(

@@ -1,6 +1,7 @@
 """What the pages are given is what the ledger, the shards and metrics.jsonl hold, each read here by itself."""
 
 import json
+import re
 import shutil
 import sqlite3
 import stat
@@ -100,6 +101,11 @@ def test_each_step_says_what_became_of_it(get: Get, recorded: Path) -> None:
 def test_what_is_not_recorded_is_named(get: Get) -> None:
     shown = {c["name"]: c["is_recorded"] for c in get(f"{RUN}/trajectories/g000000.0")["columns"]}
     missing = {"learner_logprob", "ratio", "clipped", "entropy"}
+    why = get(f"{RUN}/trajectories/g000000.0")["not_kept"]
+    assert re.fullmatch(
+        r"log-prob, learner, ratio, clipped, entropy: kept for [\d.]+% of groups \(\S+traced_groups\)", why
+    )
+    assert get(f"{RUN}/trajectories/g000001.0")["not_kept"] == ""
     assert shown == dict.fromkeys(("logprob", "advantage", "mask", "version"), True) | dict.fromkeys(missing, False)
     held_out = get(f"{RUN}/trajectories/e000001-0002.0")["columns"]
     assert {c["name"] for c in held_out} == {"logprob", "mask", "version"}

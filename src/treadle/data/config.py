@@ -45,9 +45,7 @@ class SourceConfig(Config):
         description="a .jsonl or .parquet file, a directory of them, a Hugging Face data set (ORG/NAME, or a directory "
         "that one was saved to), a generator's registered name or module:function",
     )
-    split: str | None = Field(
-        None, description="of a data set with several, and which part of it: train, test[:500], all[90%:]"
-    )
+    split: str | None = Field(None, description="split to load, whole or sliced: train, test[:500], all[90%:]")
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="options of the generator (count, seed, ...), or of datasets.load_dataset (name, revision, ...)",

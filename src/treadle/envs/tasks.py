@@ -144,15 +144,33 @@ async def _awaited(grade: Awaitable[Grade]) -> EnvStep:
     return EnvStep(reward=await grade, done=True)
 
 
+_OTHERS = {"completions": "TRL's", "solution_str": "verl's"}  # parameters of other libraries' reward functions
+
+
+def check_reward_function(candidate: object, where: str) -> None:
+    """Raise ConfigError, beginning with `where`, for what is not to be called with a task and a text."""
+    try:
+        parameters = inspect.signature(candidate).parameters if callable(candidate) else {}
+    except ValueError:  # a builtin that does not say
+        parameters = {}
+    if library := next((_OTHERS[name] for name in parameters if name in _OTHERS), None):
+        signature = ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters.values())
+        raise ConfigError(
+            f"{where}: ({signature}) is {library} signature; here a function grades one reply, as in\n"
+            f"{REWARD_FUNCTION.example}"
+        )
+    check_function(candidate, where, REWARD_FUNCTION)
+
+
 def is_reward_function(candidate: object) -> bool:
-    """Whether it is a function of (task, text); an agent is one of (task, client)."""
+    """Whether it is a function of (task, text), or another library's; an agent is one of (task, client)."""
     if inspect.isclass(candidate) or not callable(candidate):
         return False
     try:
         parameters = list(inspect.signature(candidate).parameters)
     except ValueError:  # a builtin that does not say
         return False
-    return parameters[1:2] == ["text"]
+    return parameters[1:2] == ["text"] or not _OTHERS.keys().isdisjoint(parameters)
 
 
 def load_reward(name: str) -> Callable[[], Environment]:
@@ -161,5 +179,5 @@ def load_reward(name: str) -> Callable[[], Environment]:
     Raises ConfigError for an unknown name, and for what cannot be called with a task and a text.
     """
     candidate = registry.resolve("rewards", name, "reward")
-    check_function(candidate, f"reward: {name!r}", REWARD_FUNCTION)
+    check_reward_function(candidate, f"reward: {name!r}")
     return partial(SingleTurn, candidate)

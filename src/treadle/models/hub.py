@@ -58,11 +58,11 @@ def download(name: str, setting: str, weights: bool = True) -> Path:
             "check the name, and HF_TOKEN for one that is private or gated"
         ) from error
     except (OSError, HTTPError) as error:
-        is_offline = "nothing is downloaded while HF_HUB_OFFLINE is set, as it is in a dry run"
+        is_offline = "nothing is downloaded in a dry run or with HF_HUB_OFFLINE"
         why = is_offline if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         raise DownloadError(
-            f"{setting}: {name!r} is not in the cache {constants.HF_HUB_CACHE} (HF_HUB_CACHE), and {why}; run "
-            f"`treadle models get {name}` where it can be reached and bring the cache here, or give a model directory"
+            f"{setting}: no directory and no cached model {name!r}, and {why}; give a model directory, or run "
+            f"`treadle models get {name}` where the hub can be reached (cache: {constants.HF_HUB_CACHE}, HF_HUB_CACHE)"
         ) from error
     if missing := _missing(directory, weights):  # without a network, huggingface_hub gives what the cache has
         raise DownloadError(

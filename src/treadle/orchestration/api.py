@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
-from treadle.core.user_functions import check_function, user_lines
+from treadle.core.user_functions import user_lines
 from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext
 from treadle.data.rows import ArrowData, Row
 from treadle.data.tasks import LazyTasks, check_no_copies
 from treadle.envs.tasks import (
-    REWARD_FUNCTION,
     RewardFunction,
     SingleTurn,
     check_environment,
+    check_reward_function,
     is_reward_function,
     load_environment,
     made_class,
@@ -327,7 +327,7 @@ def _player(player: Any) -> tuple[str, str, Any]:
     kind = type(player).__name__
     name = str(getattr(player, "__name__", kind))
     if is_reward_function(player):
-        check_function(player, f"environment {name!r}", REWARD_FUNCTION)
+        check_reward_function(player, f"environment {name!r}")
         return "environment", name, partial(SingleTurn, player)
     if is_agent(player):
         return "agent", name, check_agent(player, name)
@@ -349,8 +349,8 @@ def _player(player: Any) -> tuple[str, str, Any]:
         inspect.signature(player).bind()
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"environment {name!r} is called without arguments, to make one, but: {error}; write a reward function as "
-            "def reward(task, text), an agent as def agent(task, client), each async or not"
+            f"environment {name!r} is none of these, by its parameters ({error}): a reward function, def reward(task, "
+            "text), an agent, def agent(task, client), or a function without parameters that makes an environment"
         ) from error
     return "environment", name, player
 

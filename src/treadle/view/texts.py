@@ -90,6 +90,8 @@ scale: what stands out. low: small log-probabilities; high: large values; around
 signs; steps: whole numbers apart; flag: yes.
 """
 
+OF_TRACES = ("learner_logprob", "ratio", "clipped", "entropy")
+
 
 def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
     """Return name -> a value for each sampled token, for the recorded columns. advantage: the trajectory's mean."""

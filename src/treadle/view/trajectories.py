@@ -23,7 +23,7 @@ from treadle.packing.flat import PackedCall
 from treadle.rendering.texts import Span, TokenTexts, extended_spans, message_spans
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
-from treadle.view.texts import Json, clipped, columns_of, prefix_segments, step_columns
+from treadle.view.texts import OF_TRACES, Json, clipped, columns_of, prefix_segments, step_columns
 
 _SNIPPET = 60  # characters on either side of what was found
 _MAX_FOUND = 200
@@ -124,7 +124,7 @@ def _tokens(
     cost = _cost(run, [("", trained)]) if group.split == "train" and trained else None
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
     made = {"columns": columns, "cost": cost, "compactions": compactions(recorded_calls(steps), related)}
-    return {**tree, "steps": views, **made, "problem": problem}
+    return {**tree, "steps": views, **made, "not_kept": _not_kept(run, columns, bool(traces)), "problem": problem}
 
 
 def _call(call: ModelCall) -> Json:
@@ -154,6 +154,18 @@ def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[in
 def _relation(relation: Relation) -> Json:
     was, now = (escape_text(side.text) if side else None for side in (relation.was, relation.now))
     return {**asdict(relation), "was": was, "now": now}
+
+
+def _not_kept(run: RecordedRun, columns: list[Json], is_traced: bool) -> str:
+    """Say why values of the learner are not there: "ratio, entropy: kept for 3% of groups (...)"; "" if all are."""
+    labels = ", ".join(each["label"] for each in columns if each["name"] in OF_TRACES and not each["is_recorded"])
+    if not labels or is_traced:
+        return labels and f"{labels}: the loss has none"
+    try:
+        share = run.config().orchestration.traced_groups
+    except TreadleError:  # of a file, or damaged
+        return ""
+    return f"{labels}: kept for {100 * share:g}% of groups (orchestration.traced_groups)"
 
 
 def _cost(run: RecordedRun, attempts: Sequence[tuple[str, Sequence[PackedCall]]]) -> Json:

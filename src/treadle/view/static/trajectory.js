@@ -108,7 +108,6 @@ export function TrajectoryPage({run, id, query}) {
   const attempt = view.attempt;
   const recorded = view.columns.filter((/** @type {any} */ c) => c.is_recorded);
   const traced = view.steps.map((/** @type {any} */ s) => s.traced_in).filter((/** @type {any} */ update) => update !== null);
-  const missing = view.columns.filter((/** @type {any} */ c) => !c.is_recorded);
   const valid = pin && view.steps[pin.step] ? pin : null;
   const onToken = (/** @type {number} */ step, /** @type {number} */ token) => { go({step, token}); reread(); };
   const onStep = (/** @type {number} */ step) => { go({step}); select(step); show(step); };
@@ -153,7 +152,7 @@ export function TrajectoryPage({run, id, query}) {
             aria-pressed=${c.name === colour} onClick=${() => setColour(c.name)}>${c.label}</button>`)}
           ${column && html`<span class="scale" aria-label="colour scale">${scaleOf(column.scale, range).map(({label, colour: shade}) => html`<i style=${{background: shade}}></i><span>${label}</span>`)}</span>`}
           ${traced.length > 0 && html`<span class="faint missing">by the learner in update ${[...new Set(traced)].join(", ")}</span>`}
-          ${missing.length > 0 && html`<span class="faint missing">not recorded here: ${missing.map((/** @type {any} */ c) => c.label).join(", ")}</span>`}</div>`}
+          ${view.not_kept && html`<span class="faint missing">${view.not_kept}</span>`}</div>`}
         ${view.steps.map((/** @type {any} */ s) => html`<${Compaction} view=${view} number=${s.step} onStep=${onStep} /><${Step} key=${s.step} run=${run} view=${view} number=${s.step} column=${column} range=${range}
           pin=${valid} onToken=${onToken} onStep=${onStep} selected=${s.step === selected} />`)}
       </div>
