@@ -26,6 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treadle
+from scripts import settings as settings_page
+from tests.cli.worlds import treadle as command
 from tests.worlds import END, plain_ids, play, user
 from treadle.algorithms.advantages import returns
 from treadle.algorithms.config import (
@@ -48,7 +50,7 @@ from treadle.core.outcomes import as_played
 from treadle.core.registry import names
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
-from treadle.orchestration.config import RunConfig, load_recipe
+from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.sampling.failures import FailuresConfig
 from treadle.orchestration.setup.device import settled
@@ -269,7 +271,7 @@ def test_the_site_lists_every_page() -> None:
 
 
 def test_the_twenty_settings_are_keys_with_these_defaults() -> None:
-    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8").partition("## Every key")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| (\S+) \|", text, re.MULTILINE)
     assert len(rows) == 20
     for key, default in rows:
@@ -279,6 +281,18 @@ def test_the_twenty_settings_are_keys_with_these_defaults() -> None:
             config = config.model_fields[name].annotation
         value = config.model_fields[leaf].get_default(call_default_factory=True)
         assert (default if isinstance(value, str) else json.loads(default)) == value, key
+
+
+def test_the_page_of_settings_has_every_key_that_show_prints() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == settings_page.written(page), "python scripts/settings.py"
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `?([^`|]*)", page, re.MULTILINE))
+    headings = re.findall(r"^### (\S+)$", page, re.MULTILINE)
+    for recipe in recipe_names():
+        lines = command("recipes", "show", recipe).out.splitlines()[:-2]
+        for path in (line[2:].split(" ")[0] for line in lines if line):
+            is_option = rows.get(path.rpartition(".")[0]) in ("{}", "null")  # which has a name of its own
+            assert path in rows or path in headings or is_option, path
 
 
 def test_the_page_of_the_api_has_every_public_name_and_registry() -> None:

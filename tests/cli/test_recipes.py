@@ -3,6 +3,7 @@
 import importlib
 import importlib.resources
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from treadle.algorithms.config import KlConfig
 from treadle.cli.main import main
 from treadle.core.config import REQUIRED, describe, describe_sections, load_yaml
 from treadle.orchestration.config import load_recipe, recipe_names
+from treadle.training.config import OptimizerConfig
 
 
 def test_the_list_has_every_recipe_and_what_it_does() -> None:
@@ -58,6 +60,35 @@ def test_show_marks_a_part_that_the_command_line_set() -> None:
     [coef] = [line for line in lines if line[2:].startswith("algorithm.kl.coef ")]
     assert coef.startswith("+ ") and coef.split()[2] == "0.1"
     assert sum(line.startswith("+ algorithm.kl.") for line in lines) == len(KlConfig.model_fields)
+
+
+def test_show_has_the_sections_and_keys_that_are_named() -> None:
+    done = treadle("recipes", "show", "demo", "training.optimizer", "seed", "seed=7")
+    paths = [line.split()[1 if line[:2].strip() else 0] for line in done.out.splitlines()[:-2] if line]
+    assert paths == [
+        "seed",
+        "training.optimizer",
+        *(f"training.optimizer.{key}" for key in OptimizerConfig.model_fields),
+    ]
+    whole = treadle("recipes", "show", "demo", "seed=7").out
+    assert all(line in whole.splitlines() for line in done.out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainig"], "no section or key 'trainig'; did you mean 'training'? the sections: data, data.train,"),
+        (["learning_rate"], "did you mean 'warm_start.learning_rate' or 'training.optimizer.learning_rate'?"),
+        (["training", "--yaml"], "--yaml prints a whole recipe; leave out training, or --yaml"),
+    ],
+)
+def test_a_section_that_is_not_there_is_refused_with_those_that_are(words: list[str], said: str) -> None:
+    done = treadle("recipes", "show", "demo", *words)
+    assert done.status == 2 and said in done.err and done.out == ""
+
+
+def test_what_show_prints_into_a_pipe_is_not_padded() -> None:
+    assert not [line for line in treadle("recipes", "show", "demo").out.splitlines() if re.search(r"\S {3,}|\s$", line)]
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -205,6 +205,7 @@ def test_an_evaluation_counts_failures_beside_its_means_and_splits_by_a_key() ->
     groups = [make_group(n, attempt(reward)) for n, reward in enumerate([1.0, 0.0, None])]
     for group, hops in zip(groups, (1, 2, 2), strict=True):
         object.__setattr__(group, "task", Task("t", extras={"hops": hops}))
+    assert evaluation_result(groups, 1, 7, 1.0, 1.0, "tools").by == {}  # of another recipe's tasks
     result = evaluation_result(groups, 1, 7, 1.0, 1.0, "hops")
     assert (result.update, result.tasks, result.failed, result.success, result.reward_mean) == (7, 3, 1, 0.5, 0.5)
     assert (result.by, result.by_tasks) == ({"1": 1.0, "2": 0.0}, {"1": 1, "2": 1})

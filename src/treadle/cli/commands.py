@@ -158,6 +158,7 @@ Runs may be in progress. They are only read, and never wait. Press Ctrl-C to sto
 _RECIPES_EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
   treadle recipes show demo                              every value of one, with what it means
+  treadle recipes show demo training                     those of a section
   treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
   treadle recipes schema > recipe.schema.json            for editors; mine.yaml then begins with the line
                                                          # yaml-language-server: $schema=recipe.schema.json
@@ -328,7 +329,9 @@ def _add_recipes(commands: Commands) -> None:
     summary = "print the JSON schema of recipes, for editors"
     add_command(below, "schema", "recipes:run_schema", summary, _RECIPES_EXAMPLES)
     summary = "show every resolved value of a recipe"
-    show = add_command(below, "show", "recipes:run_show", summary, _RECIPES_EXAMPLES, "recipe", "overrides")
+    show = add_command(below, "show", "recipes:run_show", summary, _RECIPES_EXAMPLES, "recipe")
+    what = "sections to show (default: all), and values to change"
+    show.add_argument("overrides", nargs="*", default=[], metavar="SECTION, key.path=value", help=what)
     show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
 
     parser = add_command(commands, "new", "recipes:run_env", "make the skeleton of an environment", _NEW_EXAMPLES)

@@ -79,7 +79,7 @@ def run_eval(options: argparse.Namespace) -> int:
 
 def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
     console = Console()
-    first = subject.config.data.table_by or "tasks of"
+    first = (evaluation.parts and subject.config.data.table_by) or "tasks of"
     passes = evaluation.result.pass_at
     of_passes = (*(f"pass@{k}" for k in passes), "pass@k tasks") if passes else ()
     columns = ("tasks", "success", *of_passes, "reward", "steps", "failed")

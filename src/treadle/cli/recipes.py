@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import json
 import keyword
@@ -17,7 +18,7 @@ from typing import Any
 import rich.table
 from pydantic import Field
 
-from treadle.cli.console import Console, Table, make_table
+from treadle.cli.console import Console, Part, Table, make_table
 from treadle.core.config import (
     REQUIRED,
     Config,
@@ -59,13 +60,30 @@ def run_recipes(options: argparse.Namespace) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    config = load_recipe(options.recipe, options.overrides)
+    overrides = [word for word in options.overrides if "=" in word]
+    within = [word for word in options.overrides if "=" not in word]
+    config = load_recipe(options.recipe, overrides)
+    for name in within:
+        _check_shown(name, config)
     console = Console()
     if options.yaml:
+        if within:
+            raise ConfigError(f"--yaml prints a whole recipe; leave out {' '.join(within)}, or --yaml")
         console.verbatim(dump_yaml(config))
         return 0
-    _print_listing(console, config, [override.partition("=")[0] for override in options.overrides])
+    _print_listing(console, config, [override.partition("=")[0] for override in overrides], within or [""])
     return 0
+
+
+def _check_shown(name: str, config: RunConfig) -> None:
+    """Raise ConfigError for a name that is neither a section nor a key."""
+    sections, keys = [*describe_sections(config)], [line.path for line in describe(config)]
+    if name not in (*sections, *keys):
+        near = [key for key in keys if key.endswith(f".{name}")] or difflib.get_close_matches(
+            name, [*sections, *keys], 1
+        )
+        meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise ConfigError(f"no section or key {name!r}; {meant}the sections: {', '.join(sections)}")
 
 
 def run_schema(options: argparse.Namespace) -> int:
@@ -81,32 +99,51 @@ def recipe_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str]) -> None:
-    """Print each section's heading, then its values: mark, path, value, help, and the default if it is another."""
+def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str], within: Sequence[str]) -> None:
+    """Print each section's heading, then its values: mark, path, value, help, and the default if it is another.
+
+    within: the sections and keys to print; "" is everything.
+    """
     grid = rich.table.Table.grid(padding=(0, 1))
     for style in ("", "", "", "dim"):
-        grid.add_column(style=style, overflow="fold", no_wrap=not console.is_terminal)
+        grid.add_column(style=style, overflow="fold")
     table, lines = Table(grid), describe(config)
 
-    def add_row(path: str, value: str, text: str, is_default: bool) -> None:
+    def add_row(*cells: Part) -> None:
+        if console.is_terminal:
+            table.add_row(*cells)
+        else:  # for a program to read: in no columns
+            mark, *texts = (cell if isinstance(cell, str) else cell[0] for cell in cells or ("",))
+            console.line(f"{mark:<2}" + "  ".join(filter(None, texts)) if texts else "")
+
+    def add_value(path: str, value: str, text: str, is_default: bool) -> None:
         style = "" if is_default else "bold"
         mark = "+" if any(overlap(path, other) for other in overridden) else "" if is_default else "*"
-        table.add_row(mark, (path, style), (value, style), text)
+        add_row(mark, (path, style), (value, style), text)
 
+    begun = False
     for section, meaning in {"": "", **describe_sections(config)}.items():
-        if section:
-            table.add_row()
-            table.add_row("", (section, "bold underline"), "", meaning)
-        for line in (line for line in lines if line.path.rpartition(".")[0] == section):
+        shown = [line for line in lines if line.path.rpartition(".")[0] == section and _lies_in(line.path, within)]
+        if section and (shown or _lies_in(section, within)):
+            if begun:
+                add_row()
+            add_row("", (section, "bold underline"), "", meaning)
+        begun = begun or bool(shown)
+        for line in shown:
             nested = line.value if isinstance(line.value, dict) else {}  # such as model.build
             differs = not line.is_default and line.default is not REQUIRED
             text = f"{line.help} (default: {as_override(line.default)})" if differs else line.help
-            add_row(line.path, "" if nested else as_override(line.value), text, line.is_default)
+            add_value(line.path, "" if nested else as_override(line.value), text, line.is_default)
             for key, value in nested.items():
-                add_row(f"{line.path}.{key}", as_override(value), "", line.is_default)
-    console.table(table)
+                add_value(f"{line.path}.{key}", as_override(value), "", line.is_default)
+    if console.is_terminal:
+        console.table(table)
     console.line()
     console.line("* set by the recipe, + on the command line; the others are defaults", style="dim", wrap=True)
+
+
+def _lies_in(path: str, within: Sequence[str]) -> bool:
+    return any(not name or f"{path}.".startswith(f"{name}.") for name in within)
 
 
 def run_env(options: argparse.Namespace) -> int:

@@ -166,7 +166,7 @@ def print_result(summary: dict[str, Any], path: Path, config: RunConfig) -> None
 
 
 def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Table:
-    first = config.data.table_by or "tasks"
+    first = (results[0]["by"] and config.data.table_by) or "tasks"
     columns: dict[str, dict[str, Any]] = {}
     for temperature in dict.fromkeys(r["temperature"] for r in results):
         same = [r for r in results if r["temperature"] == temperature]

@@ -300,7 +300,7 @@ def _without_nulls(cls: type[Config] | None, data: Any) -> Any:
     for name, value in data.items():
         field = cls.model_fields.get(name)
         if value is not None or field is None or field.get_default(call_default_factory=True) not in _EMPTY:
-            kept[name] = _without_nulls(_config_class(field.annotation) if field else None, value)
+            kept[name] = _without_nulls(nested_config(field.annotation) if field else None, value)
     return kept
 
 
@@ -465,11 +465,11 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
 # What a Config is made of
 
 
-def _config_class(annotation: Any) -> type[Config] | None:
+def nested_config(annotation: Any) -> type[Config] | None:
     """The Config in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`, if there is one."""
     if isinstance(annotation, type) and not get_args(annotation):
         return annotation if issubclass(annotation, Config) else None
-    return next(filter(None, map(_config_class, get_args(annotation))), None)
+    return next(filter(None, map(nested_config, get_args(annotation))), None)
 
 
 def _fields_at(cls: type[Config], keys: Iterable[int | str]) -> dict[str, FieldInfo]:
@@ -481,7 +481,7 @@ def _config_at(cls: type[Config] | None, keys: Iterable[int | str]) -> type[Conf
     """The Config at `keys`; list indices and keys of a dict of Configs stand for their elements."""
     for key in keys:
         field = cls.model_fields.get(str(key)) if cls else None
-        cls = _config_class(field.annotation) if field else cls
+        cls = nested_config(field.annotation) if field else cls
     return cls
 
 
@@ -489,7 +489,7 @@ def paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
     """Yield the path of every key, those of sections included."""
     for name, field in cls.model_fields.items():
         yield prefix + name
-        nested = _config_class(field.annotation)
+        nested = nested_config(field.annotation)
         if nested:
             yield from paths(nested, f"{prefix}{name}.")
 

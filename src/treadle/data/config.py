@@ -92,7 +92,9 @@ class DataConfig(Config):
         "reward_model.ground_truth} (default: under Treadle's own names, and nothing else)",
     )
     shuffle: bool = Field(True, description="visit the training tasks in another order each epoch")
-    table_by: str | None = Field(None, description="key of a task's extras by which evaluation tables are split")
+    table_by: str | None = Field(
+        None, description="extra of the tasks that have it, by which evaluation tables are split"
+    )
 
     @model_validator(mode="after")
     def _shares_are_of_several(self) -> DataConfig:

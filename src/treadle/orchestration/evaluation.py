@@ -29,7 +29,7 @@ from treadle.orchestration.config import (
     without_player,
 )
 from treadle.orchestration.reporting.callbacks import Progress, loading
-from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result
+from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result, kind_of
 from treadle.orchestration.sampling.failures import FailuresConfig, has_not_failed, reward_together
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, is_in_memory, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
@@ -320,8 +320,8 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
         _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
     by_value: dict[str, list[Group]] = {}
     for group in groups:
-        if table_by is not None:
-            by_value.setdefault(str(group.task.extras.get(table_by)), []).append(group)
+        if (kind := kind_of(group.task, table_by)) is not None:
+            by_value.setdefault(kind, []).append(group)
     failures = Counter(f"{t.failure.cause}: {t.failure.message}" for g in groups for t in g.trajectories if t.failure)
     return Evaluation(
         _result(config, groups, subject.update, section.temperature),

@@ -17,7 +17,7 @@ import numpy as np
 from treadle.core.metrics import Figure, Measures, Metric, View, declared, measured, shares
 from treadle.core.outcomes import TrajectoryView, as_played, as_trained, attempt_drop_reason, dropped_steps
 from treadle.core.rewards import PLAIN
-from treadle.core.types import BreakCause, DropReason, Group, Ids, Status, Step, StopReason, Trajectory
+from treadle.core.types import BreakCause, DropReason, Group, Ids, Status, Step, StopReason, Task, Trajectory
 from treadle.training import metrics as training_metrics
 
 
@@ -304,6 +304,12 @@ def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
     return {family.of(key): [1] * count for key, count in sorted(Counter(map(str, keys)).items())}
 
 
+def kind_of(task: Task, table_by: str | None) -> str | None:
+    """Return the value of the task's extra by which tables are split; None if it has none, as tasks of others may."""
+    value = None if table_by is None else task.extras.get(table_by)
+    return None if value is None else str(value)
+
+
 def evaluation_result(
     groups: Sequence[Group],
     attempts: int,
@@ -323,8 +329,8 @@ def evaluation_result(
     successes = [[_success(t, success_at, success_of) for t in own] for own in graded]
     parts: dict[str, list[list[float]]] = {}
     for group, won in zip(groups, successes, strict=True):
-        if table_by is not None and won:
-            parts.setdefault(str(group.task.extras.get(table_by)), []).append(won)
+        if won and (kind := kind_of(group.task, table_by)) is not None:
+            parts.setdefault(kind, []).append(won)
     passes = _passes(successes, attempts)
     return EvaluationResult(
         update=update,
