@@ -12,9 +12,10 @@ VERIFIERS_CLASSIC_VENV ?= $(or $(TREADLE_VERIFIERS_CLASSIC_VENV),.venv-verifiers
 OPENENV_VENV ?= $(or $(TREADLE_OPENENV_VENV),.venv-openenv)
 HARBOR_VENV ?= $(or $(TREADLE_HARBOR_VENV),.venv-harbor)
 DOCS_VENV := .venv-docs
+BUILD_VENV := .venv-build
 BIN := $(VENV)/bin
 LOCKS := locks
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input install
+PIP_INSTALL := -m pip --quiet --disable-pip-version-check --no-input install --constraint $(LOCKS)/treadle.txt
 UV := $(BIN)/uv
 # Compiled here, with libraries' SyntaxWarnings; else a test that imports one first would fail of it.
 UV_INSTALL := $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint $(LOCKS)/treadle.txt --no-build-isolation
@@ -114,8 +115,8 @@ docs: $(DOCS_VENV)/.installed ## the documentation as a site, in site/; checks e
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
 	@echo "site/index.html; with its search: python3 -m http.server --directory site"
 
-dist: dev-env ## a wheel and an sdist in DIST, for machines without a clone
-	@$(BIN)/python -m hatchling build --directory $(DIST)
+dist: $(BUILD_VENV)/.installed ## a wheel and an sdist in DIST, for machines without a clone
+	@$(BUILD_VENV)/bin/python -m hatchling build --directory $(DIST)
 
 release: tools-env ## a wheel and an sdist in DIST, checked and tried in empty environments of PYTHONS (half an hour)
 	@$(BIN)/python scripts/release.py $(UV) $(DIST) $(PYTHONS)
@@ -147,7 +148,7 @@ $(BIN)/python:
 # Torch first and by itself: pip then takes a CPU build where one is offered, the default build elsewhere. uv installs the rest.
 $(TOOLS): $(LOCKS)/treadle.txt | $(BIN)/python
 	@echo "set-up: installing PyTorch (the largest download, once)"
-	@$(PIP) --constraint $(LOCKS)/treadle.txt torch $$(sed '/^#/d' locks/tools.in)
+	@$(BIN)/python $(PIP_INSTALL) torch $$(sed '/^#/d' locks/tools.in)
 	@touch $@
 
 $(TRAIN): pyproject.toml $(TOOLS)
@@ -170,6 +171,13 @@ $(HARBOR_VENV)/.installed: $(LOCKS)/harbor.txt
 
 $(LIBRARY_VENVS:=/.installed): scripts/environment.sh | tools-env
 	@scripts/environment.sh $(UV) "" $(@D) $(filter $(LOCKS)/%,$^)
+	@touch $@
+
+# The build front-end alone: a wheel needs neither PyTorch nor the development tools.
+$(BUILD_VENV)/.installed: $(LOCKS)/treadle.txt | $(PYTHON_CHECK)
+	@echo "set-up: installing hatchling into $(BUILD_VENV)"
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m venv $(BUILD_VENV)
+	@$(BUILD_VENV)/bin/python $(PIP_INSTALL) hatchling
 	@touch $@
 
 $(DOCS_VENV)/.installed: scripts/environment.sh $(LOCKS)/docs.txt | tools-env

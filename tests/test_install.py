@@ -27,7 +27,13 @@ QUICK = f"{BRIEF} warm_start=null data.held_out=null data.table_by=null rollout.
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    made = ["make", "dist", f"DIST={folder}", "--old-file=dev-env"]  # it is there: this runs in it
+    made = [
+        "make",
+        "dist",
+        f"DIST={folder}",
+        f"BUILD_VENV={sys.prefix}",
+        f"--old-file={sys.prefix}/.installed",
+    ]  # offline
     subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
     assert sorted(path.suffix for path in folder.iterdir()) == [".gz", ".whl"]
     return folder
@@ -219,6 +225,14 @@ def test_make_demo_twice_at_once_sets_up_once_and_trains_twice(clone: Path) -> N
     assert [line for line in log if line != "train"] == expected
     again = start_make(clone, "demo", "PYTHON=./python")
     assert "set-up" not in again.communicate(timeout=CEILING)[0] and again.returncode == 0
+
+
+def test_make_dist_installs_nothing_but_what_builds(clone: Path) -> None:
+    process = start_make(clone, "dist", "PYTHON=./python")
+    output = process.communicate(timeout=CEILING)[0]
+    log = [line for line in (clone / "log").read_text().splitlines() if line.startswith("begin")]
+    assert log == ["begin venv", "begin install hatchling"], output
+    assert not (clone / ".venv").exists()
 
 
 def test_an_old_python_is_told_before_anything_is_made(clone: Path) -> None:
