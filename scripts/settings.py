@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from treadle.core.config import REQUIRED, Config, as_override, nested_config
 from treadle.orchestration.config import RunConfig
@@ -40,6 +42,16 @@ def _table(path: str, config: type[Config], meaning: str) -> str:
     return title + "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)
 
 
+def _choices(annotation: Any) -> list[object]:
+    """Return what may be written, where only a few values may."""
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return list(annotation)
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return [choice for part in parts for choice in _choices(part)]
+
+
 def _row(path: str, name: str, config: type[Config]) -> str:
     """Return a key's row; "" for a section that is always there."""
     field = config.model_fields[name]
@@ -47,7 +59,9 @@ def _row(path: str, name: str, config: type[Config]) -> str:
     if nested_config(field.annotation) is not None and value not in _ABSENT:
         return ""
     default = "required" if value is REQUIRED else f"`{as_override(value)}`"
-    cells = (f"`{path}`", default, field.description or "")
+    choices = [str(each) for each in _choices(field.annotation)]
+    one_of = f" ({', '.join(f'`{each}`' for each in choices)})" if choices else ""
+    cells = (f"`{path}`", default, f"{field.description or ''}{one_of}")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 

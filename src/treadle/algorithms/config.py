@@ -180,10 +180,10 @@ class DistillationConfig(Config):
     )
     form: Literal["advantage", "loss", "reverse_top_k", "forward_top_k"] = Field(
         "advantage",
-        description="the ratio is added to each token's advantage; or its square, halved, to its loss; or KL over the "
-        "teacher's most probable tokens is",
+        description="what is learned from: the log-ratio of teacher to policy, added to each token's advantage, or "
+        "half its square, added to its loss; or KL over the teacher's most probable tokens (docs/teachers.md)",
     )
-    top_k: int = Field(32, ge=1, description="how many those are (reverse_top_k, forward_top_k)")
+    top_k: int = Field(32, ge=1, description="how many of these tokens reverse_top_k and forward_top_k compare")
     rewards: NonNegative = Field(1.0, description="weight of the advantage from rewards; 0: the teacher alone")
 
     @property
@@ -216,12 +216,12 @@ class AlgorithmConfig(Config):
 
     advantage: str = Field("grpo", description="advantage estimator: a registered name or module:attribute")
     advantage_options: dict[str, Any] = Field(
-        default_factory=dict, description="its options: {norm_by_std: false} (docs/algorithms.md)"
+        default_factory=dict, description="options of the advantage: {norm_by_std: false} (docs/algorithms.md)"
     )
     value: ValueConfig = Field(ValueConfig(), description="the value head (gae)")
     policy_loss: str = Field("ppo_clip", description="loss of each token: a registered name or module:attribute")
     policy_loss_options: dict[str, Any] = Field(
-        default_factory=dict, description="its options: {eps_high: 0.28} (docs/algorithms.md)"
+        default_factory=dict, description="options of the loss: {eps_high: 0.28} (docs/algorithms.md)"
     )
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
     kl: KlConfig | None = Field(None, description="KL from a reference model; null: there is none")

@@ -138,14 +138,13 @@ def _load_data_set(datasets: Any, source: str, options: Mapping[str, Any], setti
         return datasets.load_dataset(source, **options)
     except ConnectionError as error:
         raise ConfigError(
-            f"{setting}.source: {source!r} is not a file or directory here, and not in the cache "
-            f"{datasets.config.HF_DATASETS_CACHE} (HF_DATASETS_CACHE), and the hub cannot be reached or "
-            "HF_HUB_OFFLINE is set; load it once where it can be reached and bring the cache here, or give the "
-            "directory of one that save_to_disk wrote"
+            f"{setting}.source: no file, directory or cached data set {source!r}, and the hub cannot be reached, or "
+            "nothing is downloaded (HF_HUB_OFFLINE, or a dry run); give a file, or load the data set once where the "
+            f"hub can be reached (cache: {datasets.config.HF_DATASETS_CACHE}, HF_DATASETS_CACHE)"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting}.source: {source!r} is not a file or directory here, and the hub's data set cannot be loaded: "
+            f"{setting}.source: no file or directory {source!r}, and the hub's data set cannot be loaded: "
             f"{_first_line(error)}; check the name, and HF_TOKEN for one that is private or gated"
         ) from error
 

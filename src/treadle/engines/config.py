@@ -69,14 +69,14 @@ class EngineConfig(Config):
         description="torch: embedded; vllm: servers beside this process; or another registered name or module:function",
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="of its kind; vllm: {python: /opt/vllm/bin/python} (docs/vllm.md)"
+        default_factory=dict, description="options of the kind; vllm: {python: /opt/vllm/bin/python} (docs/vllm.md)"
     )
     batch: int = Field(256, ge=1, description="most sequences that are decoded together")
     cache_gib: float = Field(
         4.0, gt=0, description="torch: most memory for keys and values; what was not used for long is computed again"
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="of the engine's weights; default: float32, on a GPU bfloat16"
+        None, description="type of the engine's weights; default: float32, on a GPU bfloat16"
     )
     in_flight: InFlight = Field(
         "keep",

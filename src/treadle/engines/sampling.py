@@ -57,7 +57,10 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
     cdf = logprobs.double().exp_().cumsum(-1)
     total = cdf[:, -1:]
     if not total.isfinite().all():  # greedy rows would go on silently; the index below would kill a GPU's process
-        raise EngineError("the model's logits are not finite; its weights have diverged, or its dtype is too narrow")
+        raise EngineError(
+            "the model's logits are not finite: its weights have diverged (lower training.optimizer.learning_rate), or "
+            "its dtype is too narrow (engine.dtype=float32)"
+        )
     # below the total, or a rounded product could choose a last token of probability 0
     target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True)[:, 0]

@@ -101,7 +101,10 @@ def make_model(
             model = _build(config, vocabulary, seed)
     text = model.config.get_text_config()
     if text.vocab_size < vocabulary:
-        raise ConfigError(f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}")
+        raise ConfigError(
+            f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}; set "
+            "model.tokenizer to the one that the model was trained with"
+        )
     refuse_randomness(model)
     if lora is not None or config.adapter is not None:
         from treadle.models.lora import adapt  # peft, which only adapters need
@@ -186,8 +189,8 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
     report: dict[str, Any] = loaded[1]
     if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise ConfigError(
-            f"{field}: the weights in {path!r} lack {len(wrong)} of the model's, for example {wrong[0]}; "
-            "they would be random"
+            f"{field}: the weights in {path!r} lack {len(wrong)} of the model's, for example {wrong[0]}, and they "
+            "would be random; get the directory again, with all its files"
         )
     return model
 
@@ -236,7 +239,9 @@ def _build(config: ModelConfig, vocabulary: int, seed: int) -> PreTrainedModel:
     accepted = {*type(model_config)().to_dict(), *model_config.attribute_map}
     unread = fields.keys() - accepted - {"rope_parameters", "rope_theta"}
     if unknown := sorted(unread - _read_by_the_model(model_config, unread)):
-        raise ConfigError(f"model.build: {model_type} knows no {unknown}")
+        near = difflib.get_close_matches(unknown[0], sorted(accepted), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.build: {model_type} knows no {unknown}{hint}")
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)

@@ -90,11 +90,15 @@ class EvaluationConfig(Config):
     """How held-out tasks are played. `failures.causes` holds for them, too."""
 
     every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
-    attempts: int = Field(1, ge=1, description="at each task; with several, pass@k (one of k succeeds) is estimated")
+    attempts: int = Field(
+        1, ge=1, description="attempts at each task; with several, pass@k (one of k succeeds) is estimated"
+    )
     temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
     top_p: float = Field(1.0, gt=0, le=1, description="fewest tokens whose probabilities add up to this")
     top_k: int = Field(0, ge=0, description="only the k most probable tokens (0: all)")
-    max_completion_tokens: int | None = Field(None, ge=1, description="default: rollout.max_completion_tokens")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="limit on tokens sampled per call; default: rollout.max_completion_tokens"
+    )
     greedy_too: bool = Field(True, description="before and after training also one attempt each at temperature 0")
     success_at: float = Field(1.0, description="a reward of at least this counts as success")
     success_of: str | None = Field(
@@ -182,7 +186,8 @@ class PlacementConfig(Config):
         False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
     )
     address: str | None = Field(
-        None, description="kind ray: of a running cluster; default: one of this machine's own, which ends with the run"
+        None,
+        description="kind ray: address of a running cluster; default: one of this machine's own, for this run",
     )
     wait: float | None = Field(
         None,
@@ -212,7 +217,7 @@ class CallbackConfig(Config):
     """A tracker or callback that follows the run. A plain name stands for one without options."""
 
     name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
-    options: dict[str, Any] = Field(default_factory=dict, description="what it is called with")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments that it is made with")
 
     @model_validator(mode="before")
     @classmethod
@@ -238,14 +243,16 @@ class RunConfig(Config):
         "Apple's; auto: cuda if this machine has it, else cpu (on a cluster cpu)",
     )
     environment: str = Field("", description="default environment, for tasks that name none")
-    environment_options: dict[str, Any] = Field(default_factory=dict, description="arguments of its constructor")
+    environment_options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the environment's constructor"
+    )
     reward: str = Field(
         "",
         description="instead of an environment: function that grades one reply, a registered name or module:function",
     )
     agent: str = Field("", description="instead of an environment: agent program, module:function")
     driver: str = Field("", description="instead of either: attempt driver, a registered name or module:Class")
-    driver_options: dict[str, Any] = Field(default_factory=dict, description="its options")
+    driver_options: dict[str, Any] = Field(default_factory=dict, description="options of the driver")
     data: DataConfig = Field(description="tasks")
     model: ModelConfig = Field(description="the trained model")
     models: dict[str, OtherModelConfig] = Field(

@@ -44,12 +44,13 @@ class OtherModelConfig(Config):
     """Configures a model beside the policy: behind a URL, or one whose files are here."""
 
     url: str | None = Field(None, description="base URL of an API like OpenAI's: http://127.0.0.1:8000/v1")
-    model: str | None = Field(None, description="its name there")
+    model: str | None = Field(None, description="the model's name at the url")
     api_key_env: str | None = Field(None, description="environment variable that has the key")
     path: str | None = Field(None, description="instead of url: a model directory, or a name as of model.path")
     policy: bool = Field(False, description="instead of url: the policy itself, in another role, trained (self-play)")
     options: dict[str, Any] = Field(
-        default_factory=dict, description="of its sampling: {temperature: 0.7, max_tokens: 200}; of a URL, any"
+        default_factory=dict,
+        description="sampling: {temperature: 0.7, max_tokens: 200}; url: any field of its requests",
     )
     timeout: float = Field(
         45.0,

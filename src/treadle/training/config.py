@@ -79,9 +79,9 @@ class TrainingConfig(Config):
     )
     precision: Literal["float32", "bfloat16", "bfloat16_pure"] | None = Field(
         None,
-        description="of forward passes; weights and optimizer stay float32. bfloat16: where autocast finds it safe; "
-        "bfloat16_pure: of norms and residuals, too, which halves what several ranks gather; with lora also of the "
-        "model's own weights. Default: float32; on a GPU bfloat16, with lora bfloat16_pure",
+        description="precision of forward passes; weights and optimizer stay float32. bfloat16: where autocast finds "
+        "it safe; bfloat16_pure: of norms and residuals, too, which halves what several ranks gather; with lora also "
+        "of the model's own weights. Default: float32; on a GPU bfloat16, with lora bfloat16_pure",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     routing_replay: bool = Field(

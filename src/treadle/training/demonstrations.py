@@ -51,12 +51,12 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
 
 def _from_file(path: Path, seed: int) -> Demonstrations:
     if not path.is_file():
-        raise ConfigError(f"warm_start.demonstrations: no file {str(path)!r}")
+        raise ConfigError(f"warm_start.demonstrations: no file {str(path)!r} (it is relative to {Path.cwd()})")
     # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
     lines = enumerate(path.read_bytes().split(b"\n"), 1)
     rows = [_conversation(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not rows:
-        raise DataError(f"{path} has no demonstrations")
+        raise DataError(f'{path} has no demonstrations; write {{"messages": [...]}} a line')
     return reshuffled(rows, seed)
 
 

@@ -41,8 +41,8 @@ class FailuresConfig(Config):
 
     causes: dict[Cause, FailurePolicy] = Field(
         default_factory=dict,
-        description="by cause (agent, environment, verifier, engine, infrastructure, timeout, context): {engine: "
-        "{retries: 3, backoff: 10}, verifier: {grade: 0}}",
+        description="what becomes of failed attempts, by cause (agent, environment, verifier, engine, infrastructure, "
+        "timeout, context): {engine: {retries: 3, backoff: 10}, verifier: {grade: 0}}",
     )
     task_limit: int = Field(
         3,

@@ -154,7 +154,7 @@ def make_inputs(
     task that is a training task too, ConfigError for what cannot play, or would play nothing.
     """
     if not train:
-        raise DataError("there are no training tasks")
+        raise DataError("there are no training tasks; give some (data.train, or tasks= in Python)")
     check_disjoint(train, held_out)
     train, held_out = _played(train, named, "train"), _played(held_out, named, "held_out")
     return Inputs(train, held_out, load_players(train, held_out, loaded=named), dict(callbacks))
@@ -163,7 +163,7 @@ def make_inputs(
 def make_held_out(held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:
     """Return the inputs of an evaluation, as `make_inputs` does. Raises DataError or ConfigError."""
     if not held_out:
-        raise DataError("there are no tasks to evaluate")
+        raise DataError("there are no tasks to evaluate; give some (data.held_out, or tasks= in Python)")
     held_out = _played(held_out, named, "held_out")
     return Inputs([], held_out, load_players(held_out, loaded=named))
 

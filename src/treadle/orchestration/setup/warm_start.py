@@ -164,7 +164,10 @@ def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> Recor
     made = [(trajectory, trajectory.calls(renderer)) for trajectory in trajectories]
     rows = [calls for _, calls in made if calls]
     if not rows:
-        raise DataError("nothing to learn: no selected trajectory has trainable tokens (greedy ones are none)")
+        raise DataError(
+            "nothing to learn: no selected trajectory has trainable tokens, which greedy ones (temperature 0) are not; "
+            "select others"
+        )
     inexact = sum(isinstance(trajectory, LoggedConversation) for trajectory, calls in made if calls)
     counts = (len(rows), sum(map(len, rows)), sum(len(target) for calls in rows for _, target in calls))
     with _trainer(config) as trainer:
