@@ -278,6 +278,7 @@ NAMED = {
     "/no/reference": ["algorithm.kl={coef: 0.1, model: /no/reference}"],
     "/no/teacher": ["algorithm.distillation.teacher=/no/teacher"],
     "/no/python": ["engine.kind=vllm", "engine.options.python=/no/python"],
+    "slurm": ["placement.kind=slurm"],
     "demonstrations.jsonl": ["warm_start={demonstrations: demonstrations.jsonl}"],
 }
 """What the error names -> settings. Nothing of it needs torch or transformers."""

@@ -455,11 +455,12 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     if meant := _alias_paths(cls, leaf):
         meant = [path for path in meant if path.rpartition(".")[0] == ".".join(parents)] or meant
         return f"unknown key {'.'.join([*parents, leaf])!r}; did you mean {' or '.join(map(repr, meant))}?"
-    near = difflib.get_close_matches(leaf, siblings, n=1) or [name for name in siblings if leaf in name.split("_")]
-    hints = [f"did you mean {'.'.join([*parents, near[0]])!r}?"] if near else []
-    elsewhere = [path for path in paths(cls) if path.rpartition(".")[2] == leaf]
-    hints += [f"{leaf!r} exists as {' and '.join(map(repr, elsewhere))}"] if elsewhere else []
-    return f"unknown key {'.'.join([*parents, leaf])!r}; {'; '.join(hints) or 'known here: ' + ', '.join(siblings)}"
+    meant = [path for path in paths(cls) if path.rpartition(".")[2] == leaf]
+    if not meant:
+        near = difflib.get_close_matches(leaf, siblings, n=1) or [name for name in siblings if leaf in name.split("_")]
+        meant = [".".join([*parents, name]) for name in near[:1]]
+    hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else f"known here: {', '.join(siblings)}"
+    return f"unknown key {'.'.join([*parents, leaf])!r}; {hint}"
 
 
 # What a Config is made of

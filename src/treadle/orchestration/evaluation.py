@@ -245,7 +245,10 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
     model: directory, or address of another run. Needs no torch. Raises ConfigError or RunError for what is not there.
     """
     if touched := [o for o in overrides if o.startswith("model.")]:
-        raise ConfigError(f"{' '.join(touched)}: the model is that of the run; choose it with RUN@NAME or --model")
+        raise ConfigError(
+            f"{' '.join(touched)}: the model is that of the run; name another checkpoint (RUN@40, RUN@best) "
+            "or another model in its place"
+        )
     address = find_address(run_or_recipe)
     if address is not None:
         run = RunDirectory.open(address.run)

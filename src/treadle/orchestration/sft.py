@@ -50,6 +50,7 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
     """
     selection = Selection.parse(select)
     if start is None and find_address(sources[0]) is None:
+        list(read_source(sources[0]))  # or an error that there is no such file
         raise ConfigError(f"{sources[0]} has no model to start from; name a recipe, a run or a model directory first")
     own = [override for override in overrides if not override.startswith("warm_start")]
     start = start or sources[0]

@@ -50,6 +50,7 @@ def check_settings(config: RunConfig) -> None:
                 f"engine.kind is {config.engine.kind!r}, and placement.colocate is for engines of kind torch; set one "
                 "of them to another"
             )
+    check_name("placements", config.placement.kind, "placement.kind")
     check_algorithm(config.algorithm, config.training, config.rollout.filters)
     section = config.algorithm.distillation
     if section is not None and section.context is not None:
