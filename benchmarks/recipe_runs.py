@@ -125,7 +125,9 @@ STUDIES: Mapping[str, Study] = {
             "twice the rate": ("training.optimizer.learning_rate=2e-5",),
             "entropy bonus": ("algorithm.entropy_coef=0.01",),
             "kl": ("algorithm.kl.coef=0.01",),
-            "one hop first": ("data.train.source=benchmarks.recipe_runs:one_hop_first",),
+            "one hop first": (
+                *("data.train.source=benchmarks.recipe_runs:one_hop_first", "data.train.options.count=1440"),
+            ),
         },
         seeds=(0,),
         common=(

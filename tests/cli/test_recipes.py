@@ -19,6 +19,7 @@ from tests.forks import run
 from treadle.algorithms.config import KlConfig
 from treadle.cli.main import main
 from treadle.core.config import REQUIRED, describe, describe_sections, load_yaml
+from treadle.data.config import SourceConfig, WeightedSourceConfig
 from treadle.orchestration.config import load_recipe, recipe_names
 from treadle.training.config import OptimizerConfig
 
@@ -116,6 +117,25 @@ def test_a_recipe_extends_another_key_by_key(tmp_path: Path) -> None:
     assert load_recipe(str(path)) == load_recipe("demo", ["recipe=mine", *changes])
     assert load_recipe(str(path), ["seed=8"]).seed == 8
     assert "extends" not in treadle("recipes", "show", str(path), "--yaml").out
+
+
+def test_another_source_of_tasks_begins_without_the_options_of_the_one_it_replaces(tmp_path: Path) -> None:
+    train = "source: my.jsonl"
+    path = written(
+        tmp_path,
+        mine=f"extends: base.yaml\ndata: {{train: {{{train}}}, held_out: {{source: lookup, options: {{seed: 3}}}}}}\n",
+        base="extends: demo\ndata: {train: {split: 'all[:9]', options: {count: 9}}, held_out: {options: {count: 5}}}\n",
+    )
+    data = load_recipe(str(path)).data
+    assert data.train == WeightedSourceConfig(source="my.jsonl", split="all[:9]")
+    assert data.held_out == SourceConfig(source="lookup", options={"count": 5, "seed": 3})  # the same, and what is new
+    assert load_recipe("demo", ["data.train.source=my.jsonl"]).data.train == WeightedSourceConfig(source="my.jsonl")
+    given = ["data.train.options.count=7", "data.train.source=notes"]
+    assert load_recipe("demo", given).data.train == WeightedSourceConfig(source="notes", options={"count": 7})
+    kept = load_recipe("demo").data
+    assert load_recipe("demo", ['data.train.source="lookup"']).data == kept
+    several = [{"source": "my.jsonl"}, {"source": "lookup"}]
+    assert load_recipe("demo", [f"data.train={json.dumps(several)}"]).data.held_out == kept.held_out
 
 
 @pytest.mark.parametrize(

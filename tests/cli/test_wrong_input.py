@@ -50,7 +50,7 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "algorithm.advantage=os:path": ("algorithm.advantage: 'os:path' is of type module; make it an `Advantage`",),
     "callbacks=[trackio]": ("callbacks: 'trackio' is not installed; pip install 'treadle[trackio]'",),
     "rollout.reply_parser=herms": ("rollout.reply_parser: 'herms' is not registered; did you mean 'hermes'?",),
-    "environment=nope data.train.source=train.jsonl data.train.options={}": ("environments: 'nope' is not registered",),
+    "environment=nope data.train.source=train.jsonl": ("environments: 'nope' is not registered",),
     # combinations
     "training.group_size=1": ("training.group_size is 1", "raise it to 2 or more"),
     "rollout.max_input_tokens=600": ("600 + max_completion_tokens 8 = 608", "set rollout.max_input_tokens=120 and"),
@@ -65,10 +65,12 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "model.chat_template=/nowhere.jinja": ("model.chat_template: no file '/nowhere.jinja'",),
     # data
     "data.train.source=no.jsonl": ("data.train.source: cannot read no.jsonl: No such file", "relative to"),
-    "data.train.source=train.jsonl": ("takes no options, got count; remove them (data.train.options={})",),
+    "data.train.source=train.jsonl data.train.options.count=3": (
+        "takes no options, got count; remove them (data.train.options={})",
+    ),
     "data.train.source=train.json": ("data.train.source: 'train.json' is not a .jsonl", "convert it to one"),
-    "data.train.source=empty.jsonl data.train.options={}": ("empty.jsonl has no tasks",),
-    "data.train.source=broken.jsonl data.train.options={}": ("broken.jsonl:1: not JSON",),
+    "data.train.source=empty.jsonl": ("empty.jsonl has no tasks",),
+    "data.train.source=broken.jsonl": ("broken.jsonl:1: not JSON",),
     "data.train.options={cuont: 3}": (
         "data.train.options of 'arithmetic'",
         "its options are count, seed",

@@ -16,7 +16,7 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core import registry
-from treadle.core.config import Config, build, load_yaml, merge
+from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
 from treadle.core.errors import Cause, ConfigError, RunError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig
@@ -444,9 +444,11 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError.
 
     A recipe with `extends: OTHER` holds only what differs from that one, a shipped name or a path relative to the
-    recipe's directory (`core.config.merge`; null takes a key away). What is returned, and saved, is whole.
+    recipe's directory (`core.config.merge`; null takes a key away). Another `source` of tasks, there or in an override,
+    begins without the `options` of the one that it replaces. What is returned, and saved, is whole.
     """
-    return build(RunConfig, {"recipe": Path(recipe).stem, **read_recipe(recipe)}, recipe, overrides)
+    data = {"recipe": Path(recipe).stem, **read_recipe(recipe)}
+    return build(RunConfig, without_source_options(data, overrides), recipe, overrides)
 
 
 _PLAYERS = ("environment", "reward", "agent", "driver")
@@ -458,6 +460,35 @@ def without_player(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     kinds = {override.partition("=")[0].strip() for override in overrides}.intersection(_PLAYERS)
     others = {kind for kind in _PLAYERS if kinds and kind not in kinds}
     return {key: value for key, value in data.items() if key.removesuffix("_options") not in others}
+
+
+def without_source_options(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the data without the options of sources of tasks that the overrides replace by others."""
+    named = [o for o in overrides if o.partition("=")[0].strip() in ("data.train.source", "data.held_out.source")]
+    return _without_source_options(data, apply_overrides({}, named))
+
+
+def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` without the options of the sources that are others in `above`.
+
+    `{"data": {"train": {"source": "lookup", "options": {"count": 9}}}}` below `{"data": {"train": {"source":
+    "my.jsonl"}}}` is without the count.
+    """
+    sections, others = below.get("data"), above.get("data")
+    if not isinstance(sections, Mapping) or not isinstance(others, Mapping):
+        return dict(below)
+
+    def replaced(section: Any, other: Any) -> bool:
+        named = isinstance(section, Mapping) and isinstance(other, Mapping) and "source" in other
+        return named and section.get("source") != other["source"]
+
+    kept = {
+        name: {key: value for key, value in section.items() if key != "options"}
+        if replaced(section, others.get(name))
+        else section
+        for name, section in sections.items()
+    }
+    return {**below, "data": kept}
 
 
 def is_registered(config: RunConfig) -> bool:
@@ -484,7 +515,8 @@ def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     if base_path.resolve() in chain:
         names = " -> ".join(p.name for p in (*chain, base_path))
         raise ConfigError(f"{path}: extends: {names} is a cycle; remove one of them")
-    return merge({key: value for key, value in _read(base_path, chain).items() if key != "recipe"}, data)
+    extended = _without_source_options(_read(base_path, chain), data)
+    return merge({key: value for key, value in extended.items() if key != "recipe"}, data)
 
 
 def _recipe_path(recipe: str, extending: Path | None = None) -> Path:

@@ -27,6 +27,7 @@ from treadle.orchestration.config import (
     load_recipe,
     recipe_names,
     without_player,
+    without_source_options,
 )
 from treadle.orchestration.reporting.callbacks import Progress, loading
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result, kind_of
@@ -252,7 +253,8 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
     address = find_address(run_or_recipe)
     if address is not None:
         run = RunDirectory.open(address.run)
-        config = build(RunConfig, without_player(run.config_data(), overrides), str(run.config_file), overrides)
+        data = without_source_options(without_player(run.config_data(), overrides), overrides)
+        config = build(RunConfig, data, str(run.config_file), overrides)
     elif model is not None:
         config = load_recipe(run_or_recipe, overrides)
     elif run_or_recipe in recipe_names() or Path(run_or_recipe).suffix in (".yaml", ".yml"):
