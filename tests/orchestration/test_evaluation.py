@@ -17,7 +17,7 @@ from treadle.core.types import Group, Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.orchestration.evaluation import play_held_out
 from treadle.orchestration.reporting.metrics import evaluation_result
-from treadle.orchestration.reporting.reporter import lone_attempts
+from treadle.orchestration.reporting.rewards import lone_attempts
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.rollout.isolation.user_code import RUNNING
 from treadle.rollout.rewards import RewardShaper

@@ -58,8 +58,29 @@ _EVAL_EXAMPLES = """examples:
   treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
   treadle eval demo --model runs/other@best                   or a checkpoint of another run
+  treadle eval demo --url http://127.0.0.1:8000/v1 --model qwen3-8b --limit 50     a model that others serve
+  treadle eval my.yaml --url https://api.openai.com/v1 --model gpt-4.1-mini --api-key-env OPENAI_API_KEY
+
+With --url, environments and agents play with any model behind an API like OpenAI's, without PyTorch; the recipe's own
+model need not exist. Calls that fail are repeated until --timeout; an attempt without an answer has failed, and no
+reward. --request '{"max_tokens": null, "max_completion_tokens": 4000}' leaves one field of each request out, and sets
+another. Limits and sampling are the recipe's (rollout, evaluation), as is what is played again (failures).
 
 Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
+"""
+
+_PLAY_EXAMPLES = """examples:
+  treadle play tools-small                 the first held-out task
+  treadle play my_recipe.yaml --task 7     the eighth; or by its id: --task held_out-7
+  treadle play runs/demo                   with what a run recorded of its environment
+
+Write what the model would write, and see what the environment answers and pays. A line that ends in \\ goes on in the
+next one. A line that begins with / calls a tool, and lines joined by \\ several:
+
+  > /price item=tea count=2
+  > /price {"item": "tea", "count": 2}
+
+Ctrl-D or Ctrl-C leaves. Nothing is written.
 """
 
 _EXPORT_EXAMPLES = """examples:
@@ -248,8 +269,21 @@ def _add_models(commands: Commands) -> None:
     parser = add_command(commands, "eval", "models:run_eval", summary, _EVAL_EXAMPLES)
     parser.add_argument("subject", metavar="RUN_OR_RECIPE", help="a run, RUN@best, RUN@40; or, with --model, a recipe")
     add_shared(parser, "overrides", "--json")
-    parser.add_argument("--model", metavar="DIR", help="directory of a model or adapter, a run, or as model.path")
+    help_of_model = "directory of a model or adapter, a run, or as model.path; with --url, its name there"
+    parser.add_argument("--model", metavar="DIR", help=help_of_model)
+    parser.add_argument("--limit", type=int, metavar="N", help="play the first N held-out tasks (default: all)")
+    parser.add_argument("--url", help="base URL of an API like OpenAI's, which is asked in the place of a model here")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key for --url")
+    fields = "fields of requests to --url; null leaves one out"
+    parser.add_argument("--request", metavar="JSON", default="{}", help=fields)
+    limit = "seconds for a call to --url with its repetitions (default: 300)"
+    parser.add_argument("--timeout", type=float, default=300.0, help=limit)
+    parser.add_argument("--concurrency", type=int, default=32, help="calls to --url at a time (default: 32)")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
+
+    summary = "be the model yourself, in one attempt at a task"
+    parser = add_command(commands, "play", "play:run_play", summary, _PLAY_EXAMPLES, "recipe", "overrides")
+    parser.add_argument("--task", metavar="N_OR_ID", default="0", help="place among the held-out tasks, or its id")
 
     summary = "write a run's model as a plain Hugging Face directory"
     parser = add_command(commands, "export", "models:run_export", summary, _EXPORT_EXAMPLES)

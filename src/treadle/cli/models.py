@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from dataclasses import asdict
@@ -11,19 +12,26 @@ from pathlib import Path
 import rich.table
 
 from treadle.cli.console import Console, Table, make_progress, make_table
+from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
+from treadle.orchestration.config import RunConfig
 from treadle.orchestration.evaluation import (
     Evaluation,
-    Subject,
     check_dump,
+    endpoint_inputs,
+    endpoint_name,
+    evaluate_endpoint,
     evaluate_model,
+    find_config,
     find_subject,
     held_out_inputs,
+    limited,
 )
 from treadle.orchestration.reporting.metrics import shown
 from treadle.orchestration.store.address import RunAddress, find_address
+from treadle.rollout.other_models import OtherModelConfig
 
 
 def run_models(options: argparse.Namespace) -> int:
@@ -66,20 +74,46 @@ def run_get(options: argparse.Namespace) -> int:
 def run_eval(options: argparse.Namespace) -> int:
     if options.dump is not None:
         check_dump(options.dump)
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit}: it must be at least 1")
+    if options.url is not None:
+        return _eval_endpoint(options)
     subject = find_subject(options.subject, options.overrides, options.model)
-    inputs = held_out_inputs(subject)
+    inputs = limited(held_out_inputs(subject), options.limit)
     with make_progress(subject.config, stderr=True) as progress:
         evaluation = evaluate_model(subject, inputs, progress, options.dump)
     if options.json:
         Console().json({"model": str(subject.model), **asdict(evaluation)})
     else:
-        _print_evaluation(evaluation, subject)
+        _print_evaluation(evaluation, subject.config, str(subject.model))
     return 0
 
 
-def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
+def _eval_endpoint(options: argparse.Namespace) -> int:
+    if options.model is None:
+        raise ConfigError("--url needs --model, the model's name there")
+    if options.concurrency < 1:
+        raise ConfigError(f"--concurrency {options.concurrency}: it must be at least 1")
+    try:
+        request = json.loads(options.request)
+    except ValueError as error:
+        raise ConfigError(f"--request {options.request!r:.200} is no JSON: {error}") from error
+    fields = {name: vars(options)[name] for name in ("url", "model", "api_key_env", "timeout")}
+    model = build(OtherModelConfig, {**fields, "options": request}, "treadle eval --url")
+    config = find_config(options.subject, options.overrides)
+    inputs = limited(endpoint_inputs(config, model), options.limit)
+    with make_progress(config, stderr=True) as progress:
+        evaluation = evaluate_endpoint(config, inputs, model, progress, options.dump, options.concurrency)
+    if options.json:
+        Console().json({"model": endpoint_name(model), **asdict(evaluation)})
+    else:
+        _print_evaluation(evaluation, config, endpoint_name(model))
+    return 0
+
+
+def _print_evaluation(evaluation: Evaluation, config: RunConfig, model: str) -> None:
     console = Console()
-    first = (evaluation.parts and subject.config.data.table_by) or "tasks of"
+    first = (evaluation.parts and config.data.table_by) or "tasks of"
     passes = evaluation.result.pass_at
     of_passes = (*(f"pass@{k}" for k in passes), "pass@k tasks") if passes else ()
     columns = ("tasks", "success", *of_passes, "reward", "steps", "failed")
@@ -94,10 +128,10 @@ def _print_evaluation(evaluation: Evaluation, subject: Subject) -> None:
         console.line(f"failed {count}x{retries}: {message}", style="red")
     temperature = evaluation.result.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    section = subject.config.evaluation
+    section = config.evaluation
     what = "a reward" if section.success_of is None else f"a component {section.success_of!r}"
     console.line(f"{how}, success is {what} >= {section.success_at:g}", style="dim")
-    console.line(f"model {subject.model}, {evaluation.seconds:.1f} s", style="dim")
+    console.line(f"model {model}, {evaluation.seconds:.1f} s", style="dim")
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treadle.core.types import Step
     from treadle.orchestration.store.run_directory import RunDirectory
     from treadle.packing.breaks import Relation
+    from treadle.rendering.texts import TokenTexts
 
 _NEWEST = 20
 _SHOWN = 60  # characters of the reply of another model
@@ -54,7 +55,8 @@ def run_show(options: argparse.Namespace) -> int:
 
     row, steps = load_trajectory(run_path, options.trajectory)
     traces = load_traces(run_path, options.trajectory)
-    trajectory = as_json(row, steps, load_run_tokenizer(run_path), traces)
+    tokenizer = None if all(step.chat for step in steps) else load_run_tokenizer(run_path)
+    trajectory = as_json(row, steps, tokenizer, traces)
     console.json(trajectory) if options.json else _print_trajectory(console, trajectory)
     return 0
 
@@ -64,20 +66,26 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def as_json(
-    row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer, traces: Sequence[StepTrace] = ()
+    row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer | None, traces: Sequence[StepTrace] = ()
 ) -> dict[str, Any]:
-    """Return everything on record about a trajectory as plain data; the last of several traces of a step counts."""
-    from treadle.orchestration.store.rollout_store import decoder, step_relations
+    """Return everything on record about a trajectory as plain data; the last of several traces of a step counts.
+
+    tokenizer: None for steps that are text.
+    """
+    from treadle.orchestration.store.rollout_store import step_relations
     from treadle.packing.compactions import compactions, recorded_calls
+    from treadle.rendering.texts import MessageTexts, TokenTexts
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
     head = {key: value for key, value in row.items() if key not in internal}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
-    related = step_relations(steps, decoder(tokenizer))
-    found = compactions(recorded_calls(steps), related)
+    texts = MessageTexts() if tokenizer is None else TokenTexts(tokenizer)
+    related = step_relations(steps, texts)
+    found = compactions(recorded_calls(steps), related) if tokenizer else []
     traced = {trace.step: trace for trace in traces}
     steps_json = [
         _step(number, step, relation, row["advantage"], tokenizer, traced.get(number))
+        | _new_prompt(step, relation, texts)
         for number, (step, relation) in enumerate(zip(steps, related, strict=True))
     ]
     for step in steps_json:
@@ -86,13 +94,17 @@ def as_json(
 
 
 def _step(
-    number: int, step: Step, relation: Relation, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None
+    number: int,
+    step: Step,
+    relation: Relation,
+    advantage: float | None,
+    tokenizer: Tokenizer | None,
+    trace: StepTrace | None,
 ) -> dict[str, Any]:
     return {
         "step": number,
-        "prompt_tokens": len(step.prompt_ids),
-        "new_prompt_tokens": len(step.prompt_ids) - relation.shared,
-        "new_prompt_text": tokenizer.decode(step.prompt_ids[relation.shared :].tolist(), skip_special_tokens=False),
+        "prompt_tokens": step.prompt_tokens,
+        "chat": step.chat and asdict(step.chat),
         "relation": asdict(relation),
         "stop_reason": str(step.stop_reason),
         "temperature": step.sampling.temperature,
@@ -105,8 +117,16 @@ def _step(
             for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary", "withheld")
         },
         "update": None if trace is None else trace.update,
-        "tokens": _tokens(step, None if step.dropped else advantage, tokenizer, trace),
+        "tokens": [] if tokenizer is None else _tokens(step, None if step.dropped else advantage, tokenizer, trace),
     }
+
+
+def _new_prompt(step: Step, relation: Relation, texts: TokenTexts) -> dict[str, Any]:
+    ids, length = texts.call(step)
+    text = texts.decode(ids[relation.shared : length])
+    if step.chat is not None:
+        return {"new_prompt_tokens": None, "new_prompt_text": text, "reply_text": texts.decode(ids[length:])}
+    return {"new_prompt_tokens": length - relation.shared, "new_prompt_text": text}
 
 
 def _tokens(step: Step, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None) -> list[dict[str, Any]]:
@@ -186,28 +206,34 @@ def ending(row: dict[str, Any]) -> str:
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    from treadle.orchestration.store.rollout_store import decoder, load_run_tokenizer, load_trajectory, step_relations
+    from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_trajectory, step_relations
+    from treadle.rendering.texts import TokenTexts
 
     row, steps = load_trajectory(run, trajectory_id)
-    decode = decoder(load_run_tokenizer(run))
+    texts = TokenTexts(load_run_tokenizer(run))
+    decode = texts.decode
     parts: list[Part] = []
-    for step, relation in zip(steps, step_relations(steps, decode), strict=True):
+    for step, relation in zip(steps, step_relations(steps, texts), strict=True):
         parts += [(decode(step.prompt_ids[relation.shared :]), "dim"), (decode(step.completion_ids), "bold cyan")]
     console.text(*parts)
     console.line(f"-> {ending(row)}, {len(steps)} step{'s' if len(steps) != 1 else ''}", style="bold")
 
 
 def _print_step(console: Console, step: dict[str, Any]) -> None:
+    chat = step["chat"]
     versions = sorted({token["policy_version"] for token in step["tokens"]})
     version = "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "none"
     parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())
     trained = f"; {step['reward'] + step['shaping']:g} in training" if step["shaping"] else ""
     made_of = f" ({parts}{trained})" if trained or step["components"].keys() - {"reward"} else ""
     waited = "" if step["waited"] is None else f" (waited {step['waited']:.2f})"
+    read = f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new)"
+    by = f"version {version}"
+    if chat is not None:
+        read, by = f"{chat['prompt_tokens']} tokens read, {chat['completion_tokens']} written", f"model {chat['model']}"
     line = (
-        f"prompt {step['prompt_tokens']} tokens ({step['new_prompt_tokens']} new), "
-        f"stop {step['stop_reason']}, temperature {step['temperature']:g}, "
-        f"reward {step['reward']:g}{made_of}, version {version}, {step['seconds']:.2f} s{waited}"
+        f"{read}, stop {step['stop_reason']}, temperature {step['temperature']:g}, "
+        f"reward {step['reward']:g}{made_of}, {by}, {step['seconds']:.2f} s{waited}"
     )
     if step["update"] is not None:
         line += f", traced in update {step['update']}"
@@ -217,14 +243,17 @@ def _print_step(console: Console, step: dict[str, Any]) -> None:
     if step["dropped"]:
         because = f": {step['rejection']}" if step["rejection"] else ""
         console.line(f"{step['dropped']}{because}", style="red")
-    if relation := relation_line(step["relation"], step["step"]):
+    if chat is None and (relation := relation_line(step["relation"], step["step"])):
         console.line(relation, style="yellow")
     if step["withheld"]:
         console.line(f"tool calls not handed out: {step['withheld']} (parallel_tool_calls: false)", style="yellow")
     for call in step["calls"]:
         console.line(call_line(call), style="magenta")
     console.text(indented(step["new_prompt_text"]), style="dim")
-    console.table(_token_table(step["tokens"]))
+    if chat is None:
+        console.table(_token_table(step["tokens"]))
+    else:
+        console.text(indented(step["reply_text"]), style="bold cyan")
 
 
 def call_line(call: dict[str, Any]) -> str:

@@ -70,11 +70,11 @@ class TrajectoryView:
     @property
     def prompt_tokens(self) -> int:
         """Return how many prompt tokens were sent: a prefix that three steps share counts three times."""
-        return sum(len(step.prompt_ids) for step in self.steps)
+        return sum(step.prompt_tokens for step in self.steps)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(step.completion_ids) for step in self.steps)
+        return sum(step.completion_tokens for step in self.steps)
 
     @property
     def oldest_version(self) -> int | None:
@@ -237,11 +237,14 @@ def without_summaries(trajectory: Trajectory) -> Trajectory:
 def computed_tokens(steps: Iterable[Step]) -> int:
     """Return the tokens that calls cost an engine that remembers the last one: sampled, and newly read.
 
-    Newly read are those of a prompt that differ from prompt and completion of the call before it.
+    Newly read are those of a prompt that differ from prompt and completion of the call before it; of calls as text,
+    all that their prompt has more.
     """
-    total, before = 0, np.empty(0, np.int32)
+    total, before, count = 0, np.empty(0, np.int32), 0
     for step in steps:
-        total += len(step.prompt_ids) + len(step.completion_ids) - common_prefix(step.prompt_ids, before)
+        known = common_prefix(step.prompt_ids, before) if step.chat is None else min(step.prompt_tokens, count)
+        count = step.prompt_tokens + step.completion_tokens
+        total += count - known
         before = step.full_ids
     return total
 

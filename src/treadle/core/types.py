@@ -255,10 +255,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call of a model beside the policy (`models` of a recipe). It is recorded, and never trained.
+    """A call that is on record as text, and never trained: of a model beside the policy (`models` of a recipe), or of
+    one behind a URL that plays in the policy's place (`Step.chat`).
 
-    model: its name. messages: the whole conversation that it was sent. started: in seconds since 1970. seconds: until
-    it had answered.
+    model: its name. messages: the whole conversation that it was sent. prompt_tokens, completion_tokens: as its server
+    reports them. started: in seconds since 1970. seconds: until it had answered. tools: that it was offered; not
+    recorded of models beside the policy.
     """
 
     model: str
@@ -268,6 +270,7 @@ class ModelCall:
     completion_tokens: int
     started: float
     seconds: float
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,6 +297,7 @@ class Step:
                     than tokens: the engine did not report it, or not for the last tokens
     calls           of other models, between this step and the next; those before the first step are with it, too
     withheld        number of tool calls in the completion that the agent was not given, as it wants one at a time
+    chat            the call as text, of a model behind a URL, which gives no ids: the arrays are empty then
 
     Raises DataError, naming the field, where lengths, dtypes or values break this.
     """
@@ -318,6 +322,7 @@ class Step:
     summary: bool = False
     calls: tuple[ModelCall, ...] = ()
     withheld: int = 0
+    chat: ModelCall | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__
@@ -329,7 +334,9 @@ class Step:
         fix(self, "mask", _array("Step", "mask", trainable, np.bool_, "b"))
         if self.routing is not None:
             fix(self, "routing", _routing(self.routing, length))
-        if not len(self.prompt_ids):
+        if self.chat is not None and (len(self.prompt_ids) or length):
+            raise DataError("Step.chat is a call as text; leave prompt_ids and completion_ids empty")
+        if self.chat is None and not len(self.prompt_ids):
             raise DataError("Step.prompt_ids is empty: a completion needs at least one token before it")
         for name in ("logprobs", "policy_versions", "mask"):
             if len(getattr(self, name)) != length:
@@ -351,6 +358,14 @@ class Step:
     @property
     def full_ids(self) -> Ids:
         return np.concatenate([self.prompt_ids, self.completion_ids])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) if self.chat is None else self.chat.prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.completion_ids) if self.chat is None else self.chat.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from treadle.core.config import build
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.files import check_writable
-from treadle.core.types import Group, Task, Trajectory
+from treadle.core.text import redacted
+from treadle.core.types import Group, StopReason, Task, Trajectory
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.orchestration.config import (
@@ -31,19 +33,22 @@ from treadle.orchestration.config import (
 )
 from treadle.orchestration.reporting.callbacks import Progress, loading
 from treadle.orchestration.reporting.metrics import EvaluationResult, evaluation_result, kind_of
+from treadle.orchestration.reporting.rewards import lone_attempts, unknown_components
 from treadle.orchestration.sampling.failures import FailuresConfig, has_not_failed, reward_together
 from treadle.orchestration.setup.inputs import Inputs, check_first_prompts, is_in_memory, load_held_out
 from treadle.orchestration.setup.other_models import judging_models
-from treadle.orchestration.setup.validation import check_playing
+from treadle.orchestration.setup.validation import check_playing, check_rollout
 from treadle.orchestration.stopping import StopRequest, check_evaluation
 from treadle.orchestration.store.address import began_of, find_address, model_path
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.ledger_reader import LoopState
 from treadle.orchestration.store.run_directory import RunDirectory, no_run
-from treadle.rollout.attempt import RolloutRunner, open_rollouts
+from treadle.rollout.attempt import RolloutRunner, Rollouts, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.rollout.other_models import Chat, OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
+from treadle.rollout.text_session import EndpointPolicy, open_text_rollouts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -251,12 +256,8 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
             "or another model in its place"
         )
     address = find_address(run_or_recipe)
-    if address is not None:
-        run = RunDirectory.open(address.run)
-        data = without_source_options(without_player(run.config_data(), overrides), overrides)
-        config = build(RunConfig, data, str(run.config_file), overrides)
-    elif model is not None:
-        config = load_recipe(run_or_recipe, overrides)
+    if address is not None or model is not None:
+        config = find_config(run_or_recipe, overrides)
     elif run_or_recipe in recipe_names() or Path(run_or_recipe).suffix in (".yaml", ".yml"):
         raise ConfigError(f"{run_or_recipe!r} is a recipe: add --model DIR, or give the directory of a run of it")
     else:
@@ -269,10 +270,35 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
     return Subject(config, directory, checkpoint_update(directory), config.model.path, began_of(run_or_recipe))
 
 
+def find_config(run_or_recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of a run or recipe, whose model is not used. Raises ConfigError or RunError."""
+    if (address := find_address(run_or_recipe)) is None:
+        return load_recipe(run_or_recipe, overrides)
+    run = RunDirectory.open(address.run)
+    data = without_source_options(without_player(run.config_data(), overrides), overrides)
+    return build(RunConfig, data, str(run.config_file), overrides)
+
+
 def held_out_inputs(subject: Subject) -> Inputs:
     """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
-    config = subject.config
     check_subject(subject)
+    return _held_out(subject.config)
+
+
+def endpoint_inputs(config: RunConfig, model: OtherModelConfig | None = None) -> Inputs:
+    """Return what is played with a model behind a URL, as `held_out_inputs` does; the recipe's own may not exist."""
+    check_rollout(config)
+    if model is not None and model.api_key_env is not None and not os.environ.get(model.api_key_env):
+        raise ConfigError(f"the environment variable {model.api_key_env!r}, which is to have the key, is not set")
+    return _held_out(config)
+
+
+def limited(inputs: Inputs, limit: int | None) -> Inputs:
+    """Return the inputs with the first held-out tasks alone. limit: how many; None: all."""
+    return replace(inputs, held_out=[*itertools.islice(inputs.held_out, limit)])
+
+
+def _held_out(config: RunConfig) -> Inputs:
     if is_in_memory(config.data.held_out):
         raise ConfigError(
             "the run's tasks were made in Python and are on no file; treadle.evaluate(RUN, environment, tasks) takes "
@@ -299,7 +325,6 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     """
     with loading(progress):
         from treadle.models.chat import load_chat
-        from treadle.orchestration.reporting.reporter import lone_attempts, unknown_components
         from treadle.orchestration.setup.device import check_device, settled, unused_gpus
         from treadle.orchestration.setup.engines import use_threads
         from treadle.training.make import load_source
@@ -309,7 +334,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
         check_device(config.device)
         if line := unused_gpus(config.device, config.engine):
             progress.log(line)
-    subject, section, table_by = replace(subject, config=config), config.evaluation, config.data.table_by
+    subject = replace(subject, config=config)
     tokenizer, renderer = load_chat(subject.model_config, subject.began)
     source = load_source(subject.model_config, config.seed)
     use_threads(config.training.threads, source.model.parameters, device=config.device)
@@ -318,19 +343,61 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     started = time.perf_counter()
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
+    if dump is not None:
+        _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
+    return _evaluation(config, groups, subject.update, seconds, progress)
+
+
+def endpoint_name(model: OtherModelConfig) -> str:
+    """Return `qwen3-8b at http://127.0.0.1:8000/v1`, without a key that the URL has."""
+    return redacted(f"{model.model} at {model.url}")
+
+
+def evaluate_endpoint(
+    config: RunConfig,
+    inputs: Inputs,
+    model: OtherModelConfig,
+    progress: Progress,
+    dump: Path | None = None,
+    concurrency: int = 32,
+) -> Evaluation:
+    """Play the held-out tasks with a model behind a URL; `evaluate_model` without PyTorch. Raises ConfigError."""
+    started, policy = time.perf_counter(), EndpointPolicy(model, concurrency)
+    groups = run_event_loop(_play_endpoint(config, inputs, policy.chat, str(model.model), progress), progress.log)
+    seconds = time.perf_counter() - started
+    if dump is not None:
+        _write_dump(dump, groups, None, endpoint_name(model))
+    steps = [step for group in groups for t in group.everyone for step in t.steps]
+    if cut := sum(step.stop_reason is StopReason.LENGTH for step in steps):
+        progress.log(
+            f"{cut} of {len(steps)} replies were cut off at their limit of tokens, which is meant for the recipe's own "
+            "model; raise rollout.max_completion_tokens (and evaluation.max_completion_tokens, if set)"
+        )
+    return _evaluation(config, groups, 0, seconds, progress)
+
+
+async def _play_endpoint(config: RunConfig, inputs: Inputs, chat: Chat, model: str, progress: Progress) -> list[Group]:
+    rewards = RewardsConfig(weights=config.rewards.weights)
+    async with open_text_rollouts(chat, model, inputs.players, config.rollout, rewards, progress.log) as rollouts:
+        shaper = RewardShaper(config.rewards, config.rollout.environment_timeout)
+        return await _play_all(rollouts, inputs, config, 0, shaper, progress)
+
+
+def _evaluation(
+    config: RunConfig, groups: Sequence[Group], update: int, seconds: float, progress: Progress
+) -> Evaluation:
     everyone = [t for group in groups for t in group.everyone]
     for line in (*unknown_components(everyone, config, "the evaluation"), *lone_attempts(config)):
         progress.log(line)
-    if dump is not None:
-        _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
+    section, table_by = config.evaluation, config.data.table_by
     by_value: dict[str, list[Group]] = {}
     for group in groups:
         if (kind := kind_of(group.task, table_by)) is not None:
             by_value.setdefault(kind, []).append(group)
     failures = Counter(f"{t.failure.cause}: {t.failure.message}" for g in groups for t in g.trajectories if t.failure)
     return Evaluation(
-        _result(config, groups, subject.update, section.temperature),
-        {value: _result(config, by_value[value], subject.update, section.temperature) for value in sorted(by_value)},
+        _result(config, groups, update, section.temperature),
+        {value: _result(config, by_value[value], update, section.temperature) for value in sorted(by_value)},
         dict(failures.most_common(5)),
         seconds,
     )
@@ -341,10 +408,7 @@ async def _play(
 ) -> list[Group]:
     from treadle.orchestration.setup.engines import open_serving
 
-    config, finished = subject.config, itertools.count(1)
-    temperature = config.evaluation.temperature
-    total = len(inputs.held_out) * config.evaluation.attempts_at(temperature)
-    progress.phase("evaluation", 0, total)
+    config = subject.config
     section = config.engine_in_evaluation(inputs.players.may_wait)
     engine = await open_serving(section, renderer, source, config.device)
     try:
@@ -353,19 +417,29 @@ async def _play(
             judging_models(engine, renderer, section),
             open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts,
         ):
-            await rollouts.check(inputs.held_out)
-            return await play_held_out(
-                rollouts,
-                inputs.held_out,
-                config,
-                name="evaluation",
-                update=subject.update,
-                temperature=temperature,
-                on_trajectory=lambda: progress.phase("evaluation", next(finished), total),
-                shaper=RewardShaper(config.rewards, config.rollout.environment_timeout, renderer.decode),
-            )
+            shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, renderer.decode)
+            return await _play_all(rollouts, inputs, config, subject.update, shaper, progress)
     finally:
         await engine.close()
+
+
+async def _play_all(
+    rollouts: Rollouts, inputs: Inputs, config: RunConfig, update: int, shaper: RewardShaper, progress: Progress
+) -> list[Group]:
+    finished, temperature = itertools.count(1), config.evaluation.temperature
+    total = len(inputs.held_out) * config.evaluation.attempts_at(temperature)
+    progress.phase("evaluation", 0, total)
+    await rollouts.check(inputs.held_out)
+    return await play_held_out(
+        rollouts,
+        inputs.held_out,
+        config,
+        name="evaluation",
+        update=update,
+        temperature=temperature,
+        on_trajectory=lambda: progress.phase("evaluation", next(finished), total),
+        shaper=shaper,
+    )
 
 
 def check_dump(path: Path) -> None:
@@ -377,13 +451,16 @@ def check_dump(path: Path) -> None:
         raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
 
 
-def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer, model: str) -> None:
-    """Write the trajectories as `treadle export-traces` does. Raises RunError where the disk refuses."""
-    from treadle.orchestration.store.recorded import RecordedTrajectory, vocabulary_sha256  # pyarrow
+def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer | None, model: str) -> None:
+    """Write the trajectories as `treadle export-traces` does. tokenizer: None: they are text.
+
+    Raises RunError where the disk refuses.
+    """
+    from treadle.orchestration.store.recorded import AS_TEXT, RecordedTrajectory, vocabulary_sha256  # pyarrow
     from treadle.orchestration.store.trajectory_files import write_trajectories
     from treadle.rendering.texts import TokenTexts
 
-    vocabulary = vocabulary_sha256(tokenizer)
+    vocabulary = AS_TEXT if tokenizer is None else vocabulary_sha256(tokenizer)
     recorded = [
         RecordedTrajectory(str(path), "held_out", group.group_id, group.task, trajectory, vocabulary)
         for group in groups

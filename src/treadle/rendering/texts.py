@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from treadle.core.text import escape_text
-from treadle.core.types import Ids, Message
+from treadle.core.types import Ids, Message, Step
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,6 +82,10 @@ class TokenTexts:
         numbers = ids.tolist()
         return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
 
+    def call(self, step: Step) -> tuple[Ids, int]:
+        """Return the ids of a step, int32[P + C], and P, how many of them are the prompt's."""
+        return step.full_ids, len(step.prompt_ids)
+
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -89,6 +93,57 @@ class TokenTexts:
 
 def _writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+class MessageTexts(TokenTexts):
+    """Conversations that are on record as text, in pieces that take the place of tokens where these are shown.
+
+    A piece is a thought, the content or a tool call of a message, whole, or what stands before or after a message.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._ids: dict[str, int] = {}
+        self._pieces: list[str] = []
+
+    def raw(self, ident: int) -> str:
+        return self._pieces[ident]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return "".join(map(self.raw, ids))
+
+    def decode(self, ids: Ids) -> str:
+        return self.text(ids.tolist())
+
+    def call(self, step: Step) -> tuple[Ids, int]:
+        """Return the pieces of a step's conversation with its reply, and how many there are before the reply."""
+        if step.chat is None:
+            return super().call(step)
+        before = [piece for message in step.chat.messages for piece in (*self._begun(message), self._mark(_END))]
+        opening, *reply = self._begun(step.chat.reply)
+        return np.array([*before, opening, *reply], np.int32), len(before) + 1
+
+    def _begun(self, message: Message) -> list[int]:
+        thought = message.get("reasoning_content")
+        parts = [f"<think>{thought}</think>"] if thought else []
+        parts += [message["content"]] if message["content"] else []
+        for call in message.get("tool_calls", ()):
+            parts.append(f"<tool_call>{call['function']['name']} {call['function']['arguments']}</tool_call>")
+        opening = self._mark(f"<|im_start|>{message['role']}\n")
+        return [opening, *map(self._id, parts)]
+
+    def _mark(self, text: str) -> int:
+        self.special.add(ident := self._id(text))
+        return ident
+
+    def _id(self, piece: str) -> int:
+        if piece not in self._ids:
+            self._ids[piece] = len(self._pieces)
+            self._pieces.append(piece)
+        return self._ids[piece]
+
+
+_END = "<|im_end|>\n"
 
 
 # Messages, recognized by the special tokens around them.

@@ -197,12 +197,15 @@ def _read(text: str) -> ChatAnswer:
     try:
         answer = read_json(text)
         choice, usage = answer["choices"][0], answer.get("usage") or {}
-        said = {name: choice["message"][name] for name in _MESSAGE if choice["message"].get(name) is not None}
+        sent = choice["message"]
+        said = {name: sent[name] for name in _MESSAGE if sent.get(name) is not None}
+        if isinstance(thought := sent.get("reasoning"), str):  # vLLM's newer name for it
+            said.setdefault("reasoning_content", thought)
         [message] = as_messages([{**said, "role": "assistant"}], "the answer")
         reported = [usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total")]
-        if not (said.keys() & {"content", "tool_calls"}):
-            raise TypeError
         finished = choice.get("finish_reason")
+        if not said.keys() & {"content", "tool_calls"} and finished != "length":  # cut before it began to speak
+            raise TypeError
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"the answer {text[:200]!r:.200} is no chat completion") from error
     if wrong := [count for count in reported if not (count is None or _is_count(count))]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -115,11 +115,11 @@ class Reply:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.step.prompt_ids)
+        return self.step.prompt_tokens
 
     @property
     def completion_tokens(self) -> int:
-        return len(self.step.completion_ids)
+        return self.step.completion_tokens
 
     @property
     def stop_reason(self) -> StopReason:
@@ -173,13 +173,15 @@ class Session:
 
     parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
     strings, and `notes` describes what else they asked for, and what the template leaves out of their tools. context:
-    limit on prompt and completion together, if that bounds a call's `max_tokens`.
+    limit on prompt and completion together, if that bounds a call's `max_tokens`. has_ids: whether steps have ids.
     models: those beside the policy that the attempt may call; None if the recipe names none. main: the session of which
     this is a copy.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed, were
     too large or were given up, and have no answered retry. said_used: whether an answer was used, by number, where the
     agent says so. on_dropped: is told a call's number and why its step is dropped, None if it no longer is.
     """
+
+    has_ids: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from treadle.orchestration.store.rollout_store import read_shard, read_steps, re
 from treadle.packing.breaks import Relation
 from treadle.packing.compactions import compactions, recorded_calls
 from treadle.packing.flat import PackedCall
-from treadle.rendering.texts import Span, TokenTexts, extended_spans, message_spans
+from treadle.rendering.texts import MessageTexts, Span, TokenTexts, extended_spans, message_spans
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
 from treadle.view.texts import OF_TRACES, Json, clipped, columns_of, prefix_segments, step_columns
@@ -71,18 +71,23 @@ def _steps_of(run: RecordedRun, row: Mapping[str, Any]) -> list[Step]:
     return read_steps(run.directory.rollouts, run.ledger.shard(row["shard"]), row["trajectory_id"])
 
 
-def _calls(steps: Sequence[Step], trajectory: int = 0) -> list[PackedCall]:
-    return [PackedCall(step.full_ids, len(step.prompt_ids), first=0, trajectory=trajectory) for step in steps]
+def _calls(steps: Sequence[Step], texts: TokenTexts, trajectory: int = 0) -> list[PackedCall]:
+    return [PackedCall(*texts.call(step), first=0, trajectory=trajectory) for step in steps]
+
+
+def _texts(run: RecordedRun, steps: Iterable[Step]) -> tuple[TokenTexts, str | None]:
+    """Return what shows the tokens of some steps, or their messages, and why that is by ids."""
+    return (MessageTexts(), None) if any(step.chat for step in steps) else run.texts()
 
 
 def _tokens(
     run: RecordedRun, group: GroupRow, steps: Sequence[Step], rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
 ) -> Json:
     """Return what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
-    texts, no_texts = run.texts()
+    texts, no_texts = _texts(run, steps)
     traces, no_traces = _traces(run, row["trajectory_id"], group.version if group.split == "train" else None)
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
-    calls, related = _calls(steps), step_relations(steps, texts.decode)
+    calls, related = _calls(steps, texts), step_relations(steps, texts)
     tree, ends = _tree(calls, texts)
     spans: list[list[Span]] = []
     views: list[Json] = []
@@ -95,15 +100,17 @@ def _tokens(
             {
                 "step": number,
                 "segment": ends[number],  # the one that its tokens end in; its ancestors hold the tokens before
-                "prompt_tokens": len(step.prompt_ids),
-                "completion_tokens": len(step.completion_ids),
+                "prompt_tokens": call.prompt_length,
+                "completion_tokens": len(ids) - call.prompt_length,
+                # a call as text, whose pieces stand for tokens here: those that its server counted
+                "counted": step.chat and {"read": step.chat.prompt_tokens, "written": step.chat.completion_tokens},
                 "relation": _relation(relation),
                 "fate": fate(rows[number], row, group.update, step),
                 "summary": step.summary,
                 "withheld": step.withheld,
                 "spans": spans[-1],
                 # name -> a value for each sampled token
-                "columns": step_columns(step, None if step.dropped else row["advantage"], trace),
+                "columns": {} if step.chat else step_columns(step, None if step.dropped else row["advantage"], trace),
                 "traced_in": trace.update if trace else None,  # the update whose learner the columns are of
                 # seconds from the attempt's first call to this one, and from there to its sampling
                 "began": None if step.started is None else step.started - first_call,
@@ -123,8 +130,9 @@ def _tokens(
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
     cost = _cost(run, [("", trained)]) if group.split == "train" and trained else None
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
-    made = {"columns": columns, "cost": cost, "compactions": compactions(recorded_calls(steps), related)}
-    return {**tree, "steps": views, **made, "not_kept": _not_kept(run, columns, bool(traces)), "problem": problem}
+    made = [] if isinstance(texts, MessageTexts) else compactions(recorded_calls(steps), related)
+    shown = {**tree, "steps": views, "columns": columns, "cost": cost, "compactions": made}
+    return {**shown, "not_kept": _not_kept(run, columns, bool(traces)), "problem": problem}
 
 
 def _call(call: ModelCall) -> Json:
@@ -215,19 +223,21 @@ def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list
 
     apart: trajectory -> the position in its last step's sequence where it first differs from the first attempt.
     """
-    texts, no_texts = run.texts()
-    problems, views = [no_texts] if no_texts else [], list[Json]()
+    problems, views, played = list[str](), list[Json](), list[list[Step]]()
     trained: list[list[PackedCall]] = []
     calls: list[PackedCall] = []
     whole: dict[str, Ids] = {}
-    for number, attempt in enumerate(attempts):
+    for attempt in attempts:
         try:
-            steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", attempt.trajectory_id))
+            played.append(_steps_of(run, _row(run, "trajectories", "trajectory_id", attempt.trajectory_id)))
         except TreadleError as error:
             problems += [str(error)] if str(error) not in problems else []
-            steps = []
+            played.append([])
+    texts, no_texts = _texts(run, itertools.chain(*played))
+    problems[:0] = [no_texts] if no_texts else []
+    for number, (attempt, steps) in enumerate(zip(attempts, played, strict=True)):
         outcomes = {row["step"]: (row["state"], row["reason"]) for row in run.ledger.steps(attempt.trajectory_id)}
-        own, related = _calls(steps, number), step_relations(steps, texts.decode)
+        own, related = _calls(steps, texts, number), step_relations(steps, texts)
         calls += own
         trained.append([])
         for at, (call, relation) in enumerate(zip(own, related, strict=True)):

@@ -158,12 +158,13 @@ def count_tokens(
     rows = ledger.trained_steps()
     packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
     extra_tokens, prices = Counter[int | None](), defaultdict[str, CompactionPrice](CompactionPrice)
-    shards = _Shards(rollouts, ledger.shards(), rows)
+    shards, has_ids = _Shards(rollouts, ledger.shards(), rows), not rows
     for _group, members in itertools.groupby(track(rows), lambda row: row["group_id"]):
         ends = defaultdict[str, list[PackedCall]](list)  # by role
         for row in members:
             calls = shards.take(row["shard"], row["trajectory_id"])
             version = row["trained_version"]
+            has_ids |= bool(calls)
             if decode is not None and calls:
                 each = relations([c.call for c in calls], decode, [c.cause for c in calls], [c.played for c in calls])
                 prices[row["split"]].add(calls, each)
@@ -179,7 +180,7 @@ def count_tokens(
     totals = map(sum, zip(*map(astuple, packing.values()), strict=True))
     return {
         "packing": PackingCount(*totals).facts(),
-        "relations": {**related.facts(), "no_tokenizer": no_tokenizer},
+        "relations": {**related.facts(), "no_tokenizer": no_tokenizer if has_ids else None},
         "compactions": [{"split": s, **asdict(p)} for s, p in sorted(prices.items(), reverse=True) if p.compactions],
         "by_version": [{"version": v, **asdict(packing[v]), "extra_tokens": extra_tokens[v]} for v in versions],
         "missing_shards": shards.missing,
@@ -224,6 +225,8 @@ def _calls(shard: pa.BufferReader) -> dict[str, list[RecordedCall]]:
             rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
             tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
             for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
+                if not len(prompt):
+                    continue  # a call as text
                 call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
                 known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
                 trajectories[trajectory].append(RecordedCall(number, call, known, summary, played))

@@ -62,16 +62,17 @@ def check_settings(config: RunConfig) -> None:
         )
     if config.rewards.shaping is not None:
         load_shaping(config.rewards.shaping)
-    _check_rollout(config)
+    check_rollout(config)
 
 
 def check_playing(config: RunConfig) -> None:
     """Raise ConfigError for unknown names, an engine that could not start, or an address that is not free."""
-    _check_rollout(config)
+    check_rollout(config)
     check_engine_config(config.engine)
 
 
-def _check_rollout(config: RunConfig) -> None:
+def check_rollout(config: RunConfig) -> None:
+    """Raise ConfigError for unknown names, other models that cannot be asked, or an address that is not free."""
     if config.rewards.group is not None:
         load_group_reward(config.rewards.group)
     if config.rollout.reply_parser != AUTO:

@@ -317,8 +317,8 @@ def _step_rows(t: Trajectory, split: str) -> Iterator[dict[str, Any]]:
             "step": number,
             "state": outcome.state,
             "reason": outcome.reason,
-            "prompt_tokens": len(step.prompt_ids),
-            "completion_tokens": len(step.completion_ids),
+            "prompt_tokens": step.prompt_tokens,
+            "completion_tokens": step.completion_tokens,
             "stop_reason": step.stop_reason,
             "reward": step.reward,
         }

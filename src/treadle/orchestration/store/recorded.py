@@ -30,6 +30,9 @@ from treadle.rendering.replies import Tool
 from treadle.training.demonstrations import checked_demonstration, demonstrated_calls
 
 _BESIDE = ("weight", "annotations")  # what OpenAI's messages have, and no template writes
+AS_TEXT = "text"
+"""The vocabulary of trajectories without ids, whose calls are text (`Step.chat`)."""
+
 UNREWARDED = Failure(Cause.VERIFIER, "no reward was given")
 """Of a recorded trajectory that got no reward."""
 

@@ -26,6 +26,7 @@ from treadle.orchestration.store.ledger_reader import trace_file
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.breaks import Decode, Relation, relations
 from treadle.packing.flat import PackedCall
+from treadle.rendering.texts import TokenTexts
 
 _STEP = {  # columns that are attributes of the step
     "prompt_ids": pa.list_(pa.int32()),
@@ -64,6 +65,7 @@ STEP_SCHEMA = pa.schema(
         # older runs lack the following
         "calls": pa.list_(pa.string()),  # of other models, each as JSON
         "withheld": pa.int32(),
+        "chat": pa.string(),  # of a model behind a URL: the call, as JSON
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
@@ -155,6 +157,7 @@ def step_row(step: Step) -> dict[str, Any]:
         "token_rewards": step.given.tokens,
         "calls": [json.dumps(asdict(call)) for call in step.calls],
         "withheld": step.withheld,
+        "chat": None if step.chat is None else json.dumps(asdict(step.chat)),
     }
 
 
@@ -176,12 +179,13 @@ def step_of(row: Mapping[str, Any]) -> Step:
         given=Reward(dict(row["components"]), row["token_rewards"]),
         calls=tuple(map(_call, row.get("calls") or ())),
         withheld=row.get("withheld") or 0,
+        chat=_call(row["chat"]) if row.get("chat") else None,
     )
 
 
 def _call(text: str) -> ModelCall:
     fields = json.loads(text)
-    return ModelCall(**{**fields, "messages": tuple(fields["messages"])})
+    return ModelCall(**{**fields, "messages": tuple(fields["messages"]), "tools": tuple(fields.get("tools", ()))})
 
 
 _OF_TOKENS: Mapping[str, type[np.generic]] = {
@@ -257,6 +261,6 @@ def decoder(tokenizer: Tokenizer) -> Decode:
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def step_relations(steps: Sequence[Step], decode: Decode) -> list[Relation]:
-    calls = [PackedCall(step.full_ids, len(step.prompt_ids), first=0) for step in steps]
-    return relations(calls, decode, [step.break_cause for step in steps], [was_played(step) for step in steps])
+def step_relations(steps: Sequence[Step], texts: TokenTexts) -> list[Relation]:
+    calls = [PackedCall(*texts.call(step), first=0) for step in steps]
+    return relations(calls, texts.decode, [step.break_cause for step in steps], [was_played(step) for step in steps])

@@ -2,6 +2,7 @@
 
     what                      ids     as
     `treadle export-traces`   exact   a line of .jsonl, or a row of .parquet: `as_record`
+    `treadle eval --url`      text    the same, with the messages of each call in place of ids
     `treadle serve --record`  exact   lines of .jsonl, one a call, that are put together when read (`Recording`)
     ATIF, Harbor's            text    a .json file, or a line of .jsonl (`atif`)
     chat logs, OpenAI's       text    {"messages": [...]}: a line of .jsonl, or a row of .parquet
@@ -77,7 +78,10 @@ def as_record(
     t = recorded.trajectory
     if messages is None:
         played = [step for step in t.steps if was_played(step)]
-        messages = messages_of(played[-1].full_ids.tolist(), texts) if played else []
+        if played and (chat := played[-1].chat) is not None:
+            messages, tools = [*chat.messages, chat.reply], chat.tools
+        else:
+            messages = messages_of(played[-1].full_ids.tolist(), texts) if played else []
     return {
         "trajectory_id": t.trajectory_id,
         "group_id": recorded.group_id,

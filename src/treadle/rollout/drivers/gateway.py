@@ -70,10 +70,10 @@ class AgentSession(Session):
 
     def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
         self._check_calls()  # again: others may have been numbered while this one was rendered
-        if (rendering := prompt.rendering) is None:
-            place = self._answers.ask_raw(self.renderer.decode(prompt.ids))
+        if prompt.messages:
+            place = self._answers.ask(prompt.messages, prompt.rendering.values if prompt.rendering else ())
         else:
-            place = self._answers.ask(prompt.messages, rendering.values)
+            place = self._answers.ask_raw(self.renderer.decode(prompt.ids))
         number = super()._numbered(prompt, limit)
         self._asked[number] = place
         return number

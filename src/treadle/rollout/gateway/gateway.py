@@ -157,6 +157,9 @@ class Attached:
             options = replace(options, sampling_overrides={**options.sampling_overrides, "seed": seed})
         if other is not None:
             return other.ask(request.messages, request.tools, options)
+        if not self.session.has_ids and (request.logprobs or request.token_ids):
+            text = "ids and log-probabilities of tokens: the model is behind a chat endpoint; leave them out"
+            raise ApiError(400, text, "logprobs" if request.logprobs else "return_token_ids")
         if request.prompts is not None:
             return self.session.complete(request.prompts[prompt], options)
         return self.session.chat(request.messages, request.tools, options)

@@ -51,7 +51,8 @@ function Step({run, view, number, column, range, pin, onToken, onStep, selected}
   const components = Object.entries(step.components).filter(([name]) => name !== "reward");
   return html`<section class="step ${selected ? "selected" : ""} ${step.fate.reason === "rejected" ? "rejected" : ""}" id=${`step-${number}`} data-step=${number}>
     <header><h2>Step ${number}${step.summary ? ", summary" : ""}</h2>
-      <span>${figure(step.prompt_tokens)} read<span class="faint">${step.relation.shared ? ` (${figure(step.prompt_tokens - step.relation.shared)} new)` : ""}</span>, ${figure(step.completion_tokens)} sampled</span>
+      ${step.counted ? html`<span>${figure(step.counted.read)} read, ${figure(step.counted.written)} written</span>`
+        : html`<span>${figure(step.prompt_tokens)} read<span class="faint">${step.relation.shared ? ` (${figure(step.prompt_tokens - step.relation.shared)} new)` : ""}</span>, ${figure(step.completion_tokens)} sampled</span>`}
       <span>${step.stop_reason}</span><span>T ${figure(step.temperature)}</span>
       <span>reward ${figure(step.reward)}${step.shaping ? ` ${signed(step.shaping)} shaping` : ""}${components.length
         ? html` <span class="faint">(${components.map(([name, value]) => `${name} ${figure(/** @type {any} */ (value))}`).join(", ")})</span>` : ""}</span>
@@ -60,7 +61,7 @@ function Step({run, view, number, column, range, pin, onToken, onStep, selected}
     ${number > 0 || step.relation.kind !== "opens" ? html`<${RelationLine} relation=${step.relation} onStep=${onStep} />` : ""}
     <${Fate} run=${run} fate=${step.fate} />
     ${step.relation.shared > 0 && html`<button class="quiet shared" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>${whole
-      ? "hide shared tokens" : `${counted(step.relation.shared, "token")} shared with step ${step.relation.base}`}</button>`}
+      ? "hide what is shared" : `${counted(step.relation.shared, step.counted ? "piece" : "token")} shared with step ${step.relation.base}`}</button>`}
     <${Conversation} from=${from} shown=${shown} />
     ${step.withheld > 0 && html`<p class="call faint">${counted(step.withheld, "tool call")} not handed out: the agent asked for one at a time</p>`}
     ${step.calls.map((/** @type {any} */ call) => html`<p class="call"><b>${call.model}</b> <span class="faint">${figure(call.prompt_tokens)} read, ${figure(call.completion_tokens)} written, ${duration(call.seconds)}, not trained:</span> ${call.reply}</p>`)}
