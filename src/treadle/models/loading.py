@@ -21,6 +21,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,6 +40,7 @@ from treadle.models.model_files import (
     require_model,
     tokenizer_directory,
 )
+from treadle.models.multimodal import is_multimodal, keep_language_part, keep_names
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -159,14 +161,17 @@ def _load(directory: Path, field: str, weights: bool) -> PreTrainedModel:
 def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
     """Return the causal LM in a directory, in float32; `gguf_file`: the name of a GGUF file there that has it.
 
-    weights: as for `make_model`.
+    Of one with towers, it is the language part (`models.multimodal`). weights: as for `make_model`.
     Raises ConfigError, naming the setting, for what cannot be loaded or lacks some of the model's weights.
     """
     path = str(directory)
     hf_logging.disable_progress_bar()  # callers show their own progress
     try:
         with _without_adapter(directory) as files:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            more = gguf_file is None and is_multimodal(
+                AutoConfig.from_pretrained(str(files), local_files_only=True, trust_remote_code=False)
+            )
+            loaded: Any = (AutoModelForMultimodalLM if more else AutoModelForCausalLM).from_pretrained(
                 str(files),
                 gguf_file=gguf_file,
                 device_map=None if weights else "meta",
@@ -192,6 +197,10 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
             f"{field}: the weights in {path!r} lack {len(wrong)} of the model's, for example {wrong[0]}, and they "
             "would be random; get the directory again, with all its files"
         )
+    if more:
+        keep_language_part(model, directory, field)
+    elif gguf_file is None:
+        keep_names(model, directory)
     return model
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from functools import cache
@@ -27,8 +28,9 @@ from transformers import PreTrainedModel
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest, prove_files
 from treadle.models.config import LoraConfig
-from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
-from treadle.models.weights import adapter_weights, copy_by_name
+from treadle.models.loading import load_pretrained
+from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, require_model
+from treadle.models.weights import adapter_weights, copy_by_name, is_language_part
 
 
 def adapt(
@@ -120,7 +122,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
     if base is not None and weights:  # peft's own directories have none
         _check_base(base, directory, Path(str(model.name_or_path)))
-    _require_plain(directory, settings)
+    _require_plain(model, directory, settings)
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     _require_untied(model, layers, directory)
     if config is not None:
@@ -130,6 +132,16 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
     copy_adapter(model, tensors, str(directory))
     if config is None:
         merge(model)
+
+
+def load_adapted(directory: Path) -> PreTrainedModel:
+    """Return a base with the adapter in a directory of Treadle's own beside it, to be sampled. Raises ConfigError."""
+    settings = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+    base = require_model(settings["base_model_name_or_path"], "model.adapter: its base")
+    model = load_pretrained(base, "model.adapter: its base")
+    _inject(model, _read_config(settings))
+    copy_adapter(model, load_file(directory / ADAPTER_WEIGHTS), str(directory))
+    return model
 
 
 def _require_untied(model: PreTrainedModel, layers: Set[str], directory: Path) -> None:
@@ -178,7 +190,7 @@ def _read_config(settings: Mapping[str, Any]) -> peft.LoraConfig:
     return peft.LoraConfig(**{name: settings[name] for name in _READ if name in settings})
 
 
-def _require_plain(directory: Path, settings: Mapping[str, Any]) -> None:
+def _require_plain(model: PreTrainedModel, directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the first such setting, for an adapter that is more than LoRA of linear layers."""
     if (start := settings.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         raise ConfigError(
@@ -186,7 +198,7 @@ def _require_plain(directory: Path, settings: Mapping[str, Any]) -> None:
             "itself; where it was trained, save it with path_initial_model_for_weight_conversion, or merge it "
             "(merge_and_unload) and give that as model.path"
         )
-    plain = peft.LoraConfig()
+    plain = peft.LoraConfig(exclude_modules=_excluded(model))
     for name in sorted(settings.keys() - {*_READ, *_UNUSED}):
         value = settings[name]
         unset = value is None or value is False or value in ("", [], {})
@@ -245,7 +257,7 @@ def check_adapter(model: PreTrainedModel, checkpoint: Manifest) -> None:
         raise CheckpointError(f"checkpoint {where} holds a whole model, and training.lora is set")
     ours: Any = model.peft_config["default"]
     settings = json.loads(checkpoint.read(ADAPTER_CONFIG))
-    _require_plain(where, settings)
+    _require_plain(model, where, settings)
     _check_same(where, _read_config(settings), ours, CheckpointError)
     _check_base(_read_base(checkpoint.read(BASE)), where, Path(str(model.name_or_path)))
 
@@ -254,10 +266,20 @@ def adapter_files(model: PreTrainedModel) -> Iterable[tuple[str, bytes]]:
     """Yield name and content of what describes a model's adapter and its base."""
     config: Any = model.peft_config["default"]
     settings = config.to_dict() | {"inference_mode": True}
+    settings["exclude_modules"] = _excluded(model)
     plain = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
     yield ADAPTER_CONFIG, json.dumps(plain, indent=2, sort_keys=True, default=lambda value: value.value).encode()
     base = Path(str(model.name_or_path)).resolve()
     yield BASE, json.dumps({"path": str(base), "sha256": base_sha256(base)}, indent=2).encode()
+
+
+def _excluded(model: PreTrainedModel) -> str | None:
+    """Return which layers of the whole model have no adapter, although towers have some of the same names, for peft."""
+    if not is_language_part(model):
+        return None
+    decoder = model.get_decoder()
+    [name] = [name for name, module in model.named_modules() if module is decoder]
+    return rf"(?!{re.escape(name)}\.).*"
 
 
 @cache

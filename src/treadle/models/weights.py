@@ -1,7 +1,8 @@
 """The weights of a Hugging Face model by name, tied ones once: three named sets, and their digest.
 
 `trained`, `published` and `saved` (`treadle.core.trainer`) are all weights, or those of the adapters if a model has any
-(and what else is trained, such as a value head). Where ranks share a model, those that are trained and saved are each
+(and what else is trained, such as a value head). Of a checkpoint with towers (`models.multimodal`) they are of the
+language part; files have the `rest` besides. Where ranks share a model, those that are trained and saved are each
 rank's shards; published ones are whole, and gathered one after the other.
 """
 
@@ -11,7 +12,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +26,64 @@ CONFIG_NOT_COMPARED = {"architectures", "dtype", "transformers_version"}
 """Fields of a model's configuration that are written for others, or by another transformers."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """What a model's files have besides the language part that is loaded of them, and under which names.
+
+    names: of the language part, in the model -> in the files. tensors: the rest, by their names in the files, on the
+    CPU. Copies of a model share it.
+    """
+
+    names: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rest:
+        return self
+
+
+_REST = "_treadle_rest"
+
+
+def set_rest(model: nn.Module, rest: Rest) -> None:
+    """Note what the files of a model have besides it."""
+    setattr(model, _REST, rest)
+
+
+def is_language_part(model: nn.Module) -> bool:
+    """Return whether a model is the language part of a checkpoint that has more."""
+    rest = _rest(model)
+    return rest is not None and bool(rest.tensors)
+
+
+def rest_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return name -> tensor of what a model's files have besides `saved`; {} for adapters, or without towers."""
+    rest = _rest(model)
+    return {} if rest is None or adapter_weights(model) else rest.tensors
+
+
+def convert_rest(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have files written of a model that has a rest hold that in another precision than it came in."""
+    if (rest := _rest(model)) is not None:
+        tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in rest.tensors.items()}
+        set_rest(model, Rest(rest.names, tensors))
+
+
+def _rest(model: nn.Module) -> Rest | None:
+    return cast(Rest | None, vars(model).get(_REST))
+
+
 def unique_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> tensor (not copied) of every parameter and persistent buffer, a tied one under its first name."""
+    """Return name -> tensor (not copied) of every parameter and persistent buffer, a tied one under its first name.
+
+    Names are those of the model's files where these have a `rest`.
+    """
+    rest = _rest(model)
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            weights[name] = tensor.detach()
+            weights[name if rest is None else rest.names[name]] = tensor.detach()
     return weights
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.models.loading import load_tokenizer
 from treadle.models.model_files import ADAPTER_CONFIG, tokenizer_directory
+from treadle.models.weights import convert_rest
 from treadle.orchestration.model_card import CARD, model_card
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, read_checkpoint
 from treadle.orchestration.store.run_directory import JsonLog, RunDirectory
@@ -51,6 +52,7 @@ def export_checkpoint(
         model = load_model(config.model.model_copy(update={"adapter": str(checkpoint.directory)}), config.seed)
         if dtype is not None:
             model.to(getattr(torch, dtype))
+            convert_rest(model, getattr(torch, dtype))
         template = {name: files[name] for name in ("chat_template.jinja",) if name in files}
         export_model(directory, model, checkpoint.directory, {**template, CARD: card})
     else:

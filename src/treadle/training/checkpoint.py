@@ -44,7 +44,7 @@ from treadle.models.chat import GENERATION_CONFIG, end_tokens, read_generation_c
 from treadle.models.loading import TOKENIZER_FILES
 from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from treadle.models.tensor_file import write_tensors
-from treadle.models.weights import CONFIG_NOT_COMPARED, adapter_weights, gathered, saved, trained
+from treadle.models.weights import CONFIG_NOT_COMPARED, adapter_weights, gathered, rest_of, saved, trained
 from treadle.training.checkpoint_shards import InMemory, TensorSource, checkpoint_part, write_shards
 from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
@@ -65,8 +65,8 @@ def model_files(
 ) -> Iterator[tuple[str, Content]]:
     """Yield name and content of what makes a model directory: weights, configs, tokenizer. Raises OSError.
 
-    What else its directory had (a processor, a licence) comes along, but for files of another tokenizer. weights: the
-    saved ones, whole and in the order of names, where the model's own are shards.
+    What else its directory had (towers, a processor, a licence) comes along, but for files of another tokenizer.
+    weights: the saved ones, whole and in the order of names, where the model's own are shards.
     """
     if adapter_weights(model):
         from treadle.models.lora import adapter_files  # peft, which only adapters need
@@ -100,10 +100,12 @@ def _tokenizer_files(tokenizer: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _weights(model: PreTrainedModel, whole: Iterable[tuple[str, Tensor]] | None) -> Content:
+    rest = rest_of(model)
     if whole is None:
-        return _tensors({name: tensor.contiguous() for name, tensor in saved(model).items()}, {"format": "pt"})
-    shapes = saved(model)
-    return lambda path: write_tensors(path, shapes, whole, {"format": "pt"})
+        everything = {**saved(model), **rest}
+        return _tensors({name: tensor.contiguous() for name, tensor in everything.items()}, {"format": "pt"})
+    shapes = {**saved(model), **rest}
+    return lambda path: write_tensors(path, shapes, chain(whole, rest.items()), {"format": "pt"})
 
 
 def _tensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Content:
@@ -235,7 +237,7 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
         _check_config(learner.model, json.loads(checkpoint.read("config.json")), where)
         weights = read_part(checkpoint, "model", learner.ranks)
     if _FACTS not in checkpoint.sha256:
-        copy_weights(saved(learner.model), weights, str(where))
+        copy_weights(saved(learner.model), weights, str(where), rest_of(learner.model))
         learner.begin_here()
         return
     facts = _Facts(**json.loads(checkpoint.read(_FACTS)))
@@ -247,7 +249,7 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
         )
     moments = read_part(checkpoint, "optimizer", learner.ranks)
     beside = {name: read_part(checkpoint, name, learner.ranks) for name in _beside(learner)}
-    copy_weights(saved(learner.model), weights, str(where))
+    copy_weights(saved(learner.model), weights, str(where), rest_of(learner.model))
     for name, tensors in _beside(learner).items():
         copy_weights(tensors, beside[name], str(where))
     _restore_moments(learner, moments)
@@ -282,16 +284,34 @@ def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path)
             )
 
 
-def copy_weights(mine: Mapping[str, Tensor], weights: TensorSource, source: str) -> None:
-    """Copy `weights` into these. Raises CheckpointError, naming the first difference, if they do not fit."""
-    for name in sorted(mine.keys() | weights.shapes.keys()):
-        ours, theirs = mine.get(name), weights.shapes.get(name)
-        if ours is None or theirs is None or ours.shape != theirs:
+def copy_weights(
+    mine: Mapping[str, Tensor], weights: TensorSource, source: str, rest: Mapping[str, Tensor] | None = None
+) -> None:
+    """Copy `weights` into these. rest: what must be there besides, with the same values.
+
+    Raises CheckpointError, naming the first difference, if they do not fit.
+    """
+    rest = rest or {}
+    shapes = {name: tensor.shape for name, tensor in (*mine.items(), *rest.items())}
+    for name in sorted(shapes.keys() | weights.shapes.keys()):
+        ours, theirs = shapes.get(name), weights.shapes.get(name)
+        if ours is None or theirs is None or ours != theirs:
             raise CheckpointError(
                 f"{source} holds another model: {name} is {_shape(theirs)} there, "
-                f"{_shape(None if ours is None else ours.shape)} in the configured model"
+                f"{_shape(ours)} in the configured model"
             )
+    there = {name: torch.empty_like(tensor) for name, tensor in rest.items()}
+    weights.read_into(there)
+    if changed := [name for name, tensor in rest.items() if not _same_bits(tensor, there[name])]:
+        raise CheckpointError(
+            f"{source} holds another model: {changed[0]}, which is not trained, has other values than in the files of "
+            "the configured model; restore those, or start a new run (model.path may be this checkpoint)"
+        )
     weights.read_into(mine)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def checkpoint_bytes(learner: Learner) -> int:
@@ -299,6 +319,7 @@ def checkpoint_bytes(learner: Learner) -> int:
     moved = [parameter for _, parameter in trained(learner.trained)]
     tensors = [
         *saved(learner.trained).values(),
+        *rest_of(learner.model).values(),
         *moved,
         *moved,
         *(t for p in _beside(learner).values() for t in p.values()),

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
 from treadle.models.support import slides, why_not_packable
+from treadle.models.weights import is_language_part
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
 from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Tree
@@ -77,9 +78,20 @@ class Scorer(nn.Module):
         return self.why_not_shared is None
 
     def own_logits(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return logits [T, V] of each row int64[1, T] as the whole model computes them by itself."""
+        """Return logits [T, V] of each row int64[1, T] as the whole model computes them by itself.
+
+        Raises ConfigError for the language part of a model that does not compute text without the rest.
+        """
         with self.ready(attention="eager"):
-            return [self.model(row, use_cache=False).logits[0] for row in rows]
+            try:
+                return [self.model(row, use_cache=False).logits[0] for row in rows]
+            except (AttributeError, TypeError) as error:
+                if not is_language_part(self.model):
+                    raise
+                raise ConfigError(
+                    f"{type(self.model).__name__} does not compute text by its language model alone ({error}); it "
+                    "cannot be trained"
+                ) from error
 
     @contextmanager
     def ready(self, gradient_checkpointing: bool = False, attention: str = ATTENTION) -> Iterator[None]:
@@ -87,12 +99,12 @@ class Scorer(nn.Module):
 
         The backward pass belongs inside, since it may compute layers again.
         """
-        model, training = self.model, self.model.training
-        implementation: str = model.config._attn_implementation
+        model, training, decoder = self.model, self.model.training, self.model.get_decoder()
+        implementation: str = decoder.config._attn_implementation
         if not training:
             model.train()
         if self.shares:
-            model.set_attn_implementation(attention)
+            decoder.set_attn_implementation(attention)
         if gradient_checkpointing:
             _checkpoint(model, enable=True)
         try:
@@ -101,7 +113,7 @@ class Scorer(nn.Module):
             if gradient_checkpointing:
                 _checkpoint(model, enable=False)
             if self.shares:
-                model.set_attn_implementation(implementation)
+                decoder.set_attn_implementation(implementation)
             if not training:
                 model.eval()
 

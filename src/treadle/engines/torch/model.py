@@ -71,7 +71,7 @@ class CachedModel:
                 parameter.data = parameter.data.to(dtype)
         if device is not None:
             self.model.to(device)
-        self.model.set_attn_implementation(ATTENTION)
+        self.model.get_decoder().set_attn_implementation(ATTENTION)
         self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
         self.device = self.model.device

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as hf_logging
+from transformers import AutoTokenizer, PreTrainedModel
 
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineError
@@ -24,6 +23,8 @@ from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.models.loading import load_pretrained
+from treadle.models.model_files import is_adapter
 
 
 def make_engine(
@@ -40,17 +41,19 @@ def make_engine(
 
 
 def load_engine(model: Path, options: TorchEngineOptions, threads: int, deterministic: bool) -> LocalEngine:
-    """Return an engine of the model and tokenizer in a directory.
+    """Return an engine of the model, or adapter beside its base, and the tokenizer in a directory.
 
     threads: that this process computes with from now on. deterministic: by deterministic kernels only.
-    Raises EngineError, and what loading raises.
+    Raises EngineError, and ConfigError for a model that cannot be loaded.
     """
-    hf_logging.disable_progress_bar()  # the log is no terminal
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
-    module = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    )
+    if is_adapter(model):
+        from treadle.models.lora import load_adapted  # peft, which only adapters need
+
+        module = load_adapted(model)
+    else:
+        module = load_pretrained(model, "model.path")
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     return make_engine(module, options, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
 

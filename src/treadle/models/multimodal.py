@@ -1,0 +1,124 @@
+"""Checkpoints with more than a language model: towers for images and sound, projectors, drafting heads (mtp).
+
+    model.language_model.*, lm_head.*    the language part: loaded, trained, sampled from
+    everything else                      the rest: left in its file, and written with every checkpoint and export
+
+What goes out thus has all that came in, under the names that came in, and the rest bit for bit. The original's class
+computes as it did on text; its towers are taken off, and need no memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from treadle.core.errors import ConfigError
+from treadle.models.weights import Rest, set_rest
+
+
+def is_multimodal(config: PretrainedConfig) -> bool:
+    """Return whether a directory with this configuration has a language model and more."""
+    composite = config.get_text_config() is not config and not config.is_encoder_decoder
+    if not composite or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return False
+    whole: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    return whole.__name__ in (config.architectures or ())
+
+
+def keep_language_part(model: PreTrainedModel, directory: Path, field: str) -> None:
+    """Take everything but decoder and head off a model that was loaded whole, and note what its files have besides.
+
+    Raises ConfigError, naming the setting, where the language part or the names of its weights cannot be told.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if decoder is model or head is None:
+        raise ConfigError(f"{field}: {type(model).__name__} does not tell its language model from the rest")
+    stored = _stored(directory)
+    if not stored:
+        raise ConfigError(f"{field}: no model.safetensors in {str(directory)!r}; save the model anew as safetensors")
+    _take_off(model, {*decoder.modules(), *head.modules(), *model.get_input_embeddings().modules()})
+    names, taken, unnamed = _names(model, stored)
+    if unnamed:
+        raise ConfigError(
+            f"{field}: {type(model).__name__} has {unnamed[0]}, and no file in {str(directory)!r} has it under a name "
+            "that transformers would write; save the model anew with transformers (save_pretrained)"
+        )
+    set_rest(model, Rest(names, {name: tensor for name, tensor in stored.items() if name not in taken}))
+
+
+def keep_names(model: PreTrainedModel, directory: Path) -> None:
+    """Have a language model alone written under the names of its files, where those are others than the model's."""
+    stored = _stored(directory)
+    if all(any(name in stored for name in same) for same in _tied(model)):
+        return
+    names, _, unnamed = _names(model, stored)
+    if not unnamed:
+        set_rest(model, Rest(names, {}))
+
+
+def _take_off(module: nn.Module, needed: set[nn.Module]) -> None:
+    """Remove from a module what is not needed, children and parameters of its own, at any depth."""
+    for name, child in list(module.named_children()):
+        if child in needed:
+            continue
+        if needed.isdisjoint(child.modules()):
+            setattr(module, name, None)
+        else:
+            _take_off(child, needed)
+    if module not in needed:
+        for name in [name for name, _ in module.named_parameters(recurse=False)]:
+            setattr(module, name, None)
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of a directory by name, mapped into memory: none is read before it is used."""
+    index = directory / "model.safetensors.index.json"
+    files = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    stored: dict[str, Tensor] = {}
+    for path in [directory / name for name in sorted(files)]:
+        if path.is_file():
+            with safe_open(path, "pt") as file:
+                stored |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return stored
+
+
+def _names(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], set[str], list[str]]:
+    """Return a model's names -> those in its files; all names that its weights have in files; and those in none.
+
+    Of tied weights, the first is written, under whichever of their names the files have. What transformers splits or
+    fuses while it loads, such as experts, keeps the name that it has in transformers.
+    """
+    described = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    original = revert_weight_conversion(model, dict(described))
+    renamed = {id(tensor): name for name, tensor in original.items()}
+    converted = {name for name, tensor in described.items() if id(tensor) not in renamed}
+    kept = {id(tensor) for tensor in described.values()}
+    if not all(name in stored for name, tensor in original.items() if id(tensor) not in kept):
+        converted = set()
+    names: dict[str, str] = {}
+    unnamed = []
+    for same in _tied(model):
+        candidates = [each for name in same for each in (renamed.get(id(described[name]), name), name)]
+        shape = described[same[0]].shape
+        there = [each for each in candidates if each in stored and stored[each].shape == shape]
+        if there or same[0] in converted:
+            names[same[0]] = there[0] if there else same[0]
+        else:
+            unnamed.append(same[0])
+    return names, {*described, *original}, unnamed
+
+
+def _tied(model: PreTrainedModel) -> list[list[str]]:
+    """Return the names of each weight, all of those that are tied together."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
