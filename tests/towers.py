@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
-VOCABULARY = 512
-IMAGE, START, END, VIDEO = 508, 509, 510, 511
+VOCABULARY = 768
+IMAGE, START, END, VIDEO = range(764, 768)
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,

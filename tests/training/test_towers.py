@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from tests.models import random_groups, same_bits, weights_of
-from tests.towers import TOKENIZER, TOWERS, VOCABULARY, image_logits, original, tensors, write
+from tests.towers import IMAGE, TOKENIZER, TOWERS, VOCABULARY, image_logits, original, tensors, write
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest
@@ -57,7 +57,7 @@ def quiet() -> Iterator[None]:
 
 def load(directory: Path, adapter: Path | None = None, lora: LoraConfig | None = None, **options: Any) -> Any:
     config = ModelConfig(path=str(directory), adapter=None if adapter is None else str(adapter))
-    return make_model(config, 500, 0, lora=lora, **options)
+    return make_model(config, 726, 0, lora=lora, **options)
 
 
 def learner_of(model: Any, algorithm: AlgorithmConfig | None = None) -> Learner:
@@ -183,7 +183,7 @@ async def test_the_engine_has_the_language_part_alone(directories: Path, tmp_pat
         prompt = np.arange(5, 30, dtype=np.int32)
         answer = await engine.generate(prompt, SamplingParams(max_tokens=12, seed=3), session="a")
         ids = np.concatenate([prompt, answer.token_ids])
-        if ids.max() < 500:  # a placeholder of an image among them is another matter
+        if ids.max() < IMAGE:  # a placeholder of an image among them is another matter
             np.testing.assert_allclose(
                 answer.logprobs, learner.forward.exact_logprobs(ids)[len(prompt) - 1 :], atol=1e-4
             )

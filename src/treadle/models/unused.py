@@ -55,9 +55,10 @@ def unused_parts(config: ModelConfig, sampling: Mapping[str, float]) -> list[str
     lines = []
     if (directory / ADAPTER_CONFIG).is_file() and config.adapter != str(directory):
         lines.append(f"the adapter beside the model ({ADAPTER_CONFIG}); to use it, give it as model.adapter")
-    towers = [name for name, part in _read(directory / "config.json").items() if part and _TOWER.fullmatch(name)]
-    if towers:
-        lines.append(f"what the model has for other input than text ({', '.join(sorted(towers))})")
+    content = _read(directory / "config.json")
+    if towers := sorted(name for name, part in content.items() if part and _TOWER.fullmatch(name)):
+        kept = "; checkpoints and exports keep it as it is" if content.get("text_config") else ""
+        lines.append(f"what the model has for other input than text ({', '.join(towers)}){kept}")
     declared = read_generation_config(directory)
     others = [f"{name} {declared[name]}" for name in _NEUTRAL if _matters(name, declared.get(name), sampling)]
     if others:

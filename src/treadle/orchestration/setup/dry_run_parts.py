@@ -24,7 +24,7 @@ from treadle.models.model_files import base_directory, require_model, tokenizer_
 from treadle.models.routing import Routers
 from treadle.models.support import require_plain_attention, why_not_packable
 from treadle.models.unused import unused_parts
-from treadle.models.weights import published, trained, unique_weights
+from treadle.models.weights import published, rest_of, trained, unique_weights
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.setup.device import check_device, describe_device, settled, unused_gpus
 from treadle.orchestration.setup.dry_run import DryRun, Log
@@ -300,7 +300,8 @@ def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTra
     beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
     modules = (model, *beside, *([model] * _keeps_teacher(config)))
     moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
-    return _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
+    rest = sum(tensor.nbytes for tensor in rest_of(model).values())
+    return rest + _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
 
 
 def _keeps_teacher(config: RunConfig) -> bool:
