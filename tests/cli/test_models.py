@@ -18,6 +18,7 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
 from tests.fake_hub import COMMIT, serving_hub
 from tests.orchestration.runs import put_config
+from tests.towers import write
 from treadle.models.weights import unique_weights, weights_sha256
 from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
 from treadle.orchestration.store.ledger import Ledger
@@ -283,3 +284,23 @@ def test_what_shows_a_whole_run_refuses_a_checkpoint_that_is_not_there(finished:
     for command in ("report", "show", "plot"):
         done = treadle(command, f"{finished.path}@7")
         assert done.status == 2 and "has no checkpoint 'step-000007'; it has step-000002" in done.err
+
+
+def test_it_says_what_a_directory_is(finished: Trained, tmp_path: Path) -> None:
+    checkpoint = finished.path / "checkpoints" / "step-000004"
+    done = treadle("models", "about", str(checkpoint))
+    assert done.status == 0, done.err
+    lines = [re.split(r"  +", line.strip()) for line in done.out.splitlines()]
+    assert [line[0] for line in lines] == ["kind", "language model", "prefixes"]
+    assert lines[0][1] == "Qwen3ForCausalLM (qwen3)" and lines[2][1].startswith("shared by")
+    base = write(tmp_path / "base", "qwen3_5")
+    done = treadle("models", "about", str(base))
+    assert done.status == 0, done.err
+    assert "Qwen3_5ForConditionalGeneration (qwen3_5)" in done.out
+    assert re.search(r"^the rest +21 tensors, 0\.\d MB; in every checkpoint and export as they are", done.out, re.M)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "models/warm"}')
+    done = treadle("models", "about", str(tmp_path / "adapter"))
+    assert "a LoRA adapter of rank 4, for model.adapter" in done.out and "models/warm" in done.out
+    done = treadle("models", "about", str(tmp_path))
+    assert done.status == 2 and "treadle models about: no config.json in" in done.err

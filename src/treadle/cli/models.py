@@ -51,6 +51,16 @@ def run_models(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_about(options: argparse.Namespace) -> int:
+    from treadle.models.describe import describe_model
+
+    table = Table(rich.table.Table.grid(padding=(0, 2)))
+    for what, description in describe_model(options.name, "treadle models about"):
+        table.add_row((what, "bold"), description)
+    Console().table(table)
+    return 0
+
+
 def run_get(options: argparse.Namespace) -> int:
     name, console = options.name, Console()
     if is_convertible(name):

@@ -23,6 +23,7 @@ from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
 from treadle.engines.vllm import engine as vllm_engine
+from treadle.engines.vllm import launch
 from treadle.engines.vllm.engine import VLLMEngine, describe_servers, open_engine
 from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
 from treadle.engines.vllm.publication import Publication
@@ -60,6 +61,27 @@ def test_configured_arguments_have_the_last_word() -> None:
     assert "--generation-config" not in arguments
     assert "--no-trust-remote-code" in arguments
     assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "treadle"}
+
+
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, []),
+        ({"text_config": {}, "vision_config": {}}, ["--language-model-only"]),
+        ({"layer_types": ["linear_attention", "full_attention"]}, ["--no-enable-prefix-caching"]),
+        ({"layers_block_type": ["mamba", "mlp", "attention"]}, ["--no-enable-prefix-caching"]),
+        ({"text_config": {"layer_types": ["conv"]}}, ["--language-model-only", "--no-enable-prefix-caching"]),
+    ],
+)
+def test_what_a_server_on_a_cpu_is_told_of_its_model(
+    described: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    monkeypatch.setattr(launch, "on_gpu", lambda: False)
+    arguments = command("py", tmp_path, "127.0.0.1", 7, config())
+    assert [a for a in arguments if "language" in a or "prefix" in a] == expected
+    monkeypatch.setattr(launch, "on_gpu", lambda: True)
+    assert "--no-enable-prefix-caching" not in command("py", tmp_path, "127.0.0.1", 7, config())
 
 
 def test_nothing_of_treadles_environment_reaches_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 if not torch.cuda.is_available():
     # Asks the kernel for AMX tiles. Without them bfloat16 attention of small models dies of an illegal instruction.
@@ -102,13 +103,21 @@ class Engine(WeightTransferEngine[Init, Update]):
     def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._shapes not in (None, shapes):
             raise ValueError("names or shapes of weights are not those of the last ones")
-        abandon_reload(self.model)
-        expected = {name for name, _ in self.model.named_parameters()}  # tied ones once, as long as they are tied
-        initialize_layerwise_reload(self.model)
+        part = published_part(self.model)
+        abandon_reload(part)
+        published = {id(parameter) for parameter in part.parameters()}
+        # tied ones once, as long as they are tied
+        expected = {name for name, parameter in self.model.named_parameters() if id(parameter) in published}
+        initialize_layerwise_reload(part)
         load_all(self.model, expected, weights)
-        finalize_layerwise_reload(self.model, self.model_config)
-        pack_again(self.model)
+        finalize_layerwise_reload(part, self.model_config)
+        pack_again(part)
         self._shapes = shapes
+
+
+def published_part(model: torch.nn.Module) -> torch.nn.Module:
+    """Return what new weights are published of: of a model with towers its language model, of any other all."""
+    return model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
 
 
 def received(group: Group, buckets: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
