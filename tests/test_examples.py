@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 import treadle
+from treadle.orchestration import api
+from treadle.orchestration.config import RunConfig
+from treadle.orchestration.setup.inputs import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -24,6 +27,19 @@ SMALL = {
     "evaluation.greedy_too": False,
     "orchestration.traced_groups": 1,
 }
+
+PLAYS = {
+    "agent_framework.py": ("agent solve", 160, 40),
+    "asynchronous.py": ("environment SlowLibrary", 320, 40),
+    "bare_reward.py": ("environment reward", 67, 23),
+    "first_steps.ipynb": ("environment reward", 67, 23),
+    "multi_turn.py": ("environment Quiz", 320, 40),
+    "openai_agent.py": ("agent solve", 160, 40),
+    "own_loss.py": ("environment reward", 67, 23),
+    "resume_and_compare.py": ("environment reward", 90, 0),
+    "tools.py": ("environment Shop", 400, 64),
+}
+"""Example -> who plays, in how many tasks of training and how many held-out ones."""
 
 pytestmark = pytest.mark.xdist_group("examples")  # the model is made once
 
@@ -45,9 +61,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture
+def players(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int, int]]:
+    """Filled with who plays in the runs that are begun, as in `PLAYS`."""
+    found, run = set[tuple[str, int, int]](), api._run
+
+    def noted(config: RunConfig, inputs: Inputs, *given: Any, **more: Any) -> dict[str, Any]:
+        [(kind, name)] = {task.player for task in [*inputs.train, *inputs.held_out]}
+        found.add((f"{kind} {name}", len(inputs.train), len(inputs.held_out)))
+        return run(config, inputs, *given, **more)
+
+    monkeypatch.setattr(api, "_run", noted)
+    return found
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_says_what_it_shows_and_runs(
-    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    players: set[tuple[str, int, int]],
 ) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     if name == "tools.py":  # it has its settings from a shipped recipe
@@ -62,6 +96,7 @@ def test_a_program_says_what_it_shows_and_runs(
     monkeypatch.setattr("sys.argv", [name, "--updates", "2"])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert " -> " in capsys.readouterr().out  # before and after
+    assert players == {PLAYS[name]}
 
 
 def cells(name: str) -> list[str]:
@@ -69,7 +104,7 @@ def cells(name: str) -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def test_the_notebooks_run(place: Path) -> None:
+def test_the_notebooks_run(place: Path, players: set[tuple[str, int, int]]) -> None:
     """The second looks into the run of the first."""
 
     async def run(name: str) -> None:
@@ -79,3 +114,4 @@ def test_the_notebooks_run(place: Path) -> None:
 
     for name in ("first_steps.ipynb", "look_into_a_run.ipynb"):
         asyncio.run(run(name))
+    assert players == {PLAYS["first_steps.ipynb"]}
