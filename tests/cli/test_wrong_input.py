@@ -50,6 +50,11 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "algorithm.advantage=os:path": ("algorithm.advantage: 'os:path' is of type module; make it an `Advantage`",),
     "callbacks=[trackio]": ("callbacks: 'trackio' is not installed; pip install 'treadle[trackio]'",),
     "rollout.reply_parser=herms": ("rollout.reply_parser: 'herms' is not registered; did you mean 'hermes'?",),
+    "environment=my_wrldd:Nope": ("environments: 'my_wrldd:Nope': cannot import 'my_wrldd'",),
+    "environment=treadle.envs.lookup:Lookup": (
+        "environment 'treadle.envs.lookup:Lookup' would play nothing: the tasks of data.train name what plays them, "
+        "environment 'arithmetic', which wins",
+    ),
     "environment=nope data.train.source=train.jsonl": ("environments: 'nope' is not registered",),
     # combinations
     "training.group_size=1": ("training.group_size is 1", "raise it to 2 or more"),

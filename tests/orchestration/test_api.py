@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
+from openai import AsyncOpenAI
 
 import treadle
 from tests.orchestration.runs import MODEL, SETTINGS, Interrupting, check_finished, query
@@ -21,6 +22,10 @@ from treadle.data.table import rows_of
 from treadle.orchestration.reporting.callbacks import NotebookProgress
 from treadle.orchestration.store.recorded import RecordedTrajectory
 from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.rollout.drivers.driver import AttemptDriver
+from treadle.rollout.drivers.outcome import Outcome
+from treadle.rollout.isolation.user_code import UserCode
+from treadle.rollout.session import Session
 
 
 class Short(Environment):
@@ -218,6 +223,19 @@ class Graded:
         return shortness(task, text)
 
 
+async def answer(task: Task, client: AsyncOpenAI) -> float:
+    return 0.0
+
+
+class Nobody(AttemptDriver[Session]):
+    async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
+        raise NotImplementedError
+
+
+COUNTS = {split: {f"data.{split}.options.count": 4} for split in ("train", "held_out")}
+WINS = "the tasks of data.train name what plays them, environment 'arithmetic', which wins; give tasks that"
+
+
 def test_the_forms_in_which_tasks_and_rewards_may_be_given_train_the_same(tmp_path: Path) -> None:
     once = {"orchestration.updates": 1}
     reference = train(tmp_path / "reference", settings=once)["weights_sha256"]
@@ -280,6 +298,8 @@ def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> No
         treadle.evaluate(run, progress=Quiet())
     with pytest.raises(ConfigError, match="go together"):
         treadle.evaluate(run, tasks=held_out, progress=Quiet())
+    with pytest.raises(ConfigError, match=r"environment 'Short' would play nothing: the tasks of data\.held_out"):
+        treadle.evaluate(run, Short, "arithmetic", settings=COUNTS["held_out"], progress=Quiet())
     with pytest.raises(DataError, match="no tasks to evaluate"):
         treadle.evaluate(run, Short, [], progress=Quiet())
 
@@ -395,6 +415,26 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
         ),
         ({"model": 3}, ConfigError, "model: got 3, expected an object"),
         ({"environment": "lokup"}, ConfigError, "environments: 'lokup' is not registered; did you mean 'lookup'"),
+        *(
+            (
+                {"environment": given, "tasks": "arithmetic", "settings": COUNTS["train"]},
+                ConfigError,
+                f"{kind} {name!r} would play nothing: {WINS}",
+            )
+            for given, kind, name in (
+                (Short, "environment", "Short"),
+                ("lookup", "environment", "lookup"),
+                (shortness, "environment", "shortness"),
+                (answer, "agent", "answer"),
+                (Nobody, "driver", "Nobody"),
+            )
+        ),
+        (
+            {"held_out": "arithmetic", "settings": COUNTS["held_out"]},
+            ConfigError,
+            "'Short' would play nothing: the tasks of data.held_out name",
+        ),
+        ({"environment": "my_wrldd:Nope", "tasks": "arithmetic"}, ConfigError, "cannot import 'my_wrldd'"),
         ({"environment": Short()}, ConfigError, r"environment is one Short, .* lambda: Short\(\.\.\.\)"),
         (
             {"environment": [len, sum]},
