@@ -125,9 +125,7 @@ STUDIES: Mapping[str, Study] = {
             "twice the rate": ("training.optimizer.learning_rate=2e-5",),
             "entropy bonus": ("algorithm.entropy_coef=0.01",),
             "kl": ("algorithm.kl.coef=0.01",),
-            "one hop first": (
-                *("data.train.source=benchmarks.recipe_runs:one_hop_first", "data.train.options.count=1440"),
-            ),
+            "one hop first": ("data.train.source=benchmarks.recipe_runs:one_hop_first",),
         },
         seeds=(0,),
         common=(

@@ -248,7 +248,7 @@ def moved(page: Path, name: str) -> str:
 def whose(config: RunConfig, inputs: Inputs, split: Split) -> tuple[str, str]:
     """Who plays all tasks of a split, and where these are from."""
     tasks, section = (inputs.train, config.data.train) if split == "train" else (inputs.held_out, config.data.held_out)
-    if not tasks:
+    if section is None or not tasks:
         return "", ""
     [(kind, name)] = {task.player for task in tasks}
     kind = "reward" if name == config.reward else kind
@@ -304,8 +304,8 @@ def supply(config: RunConfig, text: str = "") -> None:
     """Write the files that the sources name, with rows as the comment behind one shows them."""
     shown = re.findall(r"source: [^}]*}.*# (\{.*\})$", text, re.MULTILINE)
     row = json.loads(shown[0]) if shown else None
-    for section in filter(None, (config.data.train, config.data.held_out)):
-        for source in sources_of(section):
+    for section in (config.data.train, config.data.held_out):
+        for source in () if section is None else sources_of(section):
             supply_source(source, config.data.columns if source.columns is None else source.columns, row)
 
 

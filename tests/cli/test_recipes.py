@@ -119,23 +119,24 @@ def test_a_recipe_extends_another_key_by_key(tmp_path: Path) -> None:
     assert "extends" not in treadle("recipes", "show", str(path), "--yaml").out
 
 
-def test_another_source_of_tasks_begins_without_the_options_of_the_one_it_replaces(tmp_path: Path) -> None:
-    train = "source: my.jsonl"
+def test_a_file_of_tasks_begins_without_the_options_of_the_source_it_replaces(tmp_path: Path) -> None:
     path = written(
         tmp_path,
-        mine=f"extends: base.yaml\ndata: {{train: {{{train}}}, held_out: {{source: lookup, options: {{seed: 3}}}}}}\n",
+        mine=f"extends: base.yaml\ndata: {{train: {{source: my.jsonl}}, held_out: {{source: {tmp_path}}}}}\n",
         base="extends: demo\ndata: {train: {split: 'all[:9]', options: {count: 9}}, held_out: {options: {count: 5}}}\n",
     )
     data = load_recipe(str(path)).data
     assert data.train == WeightedSourceConfig(source="my.jsonl", split="all[:9]")
-    assert data.held_out == SourceConfig(source="lookup", options={"count": 5, "seed": 3})  # the same, and what is new
-    assert load_recipe("demo", ["data.train.source=my.jsonl"]).data.train == WeightedSourceConfig(source="my.jsonl")
-    given = ["data.train.options.count=7", "data.train.source=notes"]
-    assert load_recipe("demo", given).data.train == WeightedSourceConfig(source="notes", options={"count": 7})
-    kept = load_recipe("demo").data
-    assert load_recipe("demo", ['data.train.source="lookup"']).data == kept
-    several = [{"source": "my.jsonl"}, {"source": "lookup"}]
-    assert load_recipe("demo", [f"data.train={json.dumps(several)}"]).data.held_out == kept.held_out
+    assert data.held_out == SourceConfig(source=str(tmp_path))  # a directory of files
+    assert load_recipe("demo", ["data.train.source=my.parquet"]).data.train == WeightedSourceConfig(source="my.parquet")
+    again = load_recipe(str(path), ["data.train.source=lookup", "data.train.options.count=4"]).data.train
+    assert again == WeightedSourceConfig(source="lookup", split="all[:9]", options={"count": 4})
+    demo = load_recipe("demo").data
+    several = json.dumps([{"source": "my.jsonl"}, {"source": "lookup"}])
+    assert load_recipe("demo", [f"data.train={several}"]).data.held_out == demo.held_out
+    assert isinstance(demo.train, WeightedSourceConfig)
+    other = load_recipe("demo", ["data.train.source=my_tasks:hard"]).data.train  # a generator, which may take them
+    assert other == WeightedSourceConfig(source="my_tasks:hard", options=demo.train.options)
 
 
 @pytest.mark.parametrize(

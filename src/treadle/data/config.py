@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from treadle.core.config import Config
+
+SUFFIXES = (".jsonl", ".parquet")
+"""Of files of tasks."""
 
 TaskPart = Literal["prompt", "ground_truth", "task_id", "extras", "environment", "agent", "driver"]
 
@@ -79,6 +83,11 @@ HeldOutSources = Annotated[
 def sources_of(section: SourceConfig | tuple[SourceConfig, ...]) -> Sequence[SourceConfig]:
     """Return the sources of `data.train` or `data.held_out`."""
     return section if isinstance(section, tuple) else (section,)
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is a file of tasks, or a directory: not a generator, or a data set of the hub."""
+    return Path(source).suffix in SUFFIXES or Path(source).is_dir()
 
 
 class DataConfig(Config):

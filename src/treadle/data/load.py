@@ -20,7 +20,7 @@ from treadle.core import registry
 from treadle.core.errors import ConfigError, DataError
 from treadle.core.registry import how_to_install
 from treadle.core.types import Task
-from treadle.data.config import Columns, SourceConfig, sources_of
+from treadle.data.config import SUFFIXES, Columns, SourceConfig, sources_of
 from treadle.data.rows import PROMPT, Row, make_task, parse_json
 from treadle.data.tasks import Mixture, Player, check_distinct, parse_split, take_range, with_player
 from treadle.envs.base import Environment
@@ -29,7 +29,6 @@ from treadle.envs.tasks import load_environment, made_class
 if TYPE_CHECKING:
     from treadle.data.table import ArrowTable  # needs pyarrow
 
-_SUFFIXES = (".jsonl", ".parquet")
 _OTHERS = (".json", ".csv", ".tsv", ".txt", ".yaml", ".yml", ".arrow", ".gz", ".zst")
 _ALL = "all"  # the split that is everything
 _SAVED = ("state.json", "dataset_dict.json")  # what `datasets` writes into the directory of a data set
@@ -141,7 +140,7 @@ def open_source(section: SourceConfig, split: str, setting: str, name: str, seed
     if path.is_dir():
         is_data_set = any((path / name).is_file() for name in _SAVED)
     else:  # ORG/NAME
-        named = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in (*_SUFFIXES, *_OTHERS)
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix not in (*SUFFIXES, *_OTHERS)
         is_data_set = bool(named) and not path.exists()
     if is_data_set:
         opened: ArrowTable = _table(source, setting).open_data_set(
@@ -181,7 +180,7 @@ def _table(source: str, setting: str) -> Any:
 
 def _one_file(path: Path, split: str, setting: str) -> dict[str, Path]:
     """Return the file, by what the ids of its tasks begin with; nothing if `path` can only name a generator."""
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in SUFFIXES:
         if path.suffix in _OTHERS or path.is_file():
             raise ConfigError(f"{setting}.source: {str(path)!r} is not a .jsonl or .parquet file; convert it to one")
         return {}
@@ -198,7 +197,7 @@ def _one_file(path: Path, split: str, setting: str) -> dict[str, Path]:
 
 def _directory_files(directory: Path, split: str, setting: str) -> dict[str, Path]:
     """Return a split's files: `train` means train-00000-of-00002.parquet and so on, `all` every file."""
-    every = sorted(path for path in directory.iterdir() if path.suffix in _SUFFIXES and path.is_file())
+    every = sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES and path.is_file())
     if not every:
         raise ConfigError(
             f"{setting}.source: cannot read {directory}: a directory without .jsonl and .parquet files; check the path"

@@ -19,7 +19,7 @@ from treadle.core import registry
 from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
 from treadle.core.errors import Cause, ConfigError, RunError
 from treadle.core.types import SamplingParams, named_players
-from treadle.data.config import DataConfig
+from treadle.data.config import DataConfig, is_file
 from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.orchestration.sampling.failures import FailuresConfig
@@ -444,8 +444,8 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError.
 
     A recipe with `extends: OTHER` holds only what differs from that one, a shipped name or a path relative to the
-    recipe's directory (`core.config.merge`; null takes a key away). Another `source` of tasks, there or in an override,
-    begins without the `options` of the one that it replaces. What is returned, and saved, is whole.
+    recipe's directory (`core.config.merge`; null takes a key away). A file of tasks, there or in an override, begins
+    without the `options` of the source that it replaces. What is returned, and saved, is whole.
     """
     data = {"recipe": Path(recipe).stem, **read_recipe(recipe)}
     return build(RunConfig, without_source_options(data, overrides), recipe, overrides)
@@ -463,13 +463,13 @@ def without_player(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def without_source_options(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the data without the options of sources of tasks that the overrides replace by others."""
+    """Return the data without the options of sources of tasks that the overrides replace by files."""
     named = [o for o in overrides if o.partition("=")[0].strip() in ("data.train.source", "data.held_out.source")]
     return _without_source_options(data, apply_overrides({}, named))
 
 
 def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below` without the options of the sources that are others in `above`.
+    """Return `below` without the options of the sources that are files in `above`, which take none.
 
     `{"data": {"train": {"source": "lookup", "options": {"count": 9}}}}` below `{"data": {"train": {"source":
     "my.jsonl"}}}` is without the count.
@@ -479,8 +479,8 @@ def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) 
         return dict(below)
 
     def replaced(section: Any, other: Any) -> bool:
-        named = isinstance(section, Mapping) and isinstance(other, Mapping) and "source" in other
-        return named and section.get("source") != other["source"]
+        named = other.get("source") if isinstance(section, Mapping) and isinstance(other, Mapping) else None
+        return isinstance(named, str) and named != section.get("source") and is_file(named)
 
     kept = {
         name: {key: value for key, value in section.items() if key != "options"}
