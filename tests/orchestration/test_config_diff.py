@@ -63,6 +63,10 @@ def test_changes_are_found_in_sections_too() -> None:
         "training.threads=2",
         "training.packing=step",
         "data.table_by=kind",
+        "training.optimizer.learning_rate=1e-5",
+        "training.optimizer.warmup=9",
+        "training.optimizer.decay_from=0.1",
+        "training.optimizer.final_lr=0.1",
     ],
 )
 def test_what_may_change(override: str) -> None:
@@ -77,6 +81,8 @@ def test_what_may_change(override: str) -> None:
         ("training.group_size=4", "training.group_size is 4, the run was started with 3"),
         ("algorithm.kl.coef=0.1", "algorithm.kl.* a run has one objective"),
         ("orchestration.max_staleness=1", "orchestration.max_staleness is 1"),
+        ("training.optimizer.weight_decay=0.1", "weight_decay is 0.1.* the optimizer's state belongs to it"),
+        ("training.optimizer.betas=[0.9, 0.99]", "betas is .*0.99.* the optimizer's state belongs to it"),
         ("rollout.max_steps=2", "what is sampled depends on it"),
         ("orchestration.updates=2", "orchestration.updates is 2, but the checkpoint has 3 updates"),
     ],
@@ -94,11 +100,56 @@ def test_a_longer_run_is_the_run_that_was_longer_from_the_start(tmp_path: Path) 
     summary, progress = go_on(tmp_path / "run", "orchestration.updates=6", "training.packing=tree")
     assert summary["weights_sha256"] == long["weights_sha256"]
     assert "changed: orchestration.updates 4 -> 6" in progress.lines
-    assert not any("follows" in line for line in progress.lines)
+    assert not any("learning rate" in line or "follows" in line for line in progress.lines)
     assert (tmp_path / "run" / "config-1.yaml").read_bytes() == old
     config = load_recipe(str(tmp_path / "run" / "config.yaml"))
     assert config == settled(tiny(*constant, "orchestration.updates=6"))
     check_finished(tmp_path / "run")
+
+
+CONSTANT = (
+    *(f"training.optimizer.{part}" for part in ("decay_from=1.0", "warmup=0", "learning_rate=1e-3")),
+    "algorithm.entropy_coef=[0.01, 0.01]",
+)
+
+
+def rates(run: Path) -> list[float]:
+    return [row["learning_rate"] for row in updates(run)]
+
+
+def test_another_learning_rate_holds_from_the_next_update_on(tmp_path: Path) -> None:
+    """Bit for bit as in a run whose schedule had that change, Adam's moments too; and it stays, however it goes on."""
+    run, saved = tmp_path / "run", "orchestration.checkpoint_every=1"
+    risen = ("training.optimizer.learning_rate=2e-3", "training.optimizer.warmup=2")  # half of it, then the whole
+    whole = start(tmp_path / "whole", *CONSTANT, *risen, saved)
+    assert rates(tmp_path / "whole") == [1e-3, 2e-3, 2e-3, 2e-3]
+    start(run, *CONSTANT, saved, "orchestration.updates=1")
+    _, said = go_on(run, "orchestration.updates=2", "training.optimizer.learning_rate=2e-3")
+    assert said.lines.count("learning rate 0.001 -> 0.002 from update 2 on") == 1
+    assert not any("training.optimizer" in line for line in said.lines)
+    later, said = go_on(run, "orchestration.updates=4")
+    assert not any("learning rate" in line for line in said.lines)
+    assert later["weights_sha256"] == whole["weights_sha256"]
+    assert rates(run) == [1e-3, 2e-3, 2e-3, 2e-3]
+    configs = (load_recipe(str(run / name)).training.optimizer for name in ("config-1.yaml", "config.yaml"))
+    assert [config.learning_rate for config in configs] == [1e-3, 2e-3]
+    check_finished(run)
+
+
+@pytest.mark.parametrize(
+    ("override", "line", "later"),
+    [
+        ("decay_from=0.0", "learning rate 0.003 -> 0.0015 from update 3 on", [0.5, 0.1464]),
+        ("final_lr=0.5", "changed: training.optimizer.final_lr 0.0 -> 0.5", [1.0, 0.75]),  # later than the next one
+    ],
+)
+def test_another_schedule_is_said_in_a_line(override: str, line: str, later: list[float], finished: Path) -> None:
+    old = rates(finished)
+    _, progress = go_on(finished, f"training.optimizer.{override}", checkpoint="step-000002")
+    assert [said for said in progress.lines if "rate" in said or "changed" in said] == [line]
+    assert rates(finished)[:2] == old[:2]
+    assert rates(finished)[2:] == pytest.approx([3e-3 * share for share in later], rel=1e-3)
+    check_finished(finished)
 
 
 # Earlier checkpoints

@@ -38,7 +38,7 @@ from treadle.orchestration.setup.engines import EngineSpec, use_threads
 from treadle.orchestration.setup.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.orchestration.setup.other_models import judging_models
 from treadle.orchestration.setup.thread_count import available_cores
-from treadle.orchestration.setup.validation import Change, changes, check_changes, check_config
+from treadle.orchestration.setup.validation import LEARNING_RATE, changes, check_changes, check_config
 from treadle.orchestration.setup.warm_start import check_demonstrations, run_warm_start
 from treadle.orchestration.stopping import StopRequest, stop_on_signals
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update, find_checkpoint
@@ -151,7 +151,7 @@ def _train(
         else:
             updates = f"{state.update} of {config.orchestration.updates} updates"
             progress.log(f"resuming {path} after {updates} ({describe_device(config)}, {_describe_threads(threads)})")
-            _report_changes(resumed.changed, config, state.update, progress)
+            _report_changes(resumed.before, config, state.update, progress)
             if line := renew_code(run, inputs.players):
                 progress.log(line)
         if embedded and (line := unused_gpus(config.device, config.engine, ranks)):
@@ -170,11 +170,11 @@ def _train(
 
 @dataclass(frozen=True, slots=True)
 class _Resumed:
-    """A checkpoint to resume from. changed: what is configured otherwise than before. warm_start: its report."""
+    """A checkpoint to resume from. before: the configuration so far. warm_start: its report."""
 
     checkpoint: Manifest
     state: LoopState
-    changed: list[Change]
+    before: RunConfig
     warm_start: dict[str, Any] | None
 
 
@@ -196,13 +196,12 @@ def _find_checkpoint(
         )
     before = run.config()
     config = _with_threads(settled(config, before), config.training.threads or before.training.threads)
-    changed = changes(before, config)
-    check_changes(changed, state.update)
+    check_changes(changes(before, config), state.update)
     check_same_data(run, inputs)
     warm_start = None
     if sha256 := ledger.file_sha256(_WARM_START):
         warm_start = json.loads(read_proven(run.path / _WARM_START, sha256, "restore it from a copy"))
-    return _Resumed(checkpoint, state, changed, warm_start), config
+    return _Resumed(checkpoint, state, before, warm_start), config
 
 
 @dataclass(slots=True)
@@ -359,14 +358,14 @@ def _describe_threads(threads: int) -> str:
     return f"{threads} thread{'s' * (threads > 1)}{note}"
 
 
-def _report_changes(changed: list[Change], config: RunConfig, update: int, progress: Progress) -> None:
-    for change in changed:
-        progress.log(f"changed: {change}")
-        if change.path == "orchestration.updates":
-            optimizer, algorithm = config.training.optimizer, config.algorithm
-            old, new = (learning_rate(optimizer, update, updates) for updates in (change.old, change.new))
-            if optimizer.decay_from < 1:
-                progress.log(f"the learning rate follows: at the next update it is {new:.3g} instead of {old:.3g}")
-            start, end = algorithm.entropy_bonus
-            if start != end:
-                progress.log(f"the entropy bonus follows: it is {end:g} after {change.new} updates")
+def _report_changes(before: RunConfig, config: RunConfig, update: int, progress: Progress) -> None:
+    """Log what is configured otherwise, and the learning rate of the next update, if it is another."""
+    old, new = (learning_rate(each.training.optimizer, update, each.orchestration.updates) for each in (before, config))
+    for change in changes(before, config):
+        if old == new or change.path not in LEARNING_RATE:
+            progress.log(f"changed: {change}")
+    if old != new:
+        progress.log(f"learning rate {old:.3g} -> {new:.3g} from update {update + 1} on")
+    start, end = config.algorithm.entropy_bonus
+    if start != end and before.orchestration.updates != (updates := config.orchestration.updates):
+        progress.log(f"the entropy bonus follows: it is {end:g} after {updates} updates")

@@ -115,6 +115,9 @@ def check_engine_config(config: EngineConfig, routing: bool = False) -> None:
             check_reports_experts(python)
 
 
+LEARNING_RATE = tuple(f"training.optimizer.{name}" for name in ("learning_rate", "warmup", "decay_from", "final_lr"))
+"""What the learning rate of each update follows from, with `orchestration.updates`."""
+
 CHANGEABLE = (
     "orchestration.updates",
     "orchestration.traced_groups",
@@ -140,6 +143,7 @@ CHANGEABLE = (
     *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
     "callbacks",
     *(f"models.*.{name}" for name in ("url", "api_key_env", "timeout")),
+    *LEARNING_RATE,
     "training.threads",
     "training.packing",
     "training.sharing",
@@ -148,7 +152,7 @@ CHANGEABLE = (
     "placement.*",
     "device",
 )
-"""Paths, and sections with all below them: pace, cost, what is stored and what is shown; never what is trained."""
+"""Paths, and sections with all below them: pace, cost, what is stored and shown; how fast is trained, never what."""
 
 _REASONS = {
     "seed": "it keys every draw",
