@@ -121,6 +121,11 @@ def write(directory: Path, family: str, tied: bool | None = None) -> Path:
     return directory
 
 
+def is_of_language(name: str) -> bool:
+    """Whether a weight or adapter of that name is of the language model."""
+    return "language_model" in name or name == "lm_head.weight"
+
+
 def original(directory: Path) -> PreTrainedModel:
     """What transformers loads by the class that the directory names, which has no missing and no unexpected names."""
     model, report = AutoModelForMultimodalLM.from_pretrained(

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForMultimodalLM
 from transformers.utils import logging
 
 from tests.models import random_groups, same_bits, weights_of
-from tests.towers import IMAGE, TOKENIZER, TOWERS, VOCABULARY, image_logits, original, tensors, write
+from tests.towers import IMAGE, TOKENIZER, TOWERS, VOCABULARY, image_logits, is_of_language, original, tensors, write
 from treadle.algorithms.config import AlgorithmConfig, KlConfig
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest
@@ -71,10 +72,6 @@ def train(learner: Learner, seed: int = 0) -> None:
 
 def restored(tensor: Tensor, other: Tensor) -> bool:
     return tensor.dtype == other.dtype and same_bits({"": tensor}, {"": other})
-
-
-def is_of_language(name: str) -> bool:
-    return "language_model" in name or name == "lm_head.weight"
 
 
 @pytest.mark.parametrize("family", TOWERS)
@@ -263,6 +260,41 @@ def test_files_of_several_parts(directories: Path, tmp_path: Path) -> None:
     export_model(tmp_path / "export", load(tmp_path / "base"), TOKENIZER)
     came, goes = tensors(tmp_path / "base"), tensors(tmp_path / "export")
     assert same_bits(came, goes)
+
+
+PUBLISHED = {
+    "gemma3": {"vision_tower.": "vision_tower.vision_model."},
+    "mistral3": {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower."},
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_other_names_that_transformers_loads(tmp_path: Path, family: str) -> None:
+    """Such as those of older checkpoints, which transformers itself would not write."""
+    base = write(tmp_path / "base", family)
+
+    def renamed(name: str) -> str:
+        return next(
+            (new + name.removeprefix(old) for old, new in PUBLISHED[family].items() if name.startswith(old)), name
+        )
+
+    save_file({renamed(n): t for n, t in tensors(base).items()}, base / "model.safetensors", {"format": "pt"})
+    original(base)
+    learner = learner_of(load(base))
+    train(learner)
+    export_model(tmp_path / "export", learner.model, TOKENIZER)
+    assert tensors(tmp_path / "export").keys() == tensors(base).keys()
+    there = original(tmp_path / "export")
+    assert torch.equal(there.get_input_embeddings().weight, learner.model.get_input_embeddings().weight)
+
+
+def test_a_class_that_needs_its_tower_for_text_is_refused_by_name(tmp_path: Path) -> None:
+    text = {**TOWERS["mistral3"]["text_config"], "model_type": "qwen2"}
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8}
+    made = AutoConfig.for_model("qwen2_audio", text_config=text, audio_config=audio, audio_token_index=IMAGE)
+    AutoModelForMultimodalLM.from_config(made).save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match="Qwen2AudioForConditionalGeneration does not compute text by its language"):
+        learner_of(load(tmp_path / "base"))
 
 
 def test_another_tower_is_another_model(directories: Path, tmp_path: Path) -> None:
