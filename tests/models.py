@@ -1,6 +1,8 @@
 """Tiny Hugging Face models, recorded groups of every shape, and references that know nothing of packing."""
 
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -96,9 +98,61 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         model_type="gemma3_text", final_logit_softcapping=1.5, layer_types=["full_attention", "full_attention"]
     ),
 }
+_DELTA: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+)
+_EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True)
+# Layers with a state beside attention: gated delta nets, Kimi delta attention, Mamba 2, short convolutions.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3-5": {"model_type": "qwen3_5_text", **_DELTA},
+    "qwen3-next": {"model_type": "qwen3_next", "shared_expert_intermediate_size": 12, **_DELTA, **_EXPERTS},
+    "olmo-hybrid": {"model_type": "olmo_hybrid", **_DELTA},
+    "kimi-linear": {
+        **MORE_FAMILIES["deepseek-latent"],
+        "model_type": "kimi_linear",
+        "num_local_experts": 4,
+        "linear_num_heads": 2,
+        "linear_head_dim": 4,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "nemotron-h": dict(
+        model_type="nemotron_h",
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=4,
+        n_groups=2,
+        chunk_size=8,
+        num_hidden_layers=3,
+        layers_block_type=["mamba", "mlp", "attention"],
+    ),
+    "granite-hybrid": dict(
+        model_type="granitemoehybrid",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["mamba", "attention"],
+        shared_intermediate_size=16,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=4,
+        mamba_chunk_size=8,
+    ),
+    "bamba": dict(
+        model_type="bamba", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=4, mamba_chunk_size=8
+    ),
+    "falcon-h1": dict(
+        model_type="falcon_h1", mamba_d_state=4, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32, mamba_chunk_size=8
+    ),
+    "mamba2": {"model_type": "mamba2", "state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "lfm2-moe": {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], **_EXPERTS},
+}
 # Their layers cannot share prefixes: each step is a row of its own.
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
-    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "gemma2": {
         "model_type": "gemma2",
         "attn_logit_softcapping": 2.0,
@@ -107,21 +161,14 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "mamba": {"model_type": "mamba", "state_size": 4},
-    "mamba2": {"model_type": "mamba2", "state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
-    "qwen3-next": {
-        "model_type": "qwen3_next",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 12,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 4,
-    },
-    "falcon-h1": dict(
-        model_type="falcon_h1", mamba_d_state=4, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32, mamba_chunk_size=8
+    "jamba": dict(
+        model_type="jamba",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=3,
+        mamba_d_state=4,
+        use_mamba_kernels=False,
     ),
 }
 # In float64, how far from exact: what transformers computes in float32 whatever a model's type (rotary embeddings,
@@ -131,11 +178,9 @@ INEXACT = {
     "deepseek-latent": 1e-6,
     "gemma2": 1e-6,
     "mamba": 1e-6,
-    "mamba2": 1e-6,
-    "qwen3-next": 1e-5,
-    "falcon-h1": 1e-6,
+    "jamba": 1e-6,
 }
-_EVERY = {**FAMILIES, **MORE_FAMILIES, **ROW_FAMILIES}
+_EVERY = {**FAMILIES, **MORE_FAMILIES, **HYBRIDS, **ROW_FAMILIES}
 
 
 def tiny(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
@@ -191,8 +236,27 @@ def keep_norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
     return model.double()
 
 
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the model float64 throughout: its file is read anew with float64 where it says float32."""
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    for single, double in (
+        ("torch.float32", "torch.float64"),
+        (".float()", ".double()"),
+        ("torch.float,", "torch.double,"),
+    ):
+        source = source.replace(single, double)
+    read = {**vars(sys.modules[type(model).__module__])}
+    exec(compile(source, read["__file__"], "exec"), read)
+    for module in model.modules():
+        if type(module).__module__ == type(model).__module__:
+            module.__class__ = read[type(module).__name__]
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the default has no float64
+    return model.double()
+
+
 def exact(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
-    return keep_norms_in_float64(tiny(family, seed, **fields))
+    return (in_float64 if family in HYBRIDS else keep_norms_in_float64)(tiny(family, seed, **fields))
 
 
 # Recorded groups

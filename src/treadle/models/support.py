@@ -9,37 +9,42 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from treadle.core.errors import ConfigError
 
-_LAYERS = {"full_attention", "attention", "sliding_attention"}
-# Configurations of state-space and gated-delta models that name no layer types.
-_RECURRENT = ("ssm_cfg", "state_size", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "lru_width", "wkv_version")
-_RECURRENT_TYPES = {"rwkv", "xlstm"}  # nor any field of that kind
+_ATTENTION = {"full_attention", "attention", "sliding_attention"}
+_STATEFUL = {"linear_attention", "mamba", "mamba2", "conv", "hybrid"}  # hybrid: attention and Mamba side by side
+_MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}  # transformers' layer begins anew with several tokens
+_NO_MIXER = {"mlp", "moe"}  # blocks of Nemotron-H that look at one token alone
 
 
 def require_plain_attention(model: PreTrainedModel) -> None:
     """Raise ConfigError for a model with layers that are not attention (state-space, gated delta, ...)."""
-    if others := sorted(_layer_kinds(model.config.get_text_config()) - _LAYERS):
+    if others := sorted(set(_layer_kinds(model.config.get_text_config())) - _ATTENTION):
         raise ConfigError(
             f"model type {model.config.model_type!r} has layers {others}; full and sliding attention are supported"
         )
 
 
-def _layer_kinds(text: PretrainedConfig) -> set[str]:
-    """The kinds of layers that a configuration names."""
-    return set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+def _layer_kinds(text: PretrainedConfig) -> list[str]:
+    """Return the kinds of layers that a configuration names, in order."""
+    return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+
+
+def mixing_layers(config: PretrainedConfig) -> set[int]:
+    """Return the numbers of the layers in which tokens see others."""
+    text = config.get_text_config()
+    kinds = _layer_kinds(text) or [""] * text.num_hidden_layers
+    return {number for number, kind in enumerate(kinds) if kind not in _NO_MIXER}
 
 
 def why_not_packable(config: PretrainedConfig) -> str | None:
-    """Return why the model's layers cannot share prefixes, or None where they can.
+    """Return why the model's layers cannot share prefixes, or None where they can, as far as its configuration tells.
 
     Such a model keeps its own attention and computes every step as a row of its own.
     """
     text = config.get_text_config()
-    if strange := _layer_kinds(text) - _LAYERS:
+    if strange := set(_layer_kinds(text)) - _ATTENTION - _STATEFUL - _NO_MIXER:
         return f"it has {', '.join(sorted(strange))} layers"
-    if recurrent := [name for name in _RECURRENT if getattr(text, name, None) is not None]:
-        return f"it has recurrent layers ({recurrent[0]} is set)"
-    if text.model_type in _RECURRENT_TYPES:
-        return f"it has recurrent layers (model_type is {text.model_type})"
+    if text.model_type in _MAMBA_1:
+        return "its Mamba layers do not go on from a state with several tokens"
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         return "it has cross-attention"
     if getattr(text, "attn_logit_softcapping", None) is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treadle.core.errors import DataError
 from treadle.core.types import Ids, Routing
@@ -197,6 +198,8 @@ class MicroBatch:
     context int64[C]: nodes of the tree, root first: the ancestors of its first node. Key j < C has position j.
     subtree_end int64[C + T]: node i sees key j exactly if j <= C + i < subtree_end[j].
     source int64[P]: the node to read a pair's distribution at. target_ids int32[P], flat int64[P]: see `PrefixTree`.
+    branches bool[T]: whether a node is the last one before a branch of the tree. kept bool[T]: whether later
+    micro-batches have descendants of it.
     routing int16[T, M, k]: the experts to be replayed, -1 where none are; None if none are anywhere.
     """
 
@@ -208,6 +211,8 @@ class MicroBatch:
     source: Indices
     target_ids: Ids
     flat: Indices
+    branches: NDArray[np.bool_]
+    kept: NDArray[np.bool_]
     routing: Routing | None = None
 
 
@@ -220,18 +225,20 @@ def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
     """
     pairs = np.argsort(tree.source, kind="stable")
     sources = tree.source[pairs]
-    context = np.empty(0, np.int64)
+    context, branches = np.empty(0, np.int64), tree.branches
     pieces = []
     for start in range(0, len(tree), budget):
         end = min(start + budget, len(tree))
         first, last = np.searchsorted(sources, (start, end))
-        pieces.append(_chunk(tree, start, end, context, np.sort(pairs[first:last])))
+        pieces.append(_chunk(tree, start, end, context, np.sort(pairs[first:last]), branches))
         keys = np.concatenate([context, np.arange(start, end)])
         context = keys[tree.subtree_end[keys] > end]
     return pieces + [_padding(len(tree) + i) for i in range(count - len(pieces))]
 
 
-def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indices) -> MicroBatch:
+def _chunk(
+    tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indices, branches: NDArray[np.bool_]
+) -> MicroBatch:
     keys = np.concatenate([context, np.arange(start, end)])
     return MicroBatch(
         start=start,
@@ -242,6 +249,8 @@ def _chunk(tree: PrefixTree, start: int, end: int, context: Indices, pairs: Indi
         source=tree.source[pairs] - start,
         target_ids=tree.target_ids[pairs],
         flat=tree.flat[pairs],
+        branches=branches[start:end],
+        kept=tree.subtree_end[start:end] > end,
         routing=_routing(tree, start, end),
     )
 
@@ -258,6 +267,8 @@ def _padding(start: int) -> MicroBatch:
         none,
         np.empty(0, np.int32),
         none,
+        np.ones(1, np.bool_),
+        np.zeros(1, np.bool_),
     )
 
 

@@ -85,6 +85,12 @@ class PrefixTree:
         """Whether some node has more than one child."""
         return bool(((self.depth[1:] != self.depth[:-1] + 1) & (self.depth[1:] > 0)).any())
 
+    @property
+    def branches(self) -> NDArray[np.bool_]:
+        """Return bool[T], whether a node is the last one before a branch: not followed by its only child."""
+        alone = (self.depth[1:] == self.depth[:-1] + 1) & (self.subtree_end[1:] == self.subtree_end[:-1])
+        return np.append(~alone, np.ones(min(len(self), 1), np.bool_))
+
     @classmethod
     def of(cls, calls: Sequence[PackedCall], shared: Indices) -> PrefixTree:
         """Return the tree of calls in depth-first order. shared: see `depth_first`; its first entry is ignored."""

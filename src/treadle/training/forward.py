@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ from treadle.models.support import refuse_randomness
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import MicroBatch, Packing, Sharing, arrange, chunks, lay_out, row_batches
 from treadle.packing.tree import PrefixTree, depth_first
-from treadle.training.attention.interface import Kernel, KeysAndValues, KeyValueStore, Shape
+from treadle.training.attention.interface import Kernel, Past, Shape, Store
 from treadle.training.attention.select import kernel_for
 from treadle.training.lm_head import MostProbable
 from treadle.training.objective import Gradient, LossGradients, TokenScores, joined
@@ -67,15 +67,14 @@ class Forward:
         self._routers = Routers.of(model) if routing else None
         self.scorer = Scorer(model, value_head)
         refuse_randomness(model)
-        self.shares = self.scorer.shares
+        if model.device.type != "meta":  # of several ranks, the first one has the weights
+            self._probe()
         if not self.shares:
             warnings.warn(
                 f"{type(model).__name__} cannot share prefixes ({self.scorer.why_not_shared}): it is trained with "
                 "packing 'step'",
                 stacklevel=1,  # one place for warm start and learner: it is shown once
             )
-        if model.device.type != "meta":  # of several ranks, the first one has the weights
-            self._probe()
 
     def configured(self, budget: int) -> Forward:
         """Return another `Forward` on the same module, in the model's precision, without gradient checkpointing."""
@@ -92,6 +91,11 @@ class Forward:
     @property
     def model(self) -> PreTrainedModel:
         return self.scorer.model
+
+    @property
+    def shares(self) -> bool:
+        """Return whether prefixes are shared; otherwise each call is a row of its own."""
+        return self.scorer.why_not_shared is None
 
     @property
     def routing(self) -> tuple[int, int, int] | None:
@@ -176,16 +180,17 @@ class Forward:
         self,
         parts: Sequence[MicroBatch],
         temperature: Tensor,
-        store: KeyValueStore,
+        store: Store,
         top: Tensor | MostProbable | None,
     ) -> TokenScores:
         """Compute without gradient, first chunk to last; if there are several, `store` then has all keys and values."""
         computed = []
         for part in parts:
-            fresh: dict[int, KeysAndValues] | None = {} if len(parts) > 1 else None
+            fresh = Past() if len(parts) > 1 else None
             with self._replayed(part):
                 computed.append(self._pairs(part, temperature, False, top, store.at(part.context), fresh))
-            store.put(part, fresh or {})
+            if fresh is not None:
+                store.put(part, fresh)
         return joined(computed)
 
     def _stream(
@@ -203,7 +208,7 @@ class Forward:
         bounds = np.cumsum([0, *(len(part.flat) for part in parts)]).tolist()
         for part, (first, end) in reversed(list(zip(parts, pairwise(bounds), strict=True))):
             context = store.leaves(part.context)
-            fresh: dict[int, KeysAndValues] = {}
+            fresh = Past()
             with self._replayed(part):
                 attached = self._pairs(part, temperature, entropy_grad, top, context, fresh)
                 _propagate(attached, slopes.at(slice(first, end)), *store.pending(part, fresh))
@@ -235,8 +240,8 @@ class Forward:
         temperature: Tensor,
         entropy_grad: bool,
         top: Tensor | MostProbable | None,
-        context: Mapping[int, KeysAndValues] | None = None,
-        fresh: dict[int, KeysAndValues] | None = None,
+        context: Past | None = None,
+        fresh: Past | None = None,
     ) -> TokenScores:
         call = Pass(
             part,
@@ -256,29 +261,51 @@ class Forward:
     # --- what could be silently wrong ---
 
     def _probe(self) -> None:
-        """Raise ConfigError unless two short sequences, packed, have the logits of the whole model alone."""
+        """Share prefixes only if some short sequences then have the logits of the whole model alone.
+
+        Raises ConfigError if they have others even as rows.
+        """
+        scorer, name = self.scorer, type(self.model).__name__
+        if self.shares:
+            try:
+                gap = self._gap()
+            except ConfigError as error:
+                scorer.why_not_shared = str(error)
+            else:
+                if not gap < self._tolerance:
+                    scorer.why_not_shared = f"packed it computes other logits than alone, by {gap:.1%}"
+        if not self.shares and not (gap := self._gap()) < self._tolerance:
+            raise ConfigError(
+                f"{name} computes other logits in a batch than alone (they differ by {gap:.1%}): its attention, "
+                "positions or head work in a way that Treadle does not know"
+            )
+
+    @property
+    def _tolerance(self) -> float:
+        return 1e-3 if self.model.dtype.itemsize >= 4 else 0.1
+
+    def _gap(self) -> float:
+        """Return by how much logits differ, packed and alone, relative to their norm."""
         model = self.model
         size = model.config.get_text_config().vocab_size
         # ordinary ids: the first ones and the last are often special tokens, with embeddings that half precision loses
-        sequences = [(np.array(ids, np.int32) + size // 2) % size for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8])]
+        sequences = [
+            (np.array(ids, np.int32) + size // 2) % size
+            for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 2, 3, 8, 9])
+        ]
         calls = [PackedCall(ids, 1, 0) for ids in sequences]
-        order, shared = depth_first(calls, (0, 0)) if self.shares else ([0, 1], np.zeros(2, np.int64))
-        [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 16)
+        order, shared = depth_first(calls, [0] * 3) if self.shares else (list(range(3)), np.zeros(3, np.int64))
+        [part] = chunks(PrefixTree.of([calls[i] for i in order], shared), 32)
         with torch.no_grad():
             alone = self.scorer.own_logits([torch.from_numpy(ids).long()[None].to(model.device) for ids in sequences])
             with self.scorer.ready():
                 packed = self.scorer.logits(part, self._kernel(part))
         expected = torch.cat([alone[i][:-1] for i in order]).float()
-        gap = float((packed.float() - expected).norm() / expected.norm())
-        if not gap < (1e-3 if model.dtype.itemsize >= 4 else 0.1):
-            raise ConfigError(
-                f"{type(model).__name__} computes other logits packed than alone (they differ by {gap:.1%}): its "
-                "attention, positions or head work in a way that Treadle does not know"
-            )
+        return float((packed.float() - expected).norm() / expected.norm())
 
 
-def _store(parts: Sequence[MicroBatch]) -> KeyValueStore:
-    return KeyValueStore(sum(len(part.token_ids) for part in parts))
+def _store(parts: Sequence[MicroBatch]) -> Store:
+    return Store(sum(len(part.token_ids) for part in parts))
 
 
 def _propagate(

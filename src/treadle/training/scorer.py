@@ -6,7 +6,7 @@ Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
-from treadle.models.support import slides, why_not_packable
+from treadle.models.states import stateful_layers
+from treadle.models.support import mixing_layers, slides, why_not_packable
 from treadle.models.weights import is_language_part
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
-from treadle.training.attention.interface import ATTENTION, Kernel, KeysAndValues, Tree
+from treadle.packing.segments import segments, together
+from treadle.training.attention.interface import ATTENTION, Kernel, Passing, Past, Tree
 from treadle.training.lm_head import Head, MostProbable, pair_logprobs
+from treadle.training.walk import waiting, walking
 
 
 class Pass:
@@ -43,13 +46,13 @@ class Pass:
         *,
         half: bool = False,
         entropy_grad: bool = False,
-        context: Mapping[int, KeysAndValues] | None = None,
-        fresh: dict[int, KeysAndValues] | None = None,
+        context: Past | None = None,
+        fresh: Past | None = None,
         top: Tensor | MostProbable | None = None,
     ) -> None:
         self.top = top
         self.part, self.temperature, self.kernel = part, temperature, kernel
-        self.half, self.entropy_grad, self.context, self.fresh = half, entropy_grad, context or {}, fresh
+        self.half, self.entropy_grad, self.context, self.fresh = half, entropy_grad, context, fresh
 
 
 class Scorer(nn.Module):
@@ -70,6 +73,7 @@ class Scorer(nn.Module):
             raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
         self.model, self.value_head = model, value_head
         self.why_not_shared = why_not_packable(model.config)
+        self._passing, self._stateful = Passing(), stateful_layers(model)
         self._head = Head.of(model)
 
     @property
@@ -108,7 +112,11 @@ class Scorer(nn.Module):
         if gradient_checkpointing:
             _checkpoint(model, enable=True)
         try:
-            yield
+            if self.shares and attention == ATTENTION:
+                with self._passing.through(model), walking(self._stateful):
+                    yield
+            else:
+                yield
         finally:
             if gradient_checkpointing:
                 _checkpoint(model, enable=False)
@@ -147,12 +155,13 @@ class Scorer(nn.Module):
 
     def _hidden(self, call: Pass, kernel: Kernel) -> Tensor:
         """Return [T, d], computed with all nodes in one row."""
-        tree, part, device = Tree(kernel, call.context, call.fresh), call.part, self.model.device
+        part, device = call.part, self.model.device
+        calls = together(segments(part), waiting(call.context)) if self._stateful else ()
+        self._passing.tree = tree = Tree(kernel, call.context, call.fresh, calls)
         hidden: Tensor = self.model.get_decoder()(
             input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
             position_ids=torch.from_numpy(part.position_ids)[None].to(device),
             use_cache=False,
-            tree=tree,
         ).last_hidden_state
         self._check(tree)
         return hidden[0]
@@ -169,11 +178,12 @@ class Scorer(nn.Module):
         return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
 
     def _check(self, tree: Tree) -> None:
-        """Raise ConfigError if a layer did not attend through the tree, or not through its window."""
+        """Raise ConfigError if a layer did neither attend through the tree, and its window, nor walk it."""
         config, name = self.model.config.get_text_config(), type(self.model).__name__
-        if len(tree.attended) != config.num_hidden_layers:
+        used, mixing = tree.walked | tree.attended.keys(), mixing_layers(config)
+        if missing := len(mixing - used):
             raise ConfigError(
-                f"{len(tree.attended)} of {config.num_hidden_layers} layers of {name} attended through the prefix "
+                f"{len(mixing) - missing} of {len(mixing)} layers of {name} attended through the prefix "
                 "tree; the others would mix sequences"
             )
         for layer, window in tree.attended.items():

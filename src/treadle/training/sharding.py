@@ -73,6 +73,8 @@ class ShardedRanks:
 
         With `read` no rank ever has a whole model, with whose log-probabilities those of the shards could be compared.
         """
+        # only the first rank could try it
+        forward.scorer.why_not_shared = self.every(lambda: forward.scorer.why_not_shared)[0]
         ids = _PROBE % forward.model.config.get_text_config().vocab_size
         wanted = forward.exact_logprobs(ids) if self.rank == 0 and read is None else None
         self._shard(forward.scorer, half)

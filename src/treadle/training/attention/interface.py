@@ -5,19 +5,21 @@ Shapes: see `treadle.training.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from treadle.core.errors import ConfigError
+from treadle.models.states import State
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
+from treadle.packing.segments import Together
 
 ATTENTION = "treadle_tree"
 
@@ -62,27 +64,74 @@ class Kernel(Protocol):
 KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as layers make them
 
 
-class Tree:
-    """Carries the tree to every attention layer of a forward pass, as its argument `tree=`.
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What layers need of nodes outside a micro-batch, or leave of those inside.
 
-    context: keys and values of the C nodes outside, by layer; none if C is 0.
-    fresh: where layers leave the keys and values of the T nodes; None if they are not needed.
-    attended: layer -> the sliding window with which it attended.
-
-    It is no dataclass, nor a dict, on purpose: FSDP2 looks into those among a module's arguments and hands the module
-    copies, in which what layers leave would be lost.
+    keys: layer -> keys and values of the nodes. states: layer -> node of the whole tree -> the state behind it.
     """
 
-    __slots__ = ("attended", "context", "fresh", "kernel")
+    keys: dict[int, KeysAndValues] = field(default_factory=dict)
+    states: dict[int, dict[int, State]] = field(default_factory=dict)
+
+
+class Tree:
+    """The tree of a forward pass, as its layers find it.
+
+    context: of the C nodes outside; empty if C is 0. fresh: where layers leave what later micro-batches need; None if
+    there are none. calls: of layers with a state. attended: layer -> the sliding window with which it attended.
+    walked: layers that computed segments.
+    """
+
+    __slots__ = ("attended", "calls", "context", "fresh", "kernel", "walked")
 
     def __init__(
         self,
         kernel: Kernel,
-        context: Mapping[int, KeysAndValues] = MappingProxyType({}),
-        fresh: dict[int, KeysAndValues] | None = None,
+        context: Past | None = None,
+        fresh: Past | None = None,
+        calls: Sequence[Together] = (),
     ) -> None:
-        self.kernel, self.context, self.fresh = kernel, context, fresh
+        self.kernel, self.context, self.fresh, self.calls = kernel, context or Past(), fresh, calls
         self.attended: dict[int, int | None] = {}
+        self.walked: set[int] = set()
+
+
+class Passing:
+    """Hands each forward pass's tree to the layers of a model.
+
+    It is hung on the layers, since models drop keyword arguments on the way to them, and a backward pass that computes
+    layers again may run in another thread.
+    """
+
+    def __init__(self) -> None:
+        self.tree: Tree | None = None
+
+    @contextmanager
+    def through(self, model: nn.Module) -> Iterator[None]:
+        layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+        for layer in layers:
+            vars(layer)[_PASSING] = self
+        try:
+            yield
+        finally:
+            self.tree = None
+            for layer in layers:
+                del vars(layer)[_PASSING]
+
+
+_PASSING = "_treadle_passing"
+
+
+def current_tree(layer: nn.Module) -> Tree:
+    """Return the tree of the forward pass that calls this layer. Raises ConfigError outside of one."""
+    passing = vars(layer).get(_PASSING)
+    if passing is None or passing.tree is None:
+        raise ConfigError(
+            f"{type(layer).__name__} has no layer_idx, by which it would find its tree; it cannot be packed"
+        )
+    tree: Tree = passing.tree
+    return tree
 
 
 def tree_attention(
@@ -94,7 +143,6 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    tree: Tree | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
@@ -104,8 +152,7 @@ def tree_attention(
     Raises ConfigError for a layer that asks for what tree attention cannot express.
     """
     name = type(module).__name__
-    if tree is None:
-        raise ConfigError(f"{name} drops keyword arguments on the way to attention; it cannot be packed")
+    tree = current_tree(module)
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"{name} uses soft-capped or sink attention, which tree attention does not implement")
     if attention_mask is not None:  # transformers makes none for attention that it does not know
@@ -118,9 +165,9 @@ def tree_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     tree.attended[layer] = sliding_window
     if tree.fresh is not None:
-        tree.fresh[layer] = key, value
-    if tree.context:
-        earlier_key, earlier_value = tree.context[layer]
+        tree.fresh.keys[layer] = key, value
+    if tree.context.keys:
+        earlier_key, earlier_value = tree.context.keys[layer]
         key, value = torch.cat([earlier_key, key], 2), torch.cat([earlier_value, value], 2)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     size = value.shape[-1]
@@ -142,12 +189,54 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
 AttentionInterface.register(ATTENTION, tree_attention)
 
 
-class KeyValueStore:
-    """Keys and values [1, K, T, D] of every layer of a tree that is computed in chunks, and gradients of that shape.
+class Store:
+    """What the layers left of a tree that is computed in chunks, and the gradients that it collects.
 
     First pass: `put` what each chunk computed; `at` returns what the next ones need of it. Second pass, last chunk
     first: `leaves` for its context, back-propagate from `pending`, `collect` what reached the leaves.
     """
+
+    def __init__(self, nodes: int) -> None:
+        self._keys = _KeyStore(nodes)
+        self._states = _StateStore()
+
+    def put(self, part: MicroBatch, fresh: Past) -> None:
+        """Store what the chunk's layers left."""
+        self._keys.put(part, fresh.keys)
+        self._states.put(fresh.states)
+
+    def at(self, context: Indices) -> Past:
+        """Return what these nodes left; nothing for an empty context."""
+        return Past(self._keys.at(context), self._states.at(context))
+
+    def leaves(self, context: Indices) -> Past:
+        """Return the same as `at`, as leaves that collect gradients."""
+        past = self.at(context)
+        for tensor in _tensors(past):
+            tensor.requires_grad_()
+        return past
+
+    def pending(self, part: MicroBatch, fresh: Past) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what the chunk left, and for each tensor the gradient that later chunks have collected for it."""
+        pairs = [*self._keys.pending(part, fresh.keys), *self._states.pending(fresh.states)]
+        return [root for root, _ in pairs], [gradient for _, gradient in pairs]
+
+    def collect(self, context: Indices, leaves: Past) -> None:
+        """Add the leaves' gradients to those of the context's nodes."""
+        self._keys.collect(context, leaves.keys)
+        self._states.collect(leaves.states)
+
+
+def _tensors(past: Past) -> Iterator[Tensor]:
+    for pair in past.keys.values():
+        yield from pair
+    for nodes in past.states.values():
+        for state in nodes.values():
+            yield from state.values()
+
+
+class _KeyStore:
+    """Keys and values [1, K, T, D] of every layer, and gradients of that shape."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
@@ -155,7 +244,6 @@ class KeyValueStore:
         self._gradients: dict[int, KeysAndValues] = {}
 
     def put(self, part: MicroBatch, fresh: Mapping[int, KeysAndValues]) -> None:
-        """Store the keys and values [1, K, n, D] that the chunk's layers computed, by layer."""
         for layer, made in fresh.items():
             if layer not in self._values:
                 self._values[layer] = _empty(made, self.nodes)
@@ -172,22 +260,13 @@ class KeyValueStore:
             selected[layer] = key.index_select(2, rows), value.index_select(2, rows)
         return selected
 
-    def leaves(self, context: Indices) -> dict[int, KeysAndValues]:
-        """Return the same as `at`, as leaves that collect gradients."""
-        return {layer: (k.requires_grad_(), v.requires_grad_()) for layer, (k, v) in self.at(context).items()}
-
-    def pending(self, part: MicroBatch, fresh: Mapping[int, KeysAndValues]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the chunk's keys and values, and for each the gradient that later chunks have collected for it."""
+    def pending(self, part: MicroBatch, fresh: Mapping[int, KeysAndValues]) -> Iterator[tuple[Tensor, Tensor]]:
         rows = slice(part.start, part.start + len(part.token_ids))
-        roots, gradients = [], []
         for layer, collected in self._gradients.items():
             for made, gradient in zip(fresh[layer], collected, strict=True):
-                roots.append(made)
-                gradients.append(gradient[:, :, rows].to(made.dtype))
-        return roots, gradients
+                yield made, gradient[:, :, rows].to(made.dtype)
 
     def collect(self, context: Indices, leaves: Mapping[int, KeysAndValues]) -> None:
-        """Add the leaves' gradients to those of the context's nodes."""
         for layer, pair in leaves.items():
             if layer not in self._gradients:
                 wide = tuple(x.to(torch.promote_types(x.dtype, torch.float32)) for x in pair)
@@ -201,3 +280,45 @@ class KeyValueStore:
 def _empty(like: tuple[Tensor, ...], nodes: int) -> KeysAndValues:
     key, value = (x.new_empty(1, x.shape[1], nodes, x.shape[3]) for x in like)
     return key, value
+
+
+class _StateStore:
+    """States behind the nodes where other chunks go on, and their gradients."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, dict[int, State]] = {}
+        self._gradients: dict[tuple[int, int, tuple[str, int]], Tensor] = {}  # layer, node, name
+
+    def put(self, fresh: Mapping[int, Mapping[int, State]]) -> None:
+        for layer, states in fresh.items():
+            held = self._values.setdefault(layer, {})
+            for node, state in states.items():
+                held[node] = {name: tensor.detach() for name, tensor in state.items()}
+
+    def at(self, context: Indices) -> dict[int, dict[int, State]]:
+        """Return the states behind those of these nodes that have one."""
+        nodes = context.tolist()
+        return {
+            layer: {
+                node: {name: tensor.detach() for name, tensor in held[node].items()} for node in nodes if node in held
+            }
+            for layer, held in self._values.items()
+            if nodes
+        }
+
+    def pending(self, fresh: Mapping[int, Mapping[int, State]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for layer, states in fresh.items():
+            for node, state in states.items():
+                for name, made in state.items():
+                    if (gradient := self._gradients.pop((layer, node, name), None)) is not None:
+                        yield made, gradient.to(made.dtype)
+
+    def collect(self, leaves: Mapping[int, Mapping[int, State]]) -> None:
+        for layer, states in leaves.items():
+            for node, state in states.items():
+                for name, leaf in state.items():
+                    if leaf.grad is not None:
+                        wide = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
+                        place = layer, node, name
+                        before = self._gradients.get(place)
+                        self._gradients[place] = wide if before is None else before + wide
