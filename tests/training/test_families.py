@@ -272,7 +272,7 @@ def test_every_packing_is_step_there(layout: str) -> None:
     )
     for ranks in (1, 3):
         found, _ = over_ranks(learner, groups, None, ranks)
-        assert distance(found, wanted) <= 1e-12 * norm(wanted)
+        assert distance(found, wanted) <= INEXACT["gemma2"] * norm(wanted)
     _, metrics = accumulated(learner, groups)
     trained = [step for step in flatten(groups).steps if len(step.completion_ids)]
     assert metrics["packed_sequences"] == len(trained)
@@ -293,16 +293,9 @@ def test_a_step_longer_than_the_budget_is_an_error_there() -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("mamba", {}, "linear_attention"),
-        ("falcon_mamba", {}, "linear_attention"),
-        ("jamba", {}, "linear_attention"),
-        ("bamba", {}, "linear_attention"),
-        ("recurrent_gemma", {}, "linear_attention|recurrent layers"),
-        ("minimax", {}, "linear_attention"),
-        ("qwen3_5_text", {}, "linear_attention"),
-        ("rwkv", {}, "model_type is rwkv"),
-        ("xlstm", {}, "model_type is xlstm"),
-        ("falcon_h1", {}, "hybrid"),
+        ("mamba", {}, "Mamba layers"),
+        ("falcon_mamba", {}, "Mamba layers"),
+        ("jamba", {}, "Mamba layers"),
         ("llama4_text", {}, "chunked_attention"),
         ("deepseek_v32", {}, "indexed_attention"),
         ("bart", {}, "cross-attention"),
@@ -334,9 +327,10 @@ def test_layers_that_cannot_share_prefixes_are_told_from_the_configuration(
             "glm4",
         ),
         *("smollm3", "starcoder2", "ernie4_5", "exaone4", "deepseek_v3", "opt", "gpt2", "gpt_neox", "seed_oss"),
+        *("qwen3_5_text", "qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2", "mamba2", "granitemoehybrid"),
     ],
 )
-def test_plain_attention_is_told_from_the_configuration(model_type: str) -> None:
+def test_what_can_share_prefixes_is_told_from_the_configuration(model_type: str) -> None:
     assert why_not_packable(AutoConfig.for_model(model_type)) is None
 
 

@@ -100,14 +100,18 @@ def together(of: Sequence[Segment], waiting: Collection[int] = ()) -> list[Toget
         single = segment.length == 1 and segment.before is not None and not behind
         if single:
             waits.add(segment.last)
-        exact = segment.length if segment.leaves else 0
-        groups[depth, segment.before is None, behind, single, exact].append(segment)
+        groups[depth, segment.before is None, behind, single, _exact(segment)].append(segment)
     return [
         Together(bucket, behind, single)
         for key in sorted(groups)
         for _, _, behind, single, _ in [key]
         for bucket in _buckets(groups[key])
     ]
+
+
+def _exact(segment: Segment) -> int:
+    """Return the length that all of a call must have, 0 where shorter ones can be padded."""
+    return segment.length if segment.leaves else 0
 
 
 def _buckets(alike: Sequence[Segment]) -> Iterator[list[Segment]]:
