@@ -29,6 +29,7 @@ from treadle.models.chat import load_chat
 from treadle.orchestration import train
 from treadle.orchestration.config import SCHEMA_VERSION
 from treadle.orchestration.loop import Checkpointer
+from treadle.orchestration.reporting.callbacks import RunStatus
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.setup.device import settled
 from treadle.orchestration.setup.inputs import Inputs, make_inputs
@@ -290,6 +291,9 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert (summary["stopped_early"], summary["updates"], summary["held_out_success_after"]) == (True, done, None)
     assert not (path / "summary.json").exists()
     assert (path / "checkpoints" / f"step-{done:06d}").is_dir()
+    status = RunStatus.read(path / "status.json")
+    assert status is not None and status.interrupted
+    assert f" after update {done} of 4; resume with: " in status.doing(RunDirectory(path))
     resumed = resume(path)
     check_finished(path)
     if per_batch == 1:

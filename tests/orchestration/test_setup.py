@@ -291,6 +291,10 @@ def test_the_second_run_reads_the_first_ones_warm_start(tmp_path: Path, cache: P
     assert len(list(cache.iterdir())) == 1
     cold = start(tmp_path / "cold", *WARM[-2:])
     assert cold["warm_start"] is None
+    for name, phases in (("first", ["warm start"]), ("second", ["warm start"]), ("cold", [])):
+        rows = RunDirectory.open(tmp_path / name).intervals()
+        assert [row["phase"] for row in rows if (row["phase"], row["update"]) == ("warm start", 0)] == phases
+        assert rows == sorted(rows, key=lambda row: float(row["started"]))
     assert cold["weights_sha256"] != first["weights_sha256"]
 
 

@@ -1,11 +1,12 @@
 // What the pages' pure functions return for a few values; tests/view/test_browser.py says what it must be.
 async () => {
   const {visible, scaleOf, figure, smoothed, band, aligned, tokenColour, rangeOf, duration, tally} = await import("/static/format.js");
-  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf} =
+  const {unitsOf, chunked, messagesOf, lanesOf, routeOf, link, pathTo, lanesInTime, alike, breaksOf, phasesOf, stretchesOf, isMidWord} =
     await import("/static/sequence.js");
-  const {liesUpon} = await import("/static/charts.js");
+  const {lastUntil, liesUpon} = await import("/static/charts.js");
   const {filterOf, panelsOf} = await import("/static/run.js");
   const zeros = panelsOf([{update: 1, reward_mean: 0, success: 0, entropy: 0, failed: 0, kl: null, more: 0}, {update: 2, reward_mean: 0, shaped_reward_mean: null}]);
+  const gaps = {update: 1, logprob_gap_kl: 1e-9, kl: null, kl_coef: 0};
   const segments = [
     {parent: -1, depth: 0, ids: [1, 2], steps: [0, 1], sampled: [], joined: [[0, 2, "é"]]},
     {parent: 0, depth: 2, ids: [3], steps: [0], sampled: [0], joined: []},
@@ -22,6 +23,10 @@ async () => {
     figures: [0.41234, 12345.6, 3.14e-6, null, NaN, 7].map((value) => figure(value)),
     duration: duration(4000),
     zeros: [zeros.panels.map((panel) => [panel.title, panel.own]), zeros.rest],
+    kl: [[gaps], [{...gaps, kl: 0.1}]].map((rows) => panelsOf(rows).panels.map((panel) => [panel.title, panel.own])),
+    last: [5, 2, 0].map((update) => lastUntil({label: "", points: [[1, 0.2], [3, 0.5], [4, null]]}, update)),
+    inside: [["47", "8"], ["3", ".14"], ["3.", "14"], ["x -", "5"], ["foo_", "bar"], ["3", "."], ["a", " b"], ["中", "文"], ["", "5"], ["1\n", "2"]]
+      .map(([before, after]) => isMidWord(before, after)),
     smoothed: smoothed([1, null, 3, 5], 3),
     band: band([[[1, 2], [2, 4]], [[2, 6], [3, 1]]]),
     aligned: aligned([{points: [[2, 5]]}, {points: [[1, 3]]}]),

@@ -1,9 +1,11 @@
 """Every page in a real browser: what it shows is what the ledger and the shards hold; hostile text stays text."""
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,8 +15,9 @@ import pytest
 
 from tests.cli.worlds import compacted, record
 from tests.view.browser import PHONE, WIDE, Viewer, serving
-from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_run
+from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_calls, record_run
 from tests.worlds import make_group
+from treadle.core.engine import ProcessId
 from treadle.core.types import Status, Trajectory
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.rollout_store import write_shard
@@ -127,10 +130,69 @@ def test_the_templates_tokens_can_be_hidden(viewer: Viewer) -> None:
     assert page.locator("#step-0 .message .body").all_inner_texts() == ["Search, then answer.", "What boss?", " page"]
 
 
+def test_calls_are_open_and_no_number_is_cut(browser: Any, tmp_path: Path) -> None:
+    with serving([record_calls(tmp_path / "run", tmp_path / "tokenizer")]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        page = viewer.open("#/run/run/trajectory/g000000.0", ".message .call")
+        assert [page.locator(f"details.{kind}[open]").count() for kind in ("call", "thought")] == [1, 0]
+        sides = ("client", "scroll")
+        height, whole = (page.evaluate(f"document.querySelector('.call > div').{side}Height") for side in sides)
+        assert '"sum": 478' in viewer.text(".call") and 100 < height < whole
+        viewer.open("#/run/run/group/g000000", ".sibling")
+        for sibling, number in zip(page.query_selector_all(".sibling .body"), (478, 471), strict=True):
+            assert sibling.inner_text().startswith(f'{number}, "rows"')
+        assert viewer.complaints == []
+        viewer.close()
+
+
+def test_an_overlay_names_runs_and_shows_the_last_value_of_each(browser: Any, tmp_path: Path) -> None:
+    many = (
+        "training.optimizer.learning_rate=0.5",
+        "evaluation.every=9",
+        "training.packing=step",
+        "rollout.max_steps=9",
+    )
+    runs = [record_run(tmp_path / "long"), record_run(tmp_path / "short", *many, updates=3)]
+    with serving(runs) as url:
+        viewer = Viewer(browser, url, WIDE)
+        page = viewer.open("#/compare?run=long&run=short", ".chart .u-over")
+        shown = viewer.text(".chart:has-text('Sampled tokens') .legend").split("\n")
+        assert [" ".join(key.split()) for key in shown] == ["long 32", "short 23 at 3"]
+        assert "rollout.max_steps=9" in viewer.text(".groups-key")
+        assert "2 more settings that differ" in viewer.text(".groups-key")
+        assert "–" not in "".join(page.locator(".legend").all_inner_texts())
+        assert viewer.complaints == []
+        viewer.close()
+
+
+def test_runs_with_problems_are_those_that_warn_or_failed(browser: Any, recorded: Path, tmp_path: Path) -> None:
+    names = ("well", "failed", "warned", "interrupted")
+    runs = {name: Path(shutil.copytree(recorded, tmp_path / name)) for name in names}
+    status = {"process": asdict(ProcessId.own()), "written": 1000.0}
+    for name, error in (("failed", "RunError: disk full"), ("interrupted", "KeyboardInterrupt")):
+        (runs[name] / "status.json").write_text(json.dumps({**status, "error": error}))
+    tools = {"env/tool_calls": 3.0, "env/tool_errors": 3.0}
+    row = {"kind": "update", "update": UPDATES + 1, "version": UPDATES, "wall_seconds": 80.0, **tools}
+    RunDirectory(runs["warned"]).log(row)
+    with serving([tmp_path]) as url:
+        viewer = Viewer(browser, url, WIDE)
+        page = viewer.open("#/", ".run")
+        assert page.locator(".run").count() == 4
+        page.click(".chip:has-text('with problems')")
+        viewer.until("document.querySelectorAll('.run').length === 2")
+        assert {*page.locator(".run .name").all_inner_texts()} == {"failed", "warned"}
+        assert "disk full" in viewer.text(".run:has-text('failed') .now")
+        viewer.close()
+
+
 @slow
 def test_a_phase_of_the_timeline_leads_to_its_groups(viewer: Viewer) -> None:
     page = viewer.open("#/run/recorded/timeline", ".run-time rect")
-    viewer.until(f"document.querySelectorAll('.run-time rect').length === {2 * UPDATES + 2}")
+    viewer.until(f"document.querySelectorAll('.run-time rect').length === {2 * UPDATES + 3}")
+    page.click(".phase-warm-start >> nth=0")
+    assert (
+        "before training: warm start, 50 s" in viewer.text(".tree-note") and page.locator(".attempts-time").count() == 0
+    )
     page.hover(".phase-update >> nth=0")
     assert "update" in viewer.text(".tree-note") and "2 s" in viewer.text(".tree-note")
     page.click(".phase-update >> nth=0")
@@ -316,6 +378,10 @@ def test_pure_functions(viewer: Viewer) -> None:
     assert found["duration"] == "67 min"
     panels = [["Reward", ["reward_mean"]], ["Success in training", ["success"]], ["Entropy", ["entropy"]]]
     assert found["zeros"] == [panels, ["failed", "more"]]
+    gap = ["Log-prob gap as KL, engine to learner", ["logprob_gap_kl"]]
+    assert found["kl"] == [[gap], [gap, ["KL to the reference", ["kl"]]]]
+    assert found["last"] == [[3, 0.5], [1, 0.2], [0, None]]
+    assert found["inside"] == [True, True, True, True, True, False, False, False, False, False]
     assert found["smoothed"] == [1, None, 4, 4]
     assert found["band"] == {"mean": [[2, 5]], "low": [[2, 4]], "high": [[2, 6]]}
     assert found["aligned"] == [[1, 2], [None, 5], [3, None]]

@@ -11,11 +11,13 @@ import pytest
 from tests.view.conftest import asking
 from treadle.core.engine import ProcessId
 from treadle.orchestration.reporting.callbacks import LiveStatus, RunStatus
+from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.view.recorded_run import RecordedRun
 
 STATUS = RunStatus(
     ProcessId.own(), written=1000.0, update=4, updates=10, phase="rollout", done=12, total=64, since=992.0
 )
+STOP = "KeyboardInterrupt"
 WARMING = replace(STATUS, done=5, total=20, phase="warm start")
 
 
@@ -27,7 +29,10 @@ WARMING = replace(STATUS, done=5, total=20, phase="warm start")
         (replace(STATUS, total=0), "in progress", "rollout for 9 s", "about 36 s left"),
         (replace(STATUS, written=900.0), "in progress", "no status for 2 min, since rollout: the process may be", None),
         (replace(STATUS, error="RunError: disk full"), "stopped", "RunError: disk full", ""),
-        (STATUS, "stopped", "during rollout", ""),
+        (STATUS, "stopped", "during rollout; resume with: treadle train", ""),
+        (replace(STATUS, interrupted=True), "stopped", "after update 4 of 10; resume with: treadle train", ""),
+        (replace(STATUS, error=STOP), "stopped", "during rollout; resume with: treadle train", ""),
+        (replace(STATUS, interrupted=True), "finished", "ended 1970", ""),
     ],
 )  # fmt: skip
 def test_it_is_said_in_words(
@@ -35,10 +40,14 @@ def test_it_is_said_in_words(
 ) -> None:
     run = RecordedRun(recorded, "recorded")
     monkeypatch.setattr(RunStatus, "read", lambda path: status)
-    monkeypatch.setattr(run.directory, "state", lambda: state)
+    monkeypatch.setattr(RunDirectory, "state", lambda self: state)
+    monkeypatch.setattr(RunDirectory, "has_checkpoint", True)
     monkeypatch.setattr(time, "time", lambda: 1001.0)
     now = run.now()
     assert doing in now["doing"] and left in (now["left"], None)
+    by_a_person = status.interrupted or status.error == STOP
+    assert now["doing"].startswith("interrupted") == (state == "stopped" and by_a_person)
+    assert now["has_failed"] == (status.error == "RunError: disk full")
 
 
 def test_a_publication_begins_when_the_update_has_ended(tmp_path: Path) -> None:
@@ -54,12 +63,17 @@ def test_a_publication_begins_when_the_update_has_ended(tmp_path: Path) -> None:
 
 
 def test_the_pages_are_told_what_a_run_does(recorded: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    run = Path(shutil.copytree(recorded, tmp_path / "a folder" / "run"))
     get = asking(run)
-    assert get("changes")["runs"]["run"]["now"] == {"state": "stopped", "doing": "", "left": "", "message": ""}
-    status = replace(STATUS, error="KeyboardInterrupt", written=time.time())
+    nothing = {"state": "stopped", "doing": "", "left": "", "message": "", "has_failed": False}
+    assert get("changes")["runs"]["run"]["now"] == nothing
+    status = replace(STATUS, error=STOP, written=time.time())
     (run / "status.json").write_text(json.dumps(asdict(status)))
-    assert get("changes")["runs"]["run"]["now"]["doing"].endswith(": KeyboardInterrupt")
+    doing = get("changes")["runs"]["run"]["now"]["doing"]
+    assert doing.startswith("interrupted ") and doing.endswith(", during rollout; there is no checkpoint to resume")
+    (run / "checkpoints" / "step-000001").mkdir()
+    doing = get("changes")["runs"]["run"]["now"]["doing"]
+    assert doing.endswith(f"; resume with: treadle train '{run}' --resume")
     (run / "status.json").write_text('{"of another version": 1}')
     assert get("changes")["runs"]["run"]["now"]["doing"] == ""
 

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import stat
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,11 +18,13 @@ from starlette.testclient import TestClient
 from tests.cli.worlds import files
 from tests.orchestration.runs import change_ledger
 from tests.view.conftest import Get, asking
-from tests.view.worlds import ESCAPES, UPDATES, log_update, record_run
+from tests.view.worlds import ESCAPES, UPDATES, attempt, evaluated, log_update, record_run
+from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason
 from treadle.orchestration.store.ledger import Ledger
 from treadle.orchestration.store.ledger_reader import LoopState
+from treadle.orchestration.store.rollout_store import write_shard
 from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.orchestration.store.tables import update
 from treadle.view import trajectories
@@ -254,6 +257,35 @@ def test_the_table_is_sorted_and_cut_into_pages(get: Get, sort: str) -> None:
         assert values == sorted(values, reverse=True)
 
 
+def test_groups_are_in_order_whichever_ended_first(recorded: Path, tmp_path: Path) -> None:
+    """Also those that a sort does not tell apart, and the neighbors of a group or a trajectory."""
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    made = [make_group(n, *(attempt(n, k, [make_step()]) for k in (1, 0))) for n in (479, 477, 478)]
+    late = [replace(group, group_id=f"e000002-{n:04d}") for group, n in zip(evaluated(2), (0, 1, 2), strict=True)]
+    with closing(Ledger(run / "ledger.sqlite")) as ledger:
+        for group in (made[0], late[2], made[1], late[0], made[2], late[1]):
+            split = "train" if group in made else "held_out"
+            ledger.record([group], split, 2, write_shard(run / "rollouts", f"of-{group.group_id}", [group]))
+    get = asking(run)
+
+    def listed(**query: Any) -> list[str]:
+        return [row["group_id"] for row in get("runs/run/groups", limit=200, **query)["rows"]]
+
+    everything = listed(descending=False)
+    trained = ["g000477", "g000478", "g000479"]
+    assert everything[-6:] == [*trained, "e000002-0000", "e000002-0001", "e000002-0002"]
+    assert listed() == everything[::-1]
+    for sort in ("update", "reward", "seconds"):
+        assert listed(sort=sort, search="g00047", descending=False) == trained
+    group = get("runs/run/groups/g000478")
+    assert (group["previous"], group["next"]) == ("g000477", "g000479")
+    trajectory = get("runs/run/trajectories/g000478.1")
+    assert (trajectory["previous"], trajectory["next"]) == ("g000478.0", "g000479.0")
+    assert get("runs/run/trajectories/g000478.0")["previous"] == "g000477.1"
+    first, last = (f"runs/run/groups/{name}" for name in (everything[0], everything[-1]))
+    assert get(first)["previous"] is get(last)["next"] is None
+
+
 def test_text_is_found_and_a_task_followed(get: Get, recorded: Path) -> None:
     found = get(f"{RUN}/search", update=1, text="rome")
     assert {place["trajectory_id"] for place in found["found"]} >= {"g000000.0", "e000001-0000.0"}
@@ -305,6 +337,18 @@ def test_failed_attempts_are_no_losses(tmp_path: Path) -> None:
     assert changes == {"h0": ("gained", [0, 1]), "h1": ("ungraded", [0, None]), "h2": ("unchanged", [0, 0])}
 
 
+def test_the_list_warns_of_what_a_runs_own_page_warns(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run")
+    row = {"kind": "update", "version": 0, "reward_mean": 0.0, "reward_positive": 0.0, "trajectories": 4, "failed": 0}
+    for number in range(UPDATES + 1, UPDATES + 9):
+        RunDirectory(run).log({**row, "update": number, "wall_seconds": 6.0 * number})
+    (run / "summary.json").write_text("{")
+    get = asking(run)
+    [listed] = get("runs")["runs"]
+    assert len(listed["problems"]) == 3 and listed["problems"] == get("runs/run")["problems"]
+    assert "summary.json cannot be read" in listed["problems"][0] and "held-out" in listed["problems"][1]
+
+
 def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
     other = record_run(tmp_path / "other", "training.optimizer.learning_rate=0.5", updates=3)
     twin = record_run(tmp_path / "twin", "seed=9")
@@ -312,6 +356,8 @@ def test_runs_are_compared(recorded: Path, tmp_path: Path) -> None:
     assert sorted(map(len, (group["runs"] for group in found["groups"]))) == [1, 2]
     rows = {row["path"]: row["values"] for row in found["differences"]}
     assert rows["training.optimizer.learning_rate"][1] == "0.5" and rows["seed"][2] == "9"
+    [settings] = [group["settings"] for group in found["groups"] if group["runs"] == ["other"]]
+    assert "training.optimizer.learning_rate=0.5" in settings and found["hidden"] == 0
 
 
 def test_of_a_mapping_only_the_entries_that_differ_are_named(recorded: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A recorded run with all that a page can show: forks, breaks, failures, dropped and stale steps, hostile text."""
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -125,6 +126,8 @@ def log_update(run: RunDirectory, update: int) -> None:
     """Log one more update, and an evaluation at every sixth."""
     began = 6.0 * (update - 1)
     evaluated = [("evaluation", 5.2, 0.5)] if update % 6 == 0 else []
+    if update == 0:
+        run.log_interval({"update": 0, "phase": "warm start", "started": 4940, "seconds": 50.0})
     for phase, after, seconds in (("rollout", 0.0, 3.0), ("update", 3.0, 2.0), ("publish", 5.0, 0.1), *evaluated):
         if update:
             started = 5000 + began + after
@@ -145,6 +148,20 @@ def log_update(run: RunDirectory, update: int) -> None:
             "success": update / 15, "reward_mean": update / 15, "steps_mean": 2.0, "by": {}, "by_tasks": {},
             "metrics": {}, "pass_at": {},
         })  # fmt: skip
+
+
+def record_calls(path: Path, tokenizer: Path) -> Path:
+    """Record a group of two attempts whose calls of a tool differ in the last digit of a number, a token of its own."""
+    PLAIN.save_pretrained(str(tokenizer))
+    run = RunDirectory.create(path, tiny(f"model.tokenizer={tokenizer}"))
+    run.close()
+    prompt, rows = plain_ids(chatml([user("How many?")])), [f"row {n}" for n in range(300)]
+    calls = [json.dumps({"sum": number, "rows": rows}) for number in (478, 471)]
+    replies = [f"<think>Count.</think><tool_call>{call}</tool_call>" for call in calls]
+    played = make_group(0, *(attempt(0, n, [make_step(prompt, [*plain_ids(r), END])]) for n, r in enumerate(replies)))
+    with closing(Ledger(run.ledger_file)) as ledger:
+        ledger.record([played], "train", 0, write_shard(run.rollouts, "train-g000000", [played]))
+    return path
 
 
 def record_hostile(path: Path, tokenizer: Path) -> Path:

@@ -329,7 +329,7 @@ def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
         return [f"{directory.path}: {state}; it has no status.json{' yet' if state == 'in progress' else ''}"]
     lines: list[str | Table] = [
         f"{directory.path}: {state}, update {status.update} of {status.updates}",
-        status.doing(state),
+        status.doing(directory),
     ]
     if state != "in progress":
         return lines

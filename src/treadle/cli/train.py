@@ -46,7 +46,7 @@ def run_train(options: argparse.Namespace) -> int:
     check_config(config)
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
-        command = shlex.join(["treadle", "train", str(path), "--resume"])
+        command = RunDirectory(path).resume_command
         try:
             with make_progress(config) as progress:
                 with loading(progress):

@@ -29,7 +29,7 @@ from treadle.orchestration.config import RunConfig
 from treadle.orchestration.loop import Loop, StartingPoint, make_loop
 from treadle.orchestration.reporting.callbacks import Callbacks, JsonLines, LiveStatus, Progress, RunStart
 from treadle.orchestration.reporting.curve import RunMetrics, draw_runs
-from treadle.orchestration.reporting.reporter import Clock, run_summary
+from treadle.orchestration.reporting.reporter import Clock, interval, run_summary
 from treadle.orchestration.reporting.stalls import StallWarnings
 from treadle.orchestration.runtime import Runtime, open_runtime
 from treadle.orchestration.setup.code import record_code, renew_code
@@ -254,11 +254,13 @@ class _Run:
 
     async def _warm_start(self) -> dict[str, Any] | None:
         """Train on demonstrations, if configured; returns the report, which is on record from now on."""
-        report = await run_warm_start(
-            self.trainer, self.renderer, self.config, self.inputs, self.progress, self.status.phase
-        )
-        if report is None:
+        if self.config.warm_start is None:
             return None
+        with interval(self.callbacks, "warm start", 0):
+            report = await run_warm_start(
+                self.trainer, self.renderer, self.config, self.inputs, self.progress, self.status.phase
+            )
+        assert report is not None, "the configuration has a warm start"
         how = "read from the cache" if report.cached else f"{report.seconds:.0f} s"
         self.progress.log(f"warm start: loss {report.loss:.3f} after {report.steps} steps ({how})")
         self.directory.write(_WARM_START, json.dumps(asdict(report)).encode())

@@ -22,7 +22,8 @@ from treadle.view.texts import Json
 def compare(runs: Sequence[RecordedRun]) -> Json:
     """Return the groups of the runs as `treadle plot` makes them, and all settings that are not the same in each.
 
-    groups: label and run keys; runs whose configuration cannot be read have a group of their own each, and no values.
+    groups: run keys, and `settings` that tell them from the others, of which `hidden` more differ; runs whose
+    configuration cannot be read have a group of their own each, and no settings or values.
     differences: path and the value of each run; None if the run has no such setting, "" if its mapping lacks the key.
     """
     readable: list[tuple[str, RunMetrics]] = []
@@ -32,11 +33,12 @@ def compare(runs: Sequence[RecordedRun]) -> Json:
             readable.append((run.key, RunMetrics(run.config(), run.metrics().rows)))
         except TreadleError as error:
             problems.append(str(error))
-            groups.append({"label": run.key, "runs": [run.key]})
+            groups.append({"settings": (), "runs": [run.key]})
     key_of = {id(metrics): key for key, metrics in readable}
-    for group in group_runs(metrics for _, metrics in readable):
+    grouped = group_runs(metrics for _, metrics in readable)
+    for group in grouped:
         keys = [key_of[id(metrics)] for metrics in group.runs]
-        groups.append({"label": group.label or group.runs[0].config.recipe, "runs": keys})
+        groups.append({"settings": group.settings, "runs": keys})
     settings = {key: {f.path: f.value for f in describe(metrics.config)} for key, metrics in readable}
     for path in dict.fromkeys(path for paths in settings.values() for path in paths):
         opened = {key: dict(_opened(path, paths[path])) for key, paths in settings.items() if path in paths}
@@ -44,7 +46,9 @@ def compare(runs: Sequence[RecordedRun]) -> Json:
             values = [opened[run.key].get(name, "") if run.key in opened else None for run in runs]
             if len({value for run, value in zip(runs, values, strict=True) if run.key in settings}) > 1:
                 differences.append({"path": name, "values": values})
-    return {"runs": [run.key for run in runs], "groups": groups, "differences": differences, "problems": problems}
+    hidden = grouped[0].hidden if grouped else 0
+    found = {"groups": groups, "hidden": hidden, "differences": differences, "problems": problems}
+    return {"runs": [run.key for run in runs], **found}
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
@@ -14,6 +15,7 @@ from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
 from treadle.orchestration.config import RunConfig
 from treadle.orchestration.reporting.callbacks import RunStatus, duration
+from treadle.orchestration.reporting.stalls import stalls
 from treadle.orchestration.store.group_search import LARGEST
 from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
 from treadle.orchestration.store.rollout_store import load_run_tokenizer
@@ -51,10 +53,13 @@ class RecordedRun:
             return "unknown"
 
     def now(self) -> Json:
-        """Return in words what the run does, or how it ended (`doing`), and how long it still takes (`left`)."""
+        """Return in words what the run does, or how it ended (`doing`), and how long it still takes (`left`).
+
+        has_failed: whether an error ended it.
+        """
         state, status = self.state(), RunStatus.read(self.directory.status_file)
         if status is None:
-            return {"state": state, "doing": "", "left": "", "message": ""}
+            return {"state": state, "doing": "", "left": "", "message": "", "has_failed": False}
         seconds: float | None = None
         if state == "in progress" and status.phase == "warm start":
             if status.done:
@@ -63,7 +68,9 @@ class RecordedRun:
             seconds = (status.updates - status.update) * pace
         of_it = " of it" if status.phase == "warm start" else ""
         left = f"about {duration(seconds)} left{of_it}" if seconds else ""
-        return {"state": state, "doing": status.doing(state), "left": left, "message": status.message}
+        has_failed = state == "stopped" and bool(status.failure)
+        doing = status.doing(self.directory)
+        return {"state": state, "doing": doing, "left": left, "message": status.message, "has_failed": has_failed}
 
     def kept(self, name: str, of: object, make: Callable[[], T]) -> T:
         """Return what `make` returned last, unless `of` has changed since."""
@@ -125,7 +132,7 @@ class RecordedRun:
         summary: Json = {"key": self.key, "name": self.path.name, "path": str(self.path), "state": self.state()}
         log = JsonLog.read(self.directory.metrics_file)  # not kept: there may be hundreds of runs
         updates, evaluated = ([row for row in log.rows if row["kind"] == kind] for kind in ("update", "evaluation"))
-        problems = [log.problem(0), self._ledger_problem()]
+        problems = [log.problem(0), self._ledger_problem(), self._summary_problem(), *stalls(log.rows).values()]
         try:
             config = self.config()
             summary |= {"recipe": config.recipe, "about": config.about, "seed": config.seed}
@@ -149,6 +156,15 @@ class RecordedRun:
             "wall_seconds": last.get("wall_seconds"),
             "problems": list(dict.fromkeys(filter(None, problems))),
         }
+
+    def _summary_problem(self) -> str | None:
+        try:
+            json.loads(self.directory.summary_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return f"summary.json cannot be read: {error}"
+        return None
 
     def _ledger_problem(self) -> str | None:
         if not self.ledger.path.is_file():

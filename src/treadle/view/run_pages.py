@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,6 @@ from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import WrittenFile
 from treadle.orchestration.reporting.metrics import DECLARED
 from treadle.orchestration.reporting.report import count_tokens
-from treadle.orchestration.reporting.stalls import stalls
 from treadle.orchestration.store.checkpoint_retention import checkpoint_update
 from treadle.orchestration.store.rollout_store import read_call_times
 from treadle.orchestration.store.run_directory import JsonLog
@@ -31,17 +29,15 @@ _MAX_FAILURES = 20
 
 
 def view_run(run: Run) -> Json:
-    """Return the run's summary, settings, checkpoints and summary.json.
+    """Return the run's summary, settings and checkpoints.
 
     metrics: name -> unit, help and view, of each declared metric. no_update: why there is nothing to draw.
     """
     page: Json = {
         **run.summary(),
-        "problems": [*run.summary()["problems"], *stalls(run.metrics().rows).values()],
         "settings": [],
         "checkpoints": [],
         "metrics": {m.name: {"unit": m.unit, "help": m.help, "view": m.view} for m in DECLARED},
-        "summary": None,
         "no_update": _no_update(run),
     }
     with suppress(TreadleError):  # one of the summary's problems
@@ -49,11 +45,6 @@ def view_run(run: Run) -> Json:
             {"path": f.path, "value": as_override(f.value), "is_default": f.is_default, "help": f.help}
             for f in describe(run.config())
         ]
-    with suppress(FileNotFoundError):
-        try:
-            page["summary"] = json.loads(run.directory.summary_file.read_bytes())
-        except ValueError as error:
-            page["problems"].append(f"summary.json cannot be read: {error}")
     with suppress(RunError):  # as above
         names = run.ledger.checkpoint_names()
         page["checkpoints"] = [name for name in names if (run.directory.checkpoints / name).is_dir()]

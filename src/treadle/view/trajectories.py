@@ -46,7 +46,7 @@ def view_trajectory(run: Run, trajectory_id: Key) -> Json:
         "traceback": escape_text(row["failure_traceback"]) if row["failure_traceback"] else None,
         "metrics": {name: e["value"] for name, e in json.loads(row["metrics"]).items()},  # {"tool_calls": 2.0}
         "siblings": names,
-        **run.ledger.neighbors("trajectories", trajectory_id),
+        **run.ledger.trajectory_neighbors(trajectory_id, row["group_id"]),
         **{"steps": [], "columns": [], "segments": [], "texts": {}, "special": [], "cost": None, "compactions": []},
     }
     try:
@@ -200,7 +200,7 @@ def view_group(run: Run, group_id: Key) -> Json:
         "run": run.key,
         "group": group,
         "ground_truth": json.loads(row["task"]).get("ground_truth"),
-        **run.ledger.neighbors("groups", group_id),
+        **run.ledger.neighbors(group_id),
         **attempts,
         "cost": _cost(run, computed) if group.split == "train" and computed else None,
     }

@@ -385,6 +385,7 @@ class RunStatus:
     written: that moment, in seconds since 1970. update: the last one made, of `updates`. phase: in progress since
     `since`, `done` of `total` pieces of it. trained, published: policy versions of the learner and the engines; None
     before the first publication. message: the last line of the run's output, and when. error: what ended the run.
+    interrupted: whether it was asked to stop (Ctrl-C, SIGTERM), and saved a checkpoint.
     """
 
     process: ProcessId
@@ -400,6 +401,7 @@ class RunStatus:
     message: str = ""
     message_at: float = 0.0
     error: str = ""
+    interrupted: bool = False
     components: tuple[ComponentStatus, ...] = ()
 
     @classmethod
@@ -410,13 +412,22 @@ class RunStatus:
         except (OSError, ValueError):
             return None
 
-    def doing(self, state: str) -> str:
-        """Return in words what the run does, or how it ended: `rollout 12/64 for 8 s`. state: `RunDirectory.state`."""
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written))
+    @property
+    def failure(self) -> str:
+        """The error that ended the run; "" if none did, or a person."""
+        return "" if self.error == KeyboardInterrupt.__name__ else self.error
+
+    def doing(self, run: RunDirectory) -> str:
+        """Return in words what the run does, or how it ended and is resumed: `rollout 12/64 for 8 s`."""
+        when, state = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written)), run.state()
+        if state == "finished" or self.failure:
+            return f"ended {when}: {self.failure}".removesuffix(": ")
         if state != "in progress":
-            if self.error:
-                return f"ended {when}: {self.error}"
-            return f"ended {when}" if state == "finished" else f"last status {when}, during {self.phase}"
+            resume = f"resume with: {run.resume_command}" if run.has_checkpoint else "there is no checkpoint to resume"
+            if self.interrupted:
+                return f"interrupted {when} after update {self.update} of {self.updates}; {resume}"
+            what = "interrupted" if self.error else "last status"
+            return f"{what} {when}, during {self.phase}; {resume}"
         if (silent := time.time() - self.written) > _STALE:
             return f"no status for {duration(silent)}, since {self.phase}: the process may be stopped, or its disk full"
         pieces = f" {self.done}/{self.total}" if self.total > 1 else ""
@@ -472,6 +483,9 @@ class LiveStatus(Callback):
 
     def publish(self, version: int) -> None:
         self._change(trained=version, published=version)
+
+    def end(self, summary: Mapping[str, Any] | None, error: BaseException | None) -> None:
+        self._change(interrupted=summary is not None and summary["stopped_early"])
 
     def phase(self, name: str, done: int, total: int) -> None:
         self._change(phase=name, done=done, total=total, since=time.time() if done == 0 else self._status.since)

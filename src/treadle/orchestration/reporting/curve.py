@@ -55,10 +55,20 @@ class RunMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RunGroup:
-    """Runs that differ in the seed only, and the label that tells them from the other groups."""
+    """Runs that differ in the seed only. settings: `training.packing=tree`, those that tell them from the other groups.
 
-    label: str
+    hidden: number of other settings that are not the same in all groups.
+    """
+
+    settings: tuple[str, ...]
+    hidden: int
     runs: tuple[RunMetrics, ...]
+
+    @property
+    def label(self) -> str:
+        """`training.packing=tree, orchestration.updates=60, 4 more keys`."""
+        more = [f"{self.hidden} more {'key' if self.hidden == 1 else 'keys'}"] if self.hidden else []
+        return ", ".join([*self.settings, *more])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +115,8 @@ def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
     groups = defaultdict[str, list[RunMetrics]](list)
     for run in runs:
         groups[run.config.model_copy(update={"seed": 0, "about": ""}).model_dump_json()].append(run)
-    labels = _labels([group[0].config for group in groups.values()])
-    return [RunGroup(label, tuple(group)) for label, group in zip(labels, groups.values(), strict=True)]
+    settings, hidden = _told_apart([group[0].config for group in groups.values()])
+    return [RunGroup(own, hidden, tuple(group)) for own, group in zip(settings, groups.values(), strict=True)]
 
 
 def panels(groups: Sequence[RunGroup]) -> list[Panel]:
@@ -128,8 +138,8 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
     return [panel for panel in candidates if panel.curves or panel.greedy]
 
 
-def _labels(configs: Sequence[RunConfig]) -> list[str]:
-    """Return what tells the configurations apart: `training.packing=tree, orchestration.updates=60, 4 more keys`."""
+def _told_apart(configs: Sequence[RunConfig]) -> tuple[list[tuple[str, ...]], int]:
+    """Return what tells each configuration from the others, and how many more settings differ between any of them."""
     values = [{path: as_override(value) for path, value in leaves(config).items()} for config in configs]
     changed = chain.from_iterable(changes(configs[0], other) for other in configs[1:])
     paths = [path for path in dict.fromkeys(change.path for change in changed) if path not in ("seed", "about")]
@@ -143,9 +153,8 @@ def _labels(configs: Sequence[RunConfig]) -> list[str]:
             needed.append(path)
     others = [path for path in paths if path not in needed]
     shown = needed + others[: max(0, _MAX_KEYS - len(needed))]
-    hidden = len(paths) - len(shown)
-    more = [f"{hidden} more {'key' if hidden == 1 else 'keys'}"] if hidden else []
-    return [", ".join([f"{path}={_short(run.get(path, 'null'))}" for path in shown] + more) for run in values]
+    settings = [tuple(f"{path}={_short(run.get(path, 'null'))}" for path in shown) for run in values]
+    return settings, len(paths) - len(shown)
 
 
 def _short(value: str) -> str:

@@ -53,14 +53,10 @@ class Reporter:
 
         update: the number of the batch's first one, or of the last that was made.
         """
-        started, clock = time.time(), time.perf_counter()
-        yield
-        seconds = time.perf_counter() - clock
+        with interval(self.callbacks, phase, update) as row:
+            yield
         if phase in _OF_BATCH:
-            self.seconds[phase] = seconds
-        self.callbacks.interval(
-            {"kind": "interval", "update": update, "phase": phase, "started": started, "seconds": seconds}
-        )
+            self.seconds[phase] = row["seconds"]
 
     def batch(self, groups: Sequence[Group], first: bool) -> None:
         """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
@@ -94,6 +90,16 @@ class Reporter:
             played = trajectory_metrics(own, training.group_size, section.success_at, state.version, section.success_of)
             row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
             self.callbacks.update({**row, **(played + result.metrics + of_run)})
+
+
+@contextmanager
+def interval(callbacks: Callback, phase: str, update: int) -> Iterator[dict[str, Any]]:
+    """Report when the phase inside began and how long it took: the yielded row, complete at the end."""
+    row = {"kind": "interval", "update": update, "phase": phase, "started": time.time()}
+    clock = time.perf_counter()
+    yield row
+    row["seconds"] = time.perf_counter() - clock
+    callbacks.interval(row)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason, Status
-from treadle.orchestration.store.ledger_reader import LedgerReader
+from treadle.orchestration.store.ledger_reader import PLACES, LedgerReader
 
 Split = Literal["train", "held_out"]
 Preset = Literal["failed", "dropped", "stale", "zero_advantage", "mixed", "unsolved", "warning", "blocked"]
@@ -47,7 +47,7 @@ _SUMS = {
     "component": "avg(iif(reward IS NULL, NULL, coalesce((SELECT value FROM json_each(components) WHERE key = ?), 0)))",
 }
 _COLUMNS = {
-    "group": "groups.rowid",
+    "group": "p.place",
     "update": "coalesce(trained_version, batch)",
     "task": "position",
 }
@@ -102,17 +102,16 @@ def find_groups(ledger: LedgerReader, query: GroupQuery, versions: Sequence[int]
     for word in query.search.split():
         where.append(_WORD)
         values += [json.dumps(word)[1:-1], *[word] * 4]
-    by, joined, of_join = _COLUMNS.get(query.sort, "a.figure"), "", list[str]()
-    if query.sort in _SUMS:
-        figures = f"SELECT group_id, {_SUMS[query.sort]} AS figure FROM trajectories GROUP BY group_id"
-        joined, of_join = f"JOIN ({figures}) a USING (group_id)", [query.component] * figures.count("?")
+    of_attempts = "(SELECT {} FROM trajectories WHERE trajectories.group_id = groups.group_id)"
+    by = _COLUMNS.get(query.sort) or of_attempts.format(_SUMS[query.sort])
     way, all_of_them = "DESC" if query.descending else "ASC", " AND ".join(where)
     total = ledger.query(f"SELECT count(*) AS total FROM groups WHERE {all_of_them}", *values)[0]["total"]
-    rest = f"{joined} WHERE {all_of_them} ORDER BY {by} {way} NULLS LAST, groups.rowid {way}"
-    rows = ledger.rows("groups", f"{rest} LIMIT ? OFFSET ?", *of_join, *values, query.limit, query.offset)
+    rest = f"JOIN ({PLACES}) p USING (group_id) WHERE {all_of_them} ORDER BY {by} {way} NULLS LAST, p.place {way}"
+    values += [query.component] * by.count("?")
+    rows = ledger.rows("groups", f"{rest} LIMIT ? OFFSET ?", *values, query.limit, query.offset)
     page = {"total": total, "offset": query.offset, "rows": rows, "previous": None, "next": None}
     if query.around is not None:
-        ids = ledger.query(f"SELECT groups.group_id FROM groups {rest}", *of_join, *values)
+        ids = ledger.query(f"SELECT groups.group_id FROM groups {rest}", *values)
         names = [None, *(row["group_id"] for row in ids), None]
         if query.around in names:
             at = names.index(query.around)

@@ -22,6 +22,17 @@ from treadle.orchestration.store.tables import KEYS, Damaged, check_row, check_t
 Row = dict[str, Any]
 
 UNTAKEN = "(idx >= ? OR idx IN (SELECT value FROM json_each(?)))"  # cursor, outstanding
+PLACES = """
+SELECT group_id, row_number() OVER places AS place, lag(group_id) OVER places AS previous, lead(group_id) OVER places
+AS next FROM (
+  SELECT *, iif(split = 'train', idx, min(latest) OVER (PARTITION BY evaluation)) AS after FROM (
+    SELECT group_id, idx, split, rowid AS recorded, max(iif(split = 'train', idx, -1)) OVER (ORDER BY rowid) AS latest,
+    substr(group_id, 1, iif(split = 'train', 0, instr(group_id, '-'))) AS evaluation FROM groups))
+WINDOW places AS (ORDER BY after, evaluation, idx, recorded)"""
+"""Query: each group's place in the order of submission, whichever ended first, and its neighbors there.
+
+An evaluation comes after the groups that were on record before it.
+"""
 _STEPS = "steps JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id)"
 _NOT_UTF8 = "Could not decode to UTF-8"  # SQLite's message
 
@@ -321,14 +332,14 @@ class LedgerReader:
         return [row["name"] for row in rows]
 
     def evaluated_groups(self, evaluation: str) -> list[Row]:
-        return self.rows("groups", "WHERE group_id GLOB ? ORDER BY rowid", f"{evaluation}-*")
+        return self.rows("groups", "WHERE group_id GLOB ? ORDER BY idx", f"{evaluation}-*")
 
     def groups_of_task(self, task_id: str, split: str) -> list[Row]:
         which = "WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
         return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
 
     def attempts(self, groups: Sequence[str]) -> list[Row]:
-        which = "WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt"
+        which = "WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt, rowid"
         return self.rows("trajectories", which, json.dumps(groups))
 
     def attempts_states(self, groups: Sequence[str]) -> list[Row]:
@@ -341,16 +352,21 @@ class LedgerReader:
     def steps(self, trajectory_id: str) -> list[Row]:
         return self.rows("steps", "WHERE trajectory_id = ? ORDER BY step", trajectory_id)
 
-    def neighbors(self, table: str, name: str) -> Row:
-        """`previous` and `next` group or trajectory in the order of recording; None at the ends. table: of both."""
-        key = {"groups": "group_id", "trajectories": "trajectory_id"}[table]
+    def neighbors(self, group_id: str) -> Row:
+        """`previous` and `next` group in the order of `PLACES`; None at the ends."""
+        return self.query(f"SELECT previous, next FROM ({PLACES}) WHERE group_id = ?", group_id)[0]
+
+    def trajectory_neighbors(self, trajectory_id: str, group_id: str) -> Row:
+        """`previous` and `next` trajectory: of the same group, or of a neighbor of it."""
+        around = self.neighbors(group_id)
         rows = self.query(
-            f"SELECT (SELECT {key} FROM {table} WHERE rowid < place ORDER BY rowid DESC LIMIT 1) AS previous, "
-            f"(SELECT {key} FROM {table} WHERE rowid > place ORDER BY rowid LIMIT 1) AS next "
-            f"FROM (SELECT rowid AS place FROM {table} WHERE {key} = ?)",
-            name,
+            "SELECT trajectory_id FROM json_each(?) JOIN trajectories ON group_id = value "
+            "ORDER BY json_each.key, attempt, trajectories.rowid",
+            json.dumps([around["previous"], group_id, around["next"]]),
         )
-        return rows[0] if rows else {"previous": None, "next": None}
+        names = [None, *(row["trajectory_id"] for row in rows), None]
+        at = names.index(trajectory_id)
+        return {"previous": names[at - 1], "next": names[at + 1]}
 
     def trained_by(self, versions: Sequence[int], evaluation: str = "") -> list[Row]:
         """trajectory_id, shard and reward of what these versions trained, and of evaluations named `evaluation*`."""

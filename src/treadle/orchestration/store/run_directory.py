@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +115,10 @@ class RunDirectory:
             elsewhere = "choose another place (--runs, in Python run=)"
             raise RunError(f"could not create run directory {str(path)!r}: {refusal(error, elsewhere)}") from error
         return run
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return bool(self._steps())
 
     @property
     def is_unsaved(self) -> bool:
@@ -265,6 +270,11 @@ class RunDirectory:
         except BlockingIOError:
             return "in progress"
         return "stopped"
+
+    @property
+    def resume_command(self) -> str:
+        """`treadle train runs/demo --resume`, quoted for a shell."""
+        return shlex.join(["treadle", "train", str(self.path), "--resume"])
 
     def close(self) -> None:
         if self._lock is not None:

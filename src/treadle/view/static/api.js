@@ -73,7 +73,7 @@ export function useAnswer(path, version = "") {
 }
 
 const SECONDS = 2, PATIENCE = 10;
-/** @typedef {{state: string, doing: string, left: string, message: string}} Now */
+/** @typedef {{state: string, doing: string, left: string, message: string, has_failed: boolean}} Now */
 /** @type {Record<string, {version: string, now: Now}>} */
 let runs = {};
 /** @type {Record<string, {version: string}> | null} as the first look saw them: what pages have asked for by then is of these */

@@ -15,9 +15,9 @@ export function colour(name) {
 
 /**
  * @param {{title: string, help?: string, series: Series[], log?: boolean, smooth?: number, share?: boolean,
- *   stacked?: boolean, onPick?: (update: number, name: string) => void, height?: number, bare?: boolean}} props bare: without the names of the lines
+ *   stacked?: boolean, onPick?: (update: number, name: string) => void, height?: number}} props
  */
-export function Chart({title, help = "", series, log = false, smooth = 1, share = false, stacked = false, onPick, height = 190, bare = false}) {
+export function Chart({title, help = "", series, log = false, smooth = 1, share = false, stacked = false, onPick, height = 190}) {
   const place = useRef(/** @type {HTMLElement | null} */ (null));
   const plot = useRef(/** @type {any} */ (null));
   const [theme, setTheme] = useState(0);
@@ -63,7 +63,11 @@ export function Chart({title, help = "", series, log = false, smooth = 1, share 
   return html`<figure class="chart card">
     <figcaption title=${help}><b>${title}</b><span class="faint">${last >= 0 ? ` at ${data[0][index]}` : ""}</span></figcaption>
     <div class="plot" ref=${place}></div>
-    <div class="legend">${series.map((s, n) => html`<span class="key"><i style=${{background: `var(${COLOURS[(s.colour ?? n) % COLOURS.length]})`}}></i>${bare ? "" : s.label} <b>${figure(valueAt(s, data[0][index]))}</b></span>`)}</div>
+    <div class="legend">${series.map((s, n) => {
+      const [update, value] = lastUntil(s, data[0][index]);
+      return html`<span class="key"><i style=${{background: `var(${COLOURS[(s.colour ?? n) % COLOURS.length]})`}}></i>${s.label} <b>${figure(value)}</b>${value !== null && update !== data[0][index]
+        ? html` <span class="faint">at ${update}</span>` : ""}</span>`;
+    })}</div>
   </figure>`;
 }
 
@@ -90,6 +94,14 @@ function isWhole(plot) {
 function valueAt(series, x) {
   const found = series.points.find(([own]) => own === x);
   return found ? found[1] : null;
+}
+
+/**
+ * Returns a line's last point up to an update: runs end at different ones, and are not all evaluated at the same.
+ * @param {Series} series @param {number} update @returns {[number, number | null]}
+ */
+export function lastUntil(series, update) {
+  return series.points.findLast(([own, value]) => own <= update && value !== null) ?? [update, null];
 }
 
 /** @param {Series[]} series @param {number} smooth @param {boolean} stacked @returns {any[]} */

@@ -9,12 +9,15 @@ import {panelsOf, pointsOf, shortName} from "pages/run.js";
 import {link} from "pages/sequence.js";
 
 const FIRST = ["Reward", "Success in training", "Sampled tokens per trajectory", "Steps per trajectory", "Entropy",
-  "Log-prob gap, engine and learner", "KL", "Clipped and corrected", "Gradient norm"];
+  "Log-prob gap, engine and learner", "KL to the reference", "Clipped and corrected", "Gradient norm"];
 
 /** @param {any[][]} runs rows of each run @param {string} name @param {string} kind @param {number} [temperature] */
 function bandOf(runs, name, kind, temperature) {
   return band(runs.map((rows) => pointsOf(rows.filter((row) => row.kind === kind && (temperature === undefined || row.temperature === temperature)), name)));
 }
+
+/** Returns what a legend calls runs that differ in their seed only. @param {{runs: string[]}} group */
+const nameOf = ({runs}) => runs.length > 1 ? `${runs[0]} and ${counted(runs.length - 1, "more seed")}` : runs[0];
 
 /** @param {{query: URLSearchParams}} props */
 export function ComparePage({query}) {
@@ -37,7 +40,7 @@ export function ComparePage({query}) {
   const names = panelsOf(updates).panels.filter((panel) => FIRST.includes(panel.title)).map((panel) => ({...panel, name: panel.own[0]}));
   const series = (/** @type {string} */ name, /** @type {string} */ kind, /** @type {number | undefined} */ temperature = undefined) => groups.map((/** @type {any} */ group, /** @type {number} */ n) => {
     const {mean, low, high} = bandOf(group.rows, name, kind, temperature);
-    return {label: group.label, points: mean, colour: n, dots: kind === "evaluation" && group.runs.length === 1,
+    return {label: nameOf(group), points: mean, colour: n, dots: kind === "evaluation" && group.runs.length === 1,
       ...(group.runs.length > 1 ? {low, high} : {})};
   }).filter((/** @type {any} */ s) => s.points.length);
   const isShared = (/** @type {any} */ row) => !row.values.includes(null);
@@ -49,16 +52,19 @@ export function ComparePage({query}) {
       <label class="control">smooth <input type="range" min="1" max="31" step="2" value=${smooth} onInput=${(/** @type {any} */ e) => setSmooth(e.target.value)} /></label></div>
     <${Problems} problems=${data.problems} />
     <ul class="groups-key">${groups.map((/** @type {any} */ group, /** @type {number} */ n) => html`<li><i style=${{background: `var(${COLOURS[n % COLOURS.length]})`}}></i>
-      <b>${group.label}</b> <span class="faint">${group.runs.length > 1 ? `mean of ${group.runs.length} runs, lowest to highest as a band:` : ""}
-      ${group.runs.map((/** @type {string} */ key) => html` <a href=${link(["run", key])}>${key}</a>`)}</span></li>`)}</ul>
+      ${group.runs.map((/** @type {string} */ key, /** @type {number} */ m) => html`${m ? ", " : ""}<a href=${link(["run", key])}>${key}</a>`)}
+      ${group.runs.length > 1 ? html` <span class="faint">mean of ${group.runs.length} runs, lowest to highest as a band</span>` : ""}
+      ${group.settings.map((/** @type {string} */ setting) => html` <code>${setting}</code>`)}
+      </li>`)}
+      ${data.hidden > 0 && html`<li><button class="inline" onClick=${() => document.getElementById("differences")?.scrollIntoView({behavior: "smooth"})}>${counted(data.hidden, "more setting")} that ${data.hidden === 1 ? "differs" : "differ"}</button></li>`}</ul>
     <div class="charts">
       ${temperatures.map((t) => html`<${Chart} key=${t} title=${`Held-out success, ${t === 0 ? "greedy" : `T = ${t}`}`}
-        series=${series("success", "evaluation", t)} share bare />`)}
-      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${Number(smooth)} share=${panel.share} bare
+        series=${series("success", "evaluation", t)} share />`)}
+      ${names.map((panel) => html`<${Chart} key=${panel.title} title=${panel.title} help=${shortName(panel.name)} smooth=${Number(smooth)} share=${panel.share}
         series=${series(panel.name, "update")} />`)}
     </div>
     ${evaluations.length > 0 && keys.length > 1 && html`<p><a href=${link(["evaluations"], {before: keys[0], after: keys[1]})}>held-out tasks, task by task: gained and lost</a></p>`}
-    <section><h2>Settings that differ</h2>
+    <section id="differences"><h2>Settings that differ</h2>
       ${shared.length === 0 ? html`<p class="faint">No setting that all of them have.</p>` : html`<${Differences} runs=${data.runs} rows=${shared} />`}
       ${some.length > 0 && html`<details><summary>${counted(some.length, "setting")} that only some of them have</summary><${Differences} runs=${data.runs} rows=${some} /></details>`}
     </section>`;

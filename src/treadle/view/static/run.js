@@ -16,7 +16,8 @@ export const PANELS = [
   {title: "Steps per trajectory", names: ["steps_mean", "steps_max"]},
   {title: "Entropy", names: ["entropy"], zero: true},
   {title: "Log-prob gap, engine and learner", names: ["logprob_gap_mean", "logprob_gap_max", /^logprob_gap_lag_/]},
-  {title: "KL", names: ["kl", "logprob_gap_kl"]},
+  {title: "Log-prob gap as KL, engine to learner", names: ["logprob_gap_kl"]},
+  {title: "KL to the reference", names: ["kl"]},
   {title: "Clipped and corrected", names: ["clip_fraction", "correction_masked_fraction", "value_clip_fraction"]},
   {title: "Ratio", names: ["ratio_min", "ratio_mean", "ratio_max"]},
   {title: "Staleness in versions", names: ["staleness_mean", "staleness_max", "trained_staleness_mean", "token_staleness_mean"]},
@@ -176,5 +177,5 @@ export function evaluationSeries(rows) {
 
 /** @param {string} name */
 export function shortName(name) {
-  return name.replace(/^(env\/|dropped_|failed_|ended_|last_stop_|logprob_gap_)/, "").replace(/^pass_at_/, "pass@").replace(/_/g, " ");
+  return name.replace(/^(env\/|dropped_|failed_|ended_|last_stop_|logprob_gap_(?!kl))/, "").replace(/^pass_at_/, "pass@").replace(/_/g, " ");
 }

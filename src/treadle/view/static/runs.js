@@ -17,7 +17,7 @@ function HeldOut({held}) {
   return held ? html`${percent(held.success)} <span class="faint">at ${held.update}</span>` : html`<span class="faint">–</span>`;
 }
 
-const PROBLEMS = "with problems";
+const PROBLEMS = "with problems";  // what their own pages warn of, or an error that ended them
 const PRESETS = ["", "in progress", "finished", "stopped", PROBLEMS];
 
 export function RunsPage() {
@@ -28,7 +28,7 @@ export function RunsPage() {
   const [preset, setPreset] = useChoice("state");
   const chosen = /** @type {string[]} */ (JSON.parse(marked));
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
-  const rows = (data?.runs || []).filter((/** @type {any} */ run) => !preset || (preset === PROBLEMS ? run.problems.length : run.state === preset))
+  const rows = (data?.runs || []).filter((/** @type {any} */ run) => !preset || (preset === PROBLEMS ? run.problems.length || now[run.key]?.has_failed : run.state === preset))
     .filter((/** @type {any} */ run) => words.every((word) => `${run.name} ${run.recipe} ${run.state} seed ${run.seed}`.toLowerCase().includes(word)));
   const open = (/** @type {number} */ at) => { location.hash = link(["run", rows[at].key]); };
   const [at] = useSelection(rows.length, open);

@@ -122,19 +122,48 @@ export function lanesInTime(intervals) {
   });
 }
 
+const UNSPACED = "\\p{sc=Han}\\p{sc=Hiragana}\\p{sc=Katakana}\\p{sc=Thai}\\p{sc=Lao}\\p{sc=Khmer}\\p{sc=Myanmar}";
+const LETTER = `(?![${UNSPACED}])[\\p{L}\\p{N}\\p{M}_]`;
+/** Ends and beginnings of texts between which a word or a number goes on: "4" and "78", "3" and ".14", "3." and "14", "-" and "5". */
+const INSIDE = [
+  [new RegExp(`${LETTER}$`, "u"), new RegExp(`^${LETTER}`, "u")],
+  [/\p{N}$/u, /^[.,:/-]\p{N}/u],
+  [/\p{N}[.,:/-]$/u, /^\p{N}/u],
+  [/(^|[^\p{L}\p{N}])[-+.]$/u, /^\p{N}/u],
+];
+
 /**
- * Returns the token at which attempts first differ; 0 of fewer than two, and infinity where they never do.
- * @param {{segments: Segment[], steps: any[], apart: Record<string, number>}} view
+ * Returns whether a cut between two texts is in the middle of a word or a number.
+ * @param {string} before
+ * @param {string} after
  */
-export function partsAt({segments, steps, apart}) {
+export function isMidWord(before, after) {
+  return INSIDE.some(([end, beginning]) => end.test(before) && beginning.test(after));
+}
+
+const LONGEST_WORD = 64, AHEAD = 4;  // tokens
+
+/**
+ * Returns the token at which attempts first differ, or at which the word or number begins in which they do; 0 of fewer than two
+ * attempts, and infinity where they never differ.
+ * @param {{segments: Segment[], steps: any[], apart: Record<string, number>, texts: Record<number, string>, special: number[]}} view
+ */
+export function partsAt({segments, steps, apart, texts, special}) {
   const names = Object.keys(apart);
   if (names.length < 2) return 0;
-  const lengths = names.map((name) => {
-    const {segment} = steps.findLast((step) => step.trajectory_id === name);
-    return segments[segment].depth + segments[segment].ids.length;
-  });
+  const paths = names.map((name) => pathTo(segments, steps.findLast((step) => step.trajectory_id === name).segment));
   const first = Math.min(...Object.values(apart));
-  return lengths.every((length) => length === first) ? Infinity : first;
+  const ends = paths.map((path) => segments[path[path.length - 1]]);
+  if (ends.every(({depth, ids}) => depth + ids.length === first)) return Infinity;
+  const read = (/** @type {number[]} */ path, /** @type {number} */ from, /** @type {number} */ to) => unitsOf(segments, path, texts, from, to)
+    .map(({at, id, text}) => ({at, text: special.includes(id) ? "\n" : text}));
+  const textOf = (/** @type {{text: string}[]} */ units) => units.map(({text}) => text).join("");
+  const shared = read(paths[0], Math.max(0, first - LONGEST_WORD), first), after = paths.map((path) => textOf(read(path, first, first + AHEAD)));
+  for (let at = shared.length; at > 0; at--) {
+    const before = textOf(shared.slice(0, at)), rest = textOf(shared.slice(at));
+    if (!after.some((text) => isMidWord(before, rest + text))) return shared[at]?.at ?? first;
+  }
+  return first;
 }
 
 /**

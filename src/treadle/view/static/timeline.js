@@ -11,7 +11,7 @@ const LANE = 16, BAR = 11; // pixels
 const RUN_LANE = 46, FULL = RUN_LANE - 8;
 const LANES = ["engine", "environments", "learner", "evaluations"];
 const PARTS = 600; // of the time in sight, in which calls are counted
-const PHASES = [["update", "the learner's updates"], ["publish", "publishing weights"], ["checkpoint", "checkpoints"], ["evaluation", "evaluations"]];
+const PHASES = [["warm start", "the warm start"], ["update", "the learner's updates"], ["publish", "publishing weights"], ["checkpoint", "checkpoints"], ["evaluation", "evaluations"]];
 const WIDTH = 1000; // of the drawing, in its own units
 
 /**
@@ -108,6 +108,9 @@ function Activity({data, spans, x}) {
     <path class="phase-playing" d=${area(1, data.outside, null)} /></g>`;
 }
 
+/** @param {string} phase */
+const phaseClass = (phase) => `phase-${phase.replace(" ", "-")}`;
+
 /** @param {{phase: string}} props */
 const laneOf = ({phase}) => phase === "evaluation" ? "evaluations" : "learner";
 
@@ -149,7 +152,7 @@ export function TimelinePage({run, query}) {
     const time = timeAt(event);
     const clicked = phaseAt(event) || phases.find((p) => p.phase === "update" && p.end >= time);
     if (drag && Math.abs(x(drag[1]) - x(drag[0])) > 8) setZoom([Math.min(...drag), Math.max(...drag)]);
-    else if (clicked) location.hash = link(["run", run, "timeline"], {update: clicked.update});
+    else if (clicked?.update) location.hash = link(["run", run, "timeline"], {update: clicked.update});
     setDrag(null);
   };
   const seen = phases.filter((phase) => phase.end > from && phase.start < to);
@@ -170,14 +173,14 @@ export function TimelinePage({run, query}) {
         ${counts && html`<${Activity} data=${activity} spans=${spans} x=${x} />`}
         ${seen.filter((p) => x(p.end) - x(p.start) > 0.2).map((p) => {
           const top = lanes.indexOf(laneOf(p)) * RUN_LANE + RUN_LANE - 4 - FULL;
-          return html`<rect class=${`phase-${p.phase}`} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${top} height=${FULL} data-phase=${p.at} />`;
+          return html`<rect class=${phaseClass(p.phase)} x=${x(p.start)} width=${Math.max(x(p.end) - x(p.start) - 0.3, 0.4)} y=${top} height=${FULL} data-phase=${p.at} />`;
         })}
         ${drag && html`<rect class="drag" x=${x(Math.min(...drag))} width=${Math.abs(x(drag[1]) - x(drag[0]))} y="0" height=${lanes.length * RUN_LANE} />`}
       </svg></div>
-    <p class="tree-note">${over ? html`update ${over.update}: <b>${over.phase}</b>, ${duration(over.end - over.start)} from ${duration(over.start)}`
+    <p class="tree-note">${over ? html`${over.update ? `update ${over.update}: ` : "before training: "}<b>${over.phase}</b>, ${duration(over.end - over.start)} from ${duration(over.start)}`
       : html`${counts && html`<span class="key"><i class="phase-sampling"></i>the engine samples: ${percent(activity.busy)} of the time</span> <span class="key"><i class="phase-waiting"></i>calls wait for it</span>
         <span class="key"><i class="phase-playing"></i>between two calls</span> `}${PHASES.filter(([name]) => phases.some((p) => p.phase === name)).map(([name, label]) => html`
-        <span class="key"><i class=${`phase-${name}`}></i>${label}: ${percent(total(name) / (to - from))} of the time</span> `)}`}
+        <span class="key"><i class=${phaseClass(name)}></i>${label}: ${percent(total(name) / (to - from))} of the time</span> `)}`}
       ${zoom && html`<button class="quiet" onClick=${() => setZoom(null)}>all of it</button>`}</p>`}
     ${chosen ? html`<${CallsOfUpdate} key=${chosen} run=${run} update=${Number(chosen)} />`
       : phases.length > 0 && html`<p class="faint">A click on a phase shows the attempts of its update.</p>`}`;

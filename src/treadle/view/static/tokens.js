@@ -58,8 +58,8 @@ function MessageBlock({message, shown}) {
       const text = html`<${Text} from=${part.start} to=${part.end} shown=${shown} key=${part.start} />`;
       if (part.kind === "template") return html`<span class="template">${text}</span>`;
       if (part.kind === "text") return text;
-      return html`<details class=${part.kind} open=${shown.pinned >= part.start && shown.pinned < part.end}>
-        <summary>${part.kind === "thought" ? "thought" : "tool call"} <span class="faint">${part.end - part.start} tokens</span></summary>${text}</details>`;
+      return html`<details class=${part.kind} open=${part.kind === "call" || shown.pinned >= part.start && shown.pinned < part.end}>
+        <summary>${part.kind === "thought" ? "thought" : "tool call"} <span class="faint">${part.end - part.start} tokens</span></summary><div>${text}</div></details>`;
     })}</div></div>`;
 }
 
