@@ -129,6 +129,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         chunk_size=8,
         num_hidden_layers=3,
         layers_block_type=["mamba", "mlp", "attention"],
+        time_step_min=1e-9,  # a limit that transformers leaves out where it computes single tokens
     ),
     "granite-hybrid": dict(
         model_type="granitemoehybrid",

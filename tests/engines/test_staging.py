@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models import FAMILIES, tiny
+from tests.models import FAMILIES, HYBRIDS, tiny
 from tests.sources import FixedWeights
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.staging import StagedFile, WeightsFile, stage_file, temporary_directory
-from treadle.models.support import require_plain_attention
+from treadle.models.support import require_known_layers
 from treadle.models.weights import unique_weights, weights_sha256
 
 LEFT_BEHIND = """
@@ -146,13 +145,8 @@ def test_the_hash_sees_neither_order_nor_strides() -> None:
     assert weights_sha256(one) == weights_sha256(other)
 
 
-def test_layers_that_are_no_attention_are_refused() -> None:
-    config = AutoConfig.for_model(
-        "qwen3_next", num_hidden_layers=2, vocab_size=8, hidden_size=16, intermediate_size=8, num_experts=2
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"'qwen3_next' has layers \['linear_attention'\]"):
-        require_plain_attention(model)
-    for family in FAMILIES:
-        require_plain_attention(tiny(family))
+def test_layers_that_cannot_go_on_from_a_cache_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'mamba' cannot be sampled here: its Mamba layers .*; sample it with vLLM"):
+        require_known_layers(tiny("mamba"))
+    for family in [*FAMILIES, *HYBRIDS]:
+        require_known_layers(tiny(family))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.models import exact
 from treadle.core.types import Ids
 from treadle.models import states
+from treadle.models.passing import Passing
 from treadle.models.states import stateful_layers
 from treadle.packing import segments as packed
 from treadle.packing.flat import PackedCall
@@ -19,7 +20,7 @@ from treadle.packing.layout import Packing, Sharing, arrange, chunks
 from treadle.packing.segments import segments, together
 from treadle.packing.tree import PrefixTree
 from treadle.training import walk
-from treadle.training.attention.interface import Passing, Past, Shape, Store, Tree
+from treadle.training.attention.interface import Past, Shape, Store, Tree
 from treadle.training.attention.select import Dense
 from treadle.training.forward import Forward
 from treadle.training.walk import waiting, walking
@@ -84,10 +85,10 @@ def test_every_node_goes_on_from_its_own_past_and_gradients_come_back(
     parts, store = chunks(tree, budget), Store(len(tree))
 
     def computed(part: Any, past: Past, fresh: Past, values: Tensor) -> Tensor:
-        layer, passing = Recurrence(), Passing()
+        layer, passing = Recurrence(), Passing[Tree]()
         with passing.through(layer), walking(stateful_layers(layer)):
             called = together(segments(part), waiting(past))
-            passing.tree = Tree(Dense(Shape.of(part)), past, fresh, called)
+            passing.current = Tree(Dense(Shape.of(part)), past, fresh, called)
             out: Tensor = layer(embed(part.token_ids, values)[None])[0]
         assert sorted(n for c in called for s in c.segments for n in range(s.first, s.end)) == list(range(len(out)))
         return out

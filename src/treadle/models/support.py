@@ -15,12 +15,10 @@ _MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}  # transformers' layer be
 _NO_MIXER = {"mlp", "moe"}  # blocks of Nemotron-H that look at one token alone
 
 
-def require_plain_attention(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model with layers that are not attention (state-space, gated delta, ...)."""
-    if others := sorted(set(_layer_kinds(model.config.get_text_config())) - _ATTENTION):
-        raise ConfigError(
-            f"model type {model.config.model_type!r} has layers {others}; full and sliding attention are supported"
-        )
+def require_known_layers(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model with layers that the embedded engine cannot continue from a cache."""
+    if (why := why_not_packable(model.config)) is not None:
+        raise ConfigError(f"model type {model.config.model_type!r} cannot be sampled here: {why}; sample it with vLLM")
 
 
 def _layer_kinds(text: PretrainedConfig) -> list[str]:

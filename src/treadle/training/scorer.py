@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treadle.core.errors import ConfigError
+from treadle.models.passing import Passing
 from treadle.models.states import stateful_layers
 from treadle.models.support import mixing_layers, slides, why_not_packable
 from treadle.models.weights import is_language_part
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
 from treadle.packing.segments import segments, together
-from treadle.training.attention.interface import ATTENTION, Kernel, Passing, Past, Tree
+from treadle.training.attention.interface import ATTENTION, Kernel, Past, Tree
 from treadle.training.lm_head import Head, MostProbable, pair_logprobs
 from treadle.training.walk import waiting, walking
 
@@ -73,7 +74,7 @@ class Scorer(nn.Module):
             raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
         self.model, self.value_head = model, value_head
         self.why_not_shared = why_not_packable(model.config)
-        self._passing, self._stateful = Passing(), stateful_layers(model)
+        self._passing, self._stateful = Passing[Tree](), stateful_layers(model)
         self._head = Head.of(model)
 
     @property
@@ -157,7 +158,7 @@ class Scorer(nn.Module):
         """Return [T, d], computed with all nodes in one row."""
         part, device = call.part, self.model.device
         calls = together(segments(part), waiting(call.context)) if self._stateful else ()
-        self._passing.tree = tree = Tree(kernel, call.context, call.fresh, calls)
+        self._passing.current = tree = Tree(kernel, call.context, call.fresh, calls)
         hidden: Tensor = self.model.get_decoder()(
             input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
             position_ids=torch.from_numpy(part.position_ids)[None].to(device),

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from treadle.models.passing import handed
 from treadle.models.states import State, States
 from treadle.packing.segments import Segment, Together
-from treadle.training.attention.interface import Past, current_tree
+from treadle.training.attention.interface import Past, Tree
 
 _INPUT = ("input", 0)  # of a state: what the layer has not read yet, [1, d]
 _NOT_PASSED_ON = ("attention_mask", "position_ids", "use_cache")  # of one row with all nodes, which no call is
@@ -47,7 +48,7 @@ def _walk(layer: nn.Module, own: Callable[..., Any], cache: str) -> Callable[...
     def forward(hidden_states: Tensor, *_: Any, **named: Any) -> Any:
         for name in _NOT_PASSED_ON:
             named.pop(name, None)
-        tree = current_tree(layer)
+        tree: Tree = handed(layer)
         index = int(layer.layer_idx)  # type: ignore[arg-type]
         tree.walked.add(index)
         states = dict(tree.context.states.get(index, {}))

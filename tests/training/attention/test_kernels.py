@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from tests.models import tiny
 from tests.training.attention.trees import HEADS, WINDOWS, Heads, Made, Problem, chain, gap, parts, shapes
 from treadle.core.errors import ConfigError
+from treadle.models.passing import Passing
 from treadle.packing.layout import MicroBatch
 from treadle.packing.tree import PrefixTree
 from treadle.training.attention.flex import Flex
-from treadle.training.attention.interface import ATTENTION, Passing, Past, Shape, Tree, tree_attention
+from treadle.training.attention.interface import ATTENTION, Past, Shape, Tree, tree_attention
 from treadle.training.attention.select import Cuda, Dense, kernel_for, visible
 from treadle.training.attention.tiles import Tiles
 from treadle.training.attention.varlen import Varlen, _gather, gathered, paths, stretches
@@ -74,9 +75,9 @@ def rows(nodes: int, heads: int) -> Tensor:
 
 
 def attend(module: nn.Module, tree: Tree, **options: Any) -> Tensor:
-    passing = Passing()
+    passing = Passing[Tree]()
     with passing.through(module):
-        passing.tree = tree
+        passing.current = tree
         return tree_attention(module, rows(5, 4), rows(5, 2), rows(5, 2), None, **options)[0]
 
 
@@ -131,9 +132,9 @@ def test_kernels_get_one_precision_though_layers_mix_them(family: str, half: boo
     """Under autocast rotary embeddings make queries and keys float32, beside values in bfloat16."""
     model, kernel = tiny(family), Spy(chain(5))
     model.set_attn_implementation(ATTENTION)
-    fresh, passing = Past(), Passing()
+    fresh, passing = Past(), Passing[Tree]()
     with torch.autocast("cpu", torch.bfloat16, enabled=half), passing.through(model):
-        passing.tree = Tree(kernel, fresh=fresh)
+        passing.current = Tree(kernel, fresh=fresh)
         model.get_decoder()(input_ids=torch.arange(5)[None], use_cache=False)
     wanted = {torch.bfloat16 if half else torch.float32}
     assert kernel.seen == wanted

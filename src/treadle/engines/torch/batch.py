@@ -16,7 +16,7 @@ from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.types import Ids, Routing, SamplingParams, StopReason, common_prefix
 from treadle.engines.sampling import Rules, rules, sample
-from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache
+from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
 from treadle.engines.torch.model import CachedModel, Predicted
 
 Decode = Callable[[Sequence[int]], str]
@@ -104,7 +104,7 @@ class Batch:
         cache_bytes: int,
     ) -> None:
         self._model, self._stop, self._decode, self._max_batch = model, frozenset(stop_token_ids), decode, max_batch
-        self._cached = CachedRows(cache_bytes, model.position_bytes())
+        self._cached = CachedRows(cache_bytes, *model.cache_bytes())
         self._rows: list[_Row] = []  # row i of the cache
         self._computed: list[int] = []  # the rows of `_rules`
         self._rules: Rules = rules([])
@@ -138,6 +138,10 @@ class Batch:
         predicted = self._prefill(entering, cached)
         self._computed = []
         numbers = [row.cached.row for row in entering]
+        if self._model.stateful:
+            self._cached.cache.states.mark(torch.tensor(numbers, device=self._model.device))
+            for row in entering:
+                row.cached.marked = len(row.call.prompt)
         self._draw(set(numbers))
         entering_rules = rules([row.call.sampling for row in entering], self._model.samples_on)
         self._append(entering, predicted, entering_rules, numbers)
@@ -152,7 +156,8 @@ class Batch:
         computed = [number for number, row in enumerate(self._rows) if row.ended is None]
         if not computed:
             return
-        everything = len(computed) >= _SHARED * len(self._rows)
+        # the state of a row that ended must stay as it is
+        everything = len(computed) >= (1.0 if self._model.stateful else _SHARED) * len(self._rows)
         if everything:
             computed = list(range(len(self._rows)))
         rows = [self._rows[number] for number in computed]
@@ -178,6 +183,7 @@ class Batch:
             if row.starts[-1][1] == len(row.tokens):
                 row.starts.pop()
             row.starts.append((version, len(row.tokens)))
+            row.cached.marked = 0
         if recompute:
             for part in self._model.parts(live, lambda row: len(row.call.prompt) + len(row.tokens) - 1):
                 where = self._where([row.cached.row for row in part])
@@ -259,7 +265,9 @@ class Batch:
         self, rows: Sequence[_Row], numbers: Sequence[int], starts: Sequence[int], predicted: Predicted
     ) -> None:
         """Compute the prompts of rows[number] for these numbers, from starts[number] on."""
-        for part in self._model.parts(numbers, lambda number: len(rows[number].call.prompt) - starts[number]):
+        for part in self._model.parts(
+            numbers, lambda number: len(rows[number].call.prompt) - starts[number], lambda number: not starts[number]
+        ):
             chunks = [rows[number].call.prompt[starts[number] :] for number in part]
             where = self._where([rows[number].cached.row for number in part])
             after = self._model.extend(self._cached.cache, where, chunks, [starts[number] for number in part])
@@ -292,9 +300,8 @@ class Batch:
         """Feed each row its last token."""
         positions = np.array([row.position() for row in rows])
         ids = torch.tensor([row.tokens[-1] for row in rows])[:, None]
-        return self._model.forward(
-            self._cached.cache, where, ids, torch.from_numpy(positions)[:, None], int(positions.max()) + 1
-        )
+        places = torch.from_numpy(positions)[:, None].to(self._model.device)
+        return self._model.forward(KVCall(self._cached.cache, where, places, int(positions.max()) + 1, False), ids)
 
     def _draw(self, entering: set[int]) -> None:
         """Make the next draws of all rows. Entering rows use them now, the others from the next step on."""

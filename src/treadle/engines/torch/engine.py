@@ -67,8 +67,8 @@ class _Request:
 class TorchEngine:
     """Decodes concurrent sessions in one batch, with a KV cache kept from turn to turn.
 
-    model: any Hugging Face decoder with full or sliding-window attention. It is copied: publication copies weights, and
-    never races the optimizer. decode: ids -> text, for stop strings.
+    model: any Hugging Face decoder with full or sliding-window attention, or layers with a state. It is copied:
+    publication copies weights, and never races the optimizer. decode: ids -> text, for stop strings.
     own_thread: compute beside the event loop, so that environments keep stepping; otherwise inline (`Compute`).
     Raises ConfigError for other layers, and with `options.routing` if the choice of experts cannot be observed.
 

@@ -8,14 +8,16 @@ session's next one; the least recently used goes when memory is short.
 
 Shapes: B rows of a call, R rows of the cache, C new tokens a row, T positions, H heads, K key/value heads, D head size.
 
-Any Hugging Face decoder writes and reads this cache through transformers' attention interface: the model is
-called with `attention="treadle_kv"` and the keyword `kv=KVCall(...)`, which reaches every attention layer.
+Any Hugging Face decoder writes and reads this cache through transformers' attention interface: it is called with
+`attention="treadle_kv"`, and every attention layer finds the call's `KVCall` (`models.passing`). Layers with a state in
+place of keys and values find theirs there, too; a sequence can go on where one was kept, behind its prompt and its
+last token.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -28,14 +30,80 @@ from transformers import AttentionInterface
 from treadle.core.errors import EngineError
 from treadle.core.processes import release_freed_memory
 from treadle.core.types import Ids, common_prefix
+from treadle.models.passing import handed
+from treadle.models.states import States
 
 ATTENTION = "treadle_kv"
 _GROW = 64  # positions
 
 
+class StateRows:
+    """The states of every layer that keeps one, of R rows: behind the last token, and behind the prompt.
+
+    layers: layer -> name -> [2, R, ...], those two. Layers are allocated at their first write.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.layers = rows, dict[int, dict[tuple[str, int], Tensor]]()
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def take(self, layer: int, rows: slice | Tensor) -> States:
+        """Return the states behind the last tokens of rows; a slice of rows is a view."""
+        return States({name: held[0][rows] for name, held in self.layers[layer].items()})
+
+    def put(self, layer: int, rows: slice | Tensor, states: States) -> None:
+        """Set the states behind the last tokens of rows."""
+        held = self.layers.setdefault(layer, {})
+        for name, new in states.now.items():
+            if name not in held:
+                held[name] = new.new_zeros((2, self.rows, *new.shape[1:]))
+            held[name][0][rows] = new
+
+    def mark(self, rows: Tensor) -> None:
+        """Keep the present states of rows as those behind their prompts."""
+        for held in self._tensors():
+            held[1, rows] = held[0, rows]
+
+    def resize(self, rows: int) -> None:
+        kept, self.rows = min(rows, self.rows), rows
+        for states in self.layers.values():
+            for name, held in states.items():
+                states[name] = held.new_zeros((2, rows, *held.shape[2:]))
+                states[name][:, :kept] = held[:, :kept]
+
+    def move(self, sources: Mapping[int, int], marked: Collection[int]) -> None:
+        """Copy simultaneously to each row the states of the row that `sources` names for it.
+
+        marked: the rows that begin with the state behind a prompt.
+        """
+        if not sources:
+            return
+        for held in self._tensors():
+            rows, origins = (torch.tensor(list(r), device=held.device) for r in (sources.keys(), sources.values()))
+            which = torch.tensor([int(row in marked) for row in sources], device=held.device)
+            held[0, rows], held[1, rows] = held[which, origins], held[1, origins]
+
+    def copy_rows(self, other: StateRows, sources: Tensor, rows: Tensor) -> None:
+        """Copy to row rows[i] the state behind the last token of `other`'s row sources[i]."""
+        for layer in other.layers:
+            self.put(layer, rows, other.take(layer, sources))
+
+    def row_bytes(self) -> int:
+        """Return the bytes of one row in all layers."""
+        return sum(held[:, 0].nbytes for held in self._tensors()) if self.rows else 0
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for states in self.layers.values():
+            yield from states.values()
+
+
 @dataclass(slots=True)
 class KVCache:
     """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers are allocated at their first write.
+
+    states: of the layers that have states instead.
 
     Memory starts as zeros: masked positions are still multiplied by 0, and must be finite.
     """
@@ -43,6 +111,10 @@ class KVCache:
     rows: int
     capacity: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    states: StateRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.states = StateRows(self.rows)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's (K, V); allocate them like the new key and value [B, K, C, D] if needed."""
@@ -59,6 +131,7 @@ class KVCache:
         """Change to `rows` rows of `capacity` >= the current number of positions, and keep what still fits."""
         kept_rows, old_capacity = min(rows, self.rows), self.capacity
         self.rows, self.capacity = rows, capacity
+        self.states.resize(rows)
         for number, pair in self.layers.items():
             larger = [t.new_zeros((rows, t.shape[1], capacity, t.shape[3])) for t in pair]
             for new, old in zip(larger, pair, strict=True):
@@ -75,7 +148,8 @@ class KVCache:
                 t[:, :, :length].index_copy_(0, rows, t[:, :, :length].index_select(0, origins))
 
     def copy_rows(self, other: KVCache, sources: Tensor, rows: Tensor, length: int) -> None:
-        """Copy to row rows[i] the first `length` positions of `other`'s row sources[i]."""
+        """Copy to row rows[i] the first `length` positions of `other`'s row sources[i], and its state."""
+        self.states.copy_rows(other.states, sources, rows)
         for number, pair in other.layers.items():
             for target, origin in zip(self.layer(number, *pair), pair, strict=True):
                 target[:, :, :length].index_copy_(0, rows, origin[:, :, :length].index_select(0, sources))
@@ -86,13 +160,14 @@ class KVCall:
     """One forward pass over some rows of a cache.
 
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
-    length: number of positions that queries may attend to.
+    length: number of positions that queries may attend to. begins: whether all rows begin, without a state.
     """
 
     cache: KVCache
     rows: slice | Tensor
     positions: Tensor
     length: int
+    begins: bool
     _mask: dict[int | None, Tensor] = field(default_factory=dict)
     _index: dict[int, Tensor] = field(default_factory=dict)  # by number of heads
 
@@ -139,16 +214,12 @@ def cached_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    kv: KVCall | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
-    if kv is None:
-        raise EngineError(
-            "an attention layer was called without the engine's KV cache: its model drops keyword arguments"
-        )
+    kv: KVCall = handed(module)
     if softcap is not None or s_aux is not None:
         raise EngineError(
             f"{type(module).__name__} uses soft-capped or sink attention, which TorchEngine does not implement"
@@ -165,7 +236,7 @@ def cached_attention(
     grouped = query.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
     scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(scale).masked_fill_(~mask, float("-inf"))
     probabilities = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-    return torch.matmul(probabilities, values).reshape(batch, 1, heads, size), None
+    return torch.matmul(probabilities, values).reshape(batch, 1, heads, values.shape[-1]), None
 
 
 AttentionInterface.register(ATTENTION, cached_attention)
@@ -176,6 +247,7 @@ class Cached:
     """Tokens whose keys and values are at the start of a row.
 
     busy: a call still writes there. exact: all keys are of the current weights. used: time of the last use.
+    marked: how many of the tokens its prompt had, behind which layers with a state have kept theirs; 0: nothing.
     """
 
     session: int
@@ -185,16 +257,18 @@ class Cached:
     busy: bool = True
     exact: bool = True
     used: int = 0
+    marked: int = 0
 
 
 class CachedRows:
     """The cache, and what its rows hold.
 
     budget: most bytes of the cache; a single call may exceed it. position_bytes: of one position of one row.
+    row_bytes: of the states of one row; with any, only what ends where a state was kept can be reused.
     """
 
-    def __init__(self, budget: int, position_bytes: int) -> None:
-        self._budget, self._position_bytes = budget, position_bytes
+    def __init__(self, budget: int, position_bytes: int, row_bytes: int = 0) -> None:
+        self._budget, self._position_bytes, self._row_bytes = budget, position_bytes, row_bytes
         self.cache = KVCache(rows=0, capacity=0)
         self._held: list[Cached] = []
         self._clock = count()
@@ -202,7 +276,8 @@ class CachedRows:
     @property
     def share(self) -> float:
         """Share of the budget taken by tokens, without those being sampled."""
-        return sum(len(sequence.ids) for sequence in self._held) * self._position_bytes / self._budget
+        positions = sum(len(sequence.ids) for sequence in self._held)
+        return (positions * self._position_bytes + len(self._held) * self._row_bytes) / self._budget
 
     def fits(self, busy: int, positions: int) -> bool:
         """Whether `busy` calls at once, the longest of `positions` positions, stay within the budget."""
@@ -217,6 +292,7 @@ class CachedRows:
         """
         busy = [s for s in self._held if s.busy]
         origins, cached, continued = self._sources(newcomers)
+        ends = [origin is not None and length == origin.marked for origin, length in zip(origins, cached, strict=True)]
         idle = [s for s in self._held if not s.busy and s not in continued]
         first = len(busy) + len(newcomers)
         capacity = self._grown(positions, first)
@@ -230,7 +306,10 @@ class CachedRows:
             targets[s]: o.row for s, o in zip(newcomers, origins, strict=True) if o is not None and targets[s] != o.row
         }
         longest = max([positions, *(len(s.ids) for s in self._held)])
-        self._rearrange(moves, min(longest, self.cache.capacity), rows, capacity)
+        marked = {
+            targets[s]: o.row for s, o, end in zip(newcomers, origins, ends, strict=True) if end and o is not None
+        }
+        self._rearrange(moves, min(longest, self.cache.capacity), rows, capacity, marked)
         now = next(self._clock)
         for sequence, row in targets.items():
             sequence.row = row
@@ -278,6 +357,8 @@ class CachedRows:
             longest, origin = 0, None
             for other in sequences[newcomer.session, newcomer.salt]:
                 length = min(common_prefix(other.ids, newcomer.ids), len(newcomer.ids) - 1)
+                if self._row_bytes:
+                    length = _with_state(other, length)
                 if length > longest:
                     longest, origin = length, other
             if origin is not None and not origin.busy and longest == len(origin.ids):
@@ -287,7 +368,7 @@ class CachedRows:
         return origins, lengths, continued
 
     def _most_rows(self, capacity: int) -> int:
-        return self._budget // (capacity * self._position_bytes)
+        return self._budget // (capacity * self._position_bytes + self._row_bytes)
 
     def _grown(self, positions: int, rows: int) -> int:
         """Capacity for so many positions: grows by half, so that copying is rare, if the rows then fit."""
@@ -297,13 +378,20 @@ class CachedRows:
         generous = _rounded(max(positions, have + have // 2))
         return generous if rows <= self._most_rows(generous) else _rounded(positions)
 
-    def _rearrange(self, moves: dict[int, int], length: int, rows: int, capacity: int) -> None:
+    def _rearrange(self, moves: dict[int, int], length: int, rows: int, capacity: int, marked: dict[int, int]) -> None:
         have = self.cache
         if rows > have.rows or (capacity > have.capacity and rows == have.rows):
             have.resize(rows, capacity)
         have.move(moves, length)
+        have.states.move({**moves, **marked}, marked)
         if (rows, capacity) != (have.rows, have.capacity):
             have.resize(rows, capacity)
+
+
+def _with_state(sequence: Cached, length: int) -> int:
+    """Return how much of the first `length` tokens ends where a state was kept."""
+    ends = (0 if sequence.busy else len(sequence.ids), sequence.marked)
+    return max(end for end in (0, *ends) if end <= length)
 
 
 def _assign(

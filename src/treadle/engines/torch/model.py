@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids
 from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
+from treadle.models.passing import Passing, handed
 from treadle.models.routing import Routers
-from treadle.models.support import require_plain_attention
+from treadle.models.states import States, stateful_layers
+from treadle.models.support import require_known_layers
 from treadle.models.weights import adapter_weights, saved
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ class CachedModel:
         routing: bool = False,
         device: str | None = None,
     ) -> None:
-        require_plain_attention(model)
+        require_known_layers(model)
         adapted = bool(adapter_weights(model))
         shared = {
             id(p): nn.Parameter(p.detach(), requires_grad=False)
@@ -72,6 +74,11 @@ class CachedModel:
         if device is not None:
             self.model.to(device)
         self.model.get_decoder().set_attn_implementation(ATTENTION)
+        self._passing = Passing[KVCall]()
+        self._passing.hang(self.model)
+        self.stateful = bool(layers := stateful_layers(self.model))
+        for layer, argument in layers.items():
+            vars(layer)["forward"] = _with_cached_state(layer, layer.forward, argument)
         self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
         self.device = self.model.device
@@ -80,11 +87,14 @@ class CachedModel:
         self.vocabulary, self.context = int(text.vocab_size), int(text.max_position_embeddings)
 
     @torch.inference_mode()
-    def position_bytes(self) -> int:
-        """Compute one cached position and return its bytes. Raises EngineError for unsupported attention."""
+    def cache_bytes(self) -> tuple[int, int]:
+        """Compute one cached position; return its bytes and those of a row's states.
+
+        Raises EngineError for unsupported attention.
+        """
         cache = KVCache(1, 1)
         self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
-        return cache.position_bytes()
+        return cache.position_bytes(), cache.states.row_bytes()
 
     def empty(self, rows: int) -> Predicted:
         logits = torch.empty(rows, self.vocabulary, device=self.device)
@@ -97,7 +107,8 @@ class CachedModel:
         """Append chunks[i] at position starts[i] of each row; return the predictions after each chunk.
 
         Chunks are padded on the left, so that every row's last token is in the last column; padding is written to the
-        cache's last position, which no real query attends to.
+        cache's last position, which no real query attends to. Of a model with states they are of one length, and all
+        or none at position 0.
         """
         width = max(map(len, chunks))
         ids = np.zeros((len(chunks), width), np.int64)
@@ -106,24 +117,37 @@ class CachedModel:
             ids[row, width - len(chunk) :] = chunk
             positions[row, width - len(chunk) :] = np.arange(start, start + len(chunk))
         length = max(start + len(chunk) for chunk, start in zip(chunks, starts, strict=True))
-        return self.forward(cache, rows, torch.from_numpy(ids), torch.from_numpy(positions), length)
+        call = KVCall(cache, rows, torch.from_numpy(positions).to(self.device), length, not any(starts))
+        return self.forward(call, torch.from_numpy(ids))
 
-    def forward(self, cache: KVCache, rows: slice | Tensor, ids: Tensor, positions: Tensor, length: int) -> Predicted:
-        """Return the predictions after the last column. ids, positions: int64[B, C]."""
-        positions = positions.to(self.device)
-        call = KVCall(cache, rows, positions, length)
+    def forward(self, call: KVCall, ids: Tensor) -> Predicted:
+        """Return the predictions after the last column. ids: int64[B, C]."""
+        self._passing.current = call
         ids = ids.to(self.device)
         with nullcontext(list[Tensor]()) if self._routers is None else self._routers.choosing() as chosen:
             logits: Tensor = self.model(
-                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, kv=call
+                input_ids=ids, position_ids=call.positions, use_cache=False, logits_to_keep=1
             ).logits
         if not chosen:
             return Predicted(logits[:, -1].float())
         last = [layer.view(*ids.shape, -1)[:, -1] for layer in chosen]
         return Predicted(logits[:, -1].float(), torch.stack(last, 1).to(torch.int16))
 
-    def parts(self, items: Sequence[T], tokens: Callable[[T], int]) -> list[list[T]]:
-        """Cut items into consecutive parts whose padded size stays within `prefill_tokens`."""
+    def parts(
+        self, items: Sequence[T], tokens: Callable[[T], int], begins: Callable[[T], bool] = lambda _: True
+    ) -> list[list[T]]:
+        """Cut items into parts whose padded size stays within `prefill_tokens`.
+
+        They are consecutive; of a model with states, whose rows cannot be padded, alike in length and beginning.
+        """
+        if not self.stateful:
+            return self._consecutive(items, tokens)
+        alike: dict[tuple[int, bool], list[T]] = {}
+        for item in items:
+            alike.setdefault((tokens(item), begins(item)), []).append(item)
+        return [part for same in alike.values() for part in self._consecutive(same, tokens)]
+
+    def _consecutive(self, items: Sequence[T], tokens: Callable[[T], int]) -> list[list[T]]:
         parts: list[list[T]] = []
         width = 0
         for item in items:
@@ -141,8 +165,8 @@ class CachedModel:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)
         positions = torch.arange(len(ids), device=self.device)[None]
-        call = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids))
-        logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False, kv=call).logits[0, :-1].float()
+        self._passing.current = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids), begins=True)
+        logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, :-1].float()
         logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
 
@@ -163,3 +187,18 @@ class CachedModel:
         """Free the memory of the weights until others are loaded; of one with adapters, theirs alone."""
         for tensor in saved(self.model).values():
             tensor.untyped_storage().resize_(0)
+
+
+def _with_cached_state(layer: nn.Module, own: Callable[..., Any], argument: str) -> Callable[..., Any]:
+    """Return the layer's forward, from and to the states of a `KVCall`'s rows. argument: the layer's for a cache."""
+    index = int(layer.layer_idx)  # type: ignore[arg-type]
+
+    def forward(hidden_states: Tensor, *_: Any, **named: Any) -> Any:
+        call: KVCall = handed(layer)
+        states = States() if call.begins else call.cache.states.take(index, call.rows)
+        named |= {argument: states, "attention_mask": None}
+        answer = own(hidden_states, **named)
+        call.cache.states.put(index, call.rows, states)
+        return answer
+
+    return forward

@@ -340,6 +340,8 @@ async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
     await server.post("/resume")  # it may have been left paused
     await server.read_context()
     certain = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
+    if expert_layers is not None:
+        certain["routed_experts_prompt_start"] = 1
     # two tokens: on a CPU, vLLM dies of a prompt of one with recurrent layers
     answer = await server.post("/inference/v1/generate", {"token_ids": [0, 0], "sampling_params": certain})
     [choice] = answer["choices"]

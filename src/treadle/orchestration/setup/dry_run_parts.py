@@ -22,7 +22,7 @@ from treadle.models.chat import load_chat
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.routing import Routers
-from treadle.models.support import require_plain_attention, why_not_packable
+from treadle.models.support import require_known_layers, why_not_packable
 from treadle.models.unused import unused_parts
 from treadle.models.weights import published, rest_of, trained, unique_weights
 from treadle.orchestration.config import RunConfig
@@ -157,7 +157,7 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
         longest = config.rollout.longest_call
         return None, run_event_loop(describe_servers(config.engine, longest), log)
     if config.engine.kind == "torch" and model is not None:
-        require_plain_attention(model)
+        require_known_layers(model)
     return None, f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once"
 
 

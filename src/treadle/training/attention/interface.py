@@ -6,16 +6,16 @@ Shapes: see `treadle.training.attention`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from treadle.core.errors import ConfigError
+from treadle.models.passing import handed
 from treadle.models.states import State
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
@@ -97,43 +97,6 @@ class Tree:
         self.walked: set[int] = set()
 
 
-class Passing:
-    """Hands each forward pass's tree to the layers of a model.
-
-    It is hung on the layers, since models drop keyword arguments on the way to them, and a backward pass that computes
-    layers again may run in another thread.
-    """
-
-    def __init__(self) -> None:
-        self.tree: Tree | None = None
-
-    @contextmanager
-    def through(self, model: nn.Module) -> Iterator[None]:
-        layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
-        for layer in layers:
-            vars(layer)[_PASSING] = self
-        try:
-            yield
-        finally:
-            self.tree = None
-            for layer in layers:
-                del vars(layer)[_PASSING]
-
-
-_PASSING = "_treadle_passing"
-
-
-def current_tree(layer: nn.Module) -> Tree:
-    """Return the tree of the forward pass that calls this layer. Raises ConfigError outside of one."""
-    passing = vars(layer).get(_PASSING)
-    if passing is None or passing.tree is None:
-        raise ConfigError(
-            f"{type(layer).__name__} has no layer_idx, by which it would find its tree; it cannot be packed"
-        )
-    tree: Tree = passing.tree
-    return tree
-
-
 def tree_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -152,7 +115,7 @@ def tree_attention(
     Raises ConfigError for a layer that asks for what tree attention cannot express.
     """
     name = type(module).__name__
-    tree = current_tree(module)
+    tree: Tree = handed(module)
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"{name} uses soft-capped or sink attention, which tree attention does not implement")
     if attention_mask is not None:  # transformers makes none for attention that it does not know
