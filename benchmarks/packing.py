@@ -3,6 +3,7 @@
 Random weights and ids: the figures depend on shapes alone.
 
     python -m benchmarks.packing --repeats 1                       # minutes on one core
+    python -m benchmarks.packing --hybrid                          # three gated delta nets to one layer of attention
     python -m benchmarks.packing --budget 512                      # trees against chains, a third of one a pass
     python -m benchmarks.packing --device cuda --json packing.json # a random Qwen3 of 0.6B parameters, bfloat16
 """
@@ -48,6 +49,16 @@ CPU_MODEL: Mapping[str, Any] = {
     "max_position_embeddings": 65536,
     "tie_word_embeddings": True,
 }
+HYBRID_MODEL: Mapping[str, Any] = {
+    **CPU_MODEL,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 CUDA_MODEL: Mapping[str, Any] = {  # the shape of Qwen3-0.6B
     **CPU_MODEL,
     "vocab_size": 151_936,
@@ -80,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budget", type=int, help="only compare trees with chains, with so many tokens a pass, on a CPU"
     )
+    parser.add_argument("--hybrid", action="store_true", help="a model with recurrent layers, on a CPU")
     options = parser.parse_args(arguments)
     if options.device == "cuda":
         if not torch.cuda.is_available():
@@ -88,12 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(options.threads)
     size, lengths = (SMALL, (64,)) if options.small else (Size(), (2048, 4096, 8192))
-    model = _model(SMALL_MODEL if options.small else CPU_MODEL)
+    model = _model(SMALL_MODEL if options.small else HYBRID_MODEL if options.hybrid else CPU_MODEL)
     if options.budget:
         show(options.json, against_chains(Forward(model, options.budget), options.repeats, replace(size, attempts=3)))
         return
-    tables = packings(Forward(model, BUDGET), options.repeats, size), attention(options.repeats, lengths)
-    show(options.json, *tables)
+    table = packings(Forward(model, BUDGET), options.repeats, size)
+    show(options.json, *((table,) if options.hybrid else (table, attention(options.repeats, lengths))))
 
 
 def cuda_table(budget: int, repeats: int) -> Table:

@@ -215,5 +215,18 @@ def test_targets() -> None:
     model = tiny("qwen3-moe")
     assert target_names(model, "all-linear") == target_names(model, "attention")  # experts are no linear layers
     assert target_names(tiny(), "mlp") == ["down_proj", "gate_proj", "up_proj"]
+    recurrent = [
+        "in_proj_a",
+        "in_proj_b",
+        "in_proj_qkv",
+        "in_proj_z",
+        "k_proj",
+        "o_proj",
+        "out_proj",
+        "q_proj",
+        "v_proj",
+    ]
+    assert target_names(tiny("qwen3-5"), "attention") == recurrent
+    assert target_names(tiny("qwen3-5"), "mlp") == ["down_proj", "gate_proj", "up_proj"]
     with pytest.raises(ConfigError, match=r"no linear layers named \['gate'\]; it has .*experts, routers and the head"):
         target_names(model, ("q_proj", "gate"))

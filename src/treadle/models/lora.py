@@ -30,6 +30,7 @@ from treadle.core.files import Manifest, prove_files
 from treadle.models.config import LoraConfig
 from treadle.models.loading import load_pretrained
 from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, require_model
+from treadle.models.states import stateful_layers
 from treadle.models.weights import adapter_weights, copy_by_name, is_language_part
 
 
@@ -89,8 +90,10 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
     Raises ConfigError for names that no linear layer has.
     """
     linear = _linear_layers(model)
-    attention = {name for name, m in model.named_modules() if type(m).__name__.lower().endswith("attention")}
-    inside = {name for name in linear if name.rpartition(".")[0] in attention}
+    stateful = stateful_layers(model)  # which stand in the place of attention
+    named = model.named_modules()
+    attention = [n for n, m in named if m in stateful or type(m).__name__.lower().endswith("attention")]
+    inside = {name for name in linear if any(name.startswith(f"{layer}.") for layer in attention)}
     presets = {"all-linear": linear, "attention": inside, "mlp": linear - inside}
     if isinstance(targets, str):
         if not presets[targets]:
