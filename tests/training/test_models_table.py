@@ -1,0 +1,59 @@
+"""docs/models.md: what each family of models can do, as the code says it."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from tests.models import FAMILIES, HYBRIDS, INEXACT, MORE_FAMILIES, ROW_FAMILIES, tiny
+from tests.worlds import ROOT
+from treadle.core.errors import ConfigError, EngineError
+from treadle.engines.torch.model import CachedModel
+from treadle.models.lora import target_names
+from treadle.training.forward import Forward
+
+HEAD = "| family | layers | prefixes | sampled in process | gradient, packed and alone | adapters beside the usual |"
+USUAL = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+KINDS = {"full_attention": "attention", "sliding_attention": "sliding window", "hybrid": "attention beside mamba"}
+
+
+def table() -> str:
+    every = {**FAMILIES, **MORE_FAMILIES, **HYBRIDS, **ROW_FAMILIES}
+    rows: dict[str, str] = {}
+    for family, fields in every.items():
+        rows.setdefault(f"{fields['model_type']} {layers(family)}", row(family, fields["model_type"]))
+    return "\n".join([HEAD, "|---" * HEAD.count(" | ") + "|---|", *rows.values()])
+
+
+def row(family: str, model_type: str) -> str:
+    model = tiny(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        forward = Forward(model, 64)
+    prefixes = "shared" if forward.shares else f"rows: {forward.scorer.why_not_shared}"
+    names = ", ".join(name for name in target_names(model, "all-linear") if name not in USUAL)
+    return f"| {model_type} | {layers(family)} | {prefixes} | {sampled(model)} | {INEXACT.get(family, 1e-12):.0e} | {names} |"
+
+
+def layers(family: str) -> str:
+    text: Any = tiny(family).config.get_text_config()
+    named = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    kinds = named or ["sliding_attention" if window else "full_attention"]
+    return ", ".join(dict.fromkeys(KINDS.get(kind, kind.replace("_", " ")) for kind in kinds))
+
+
+def sampled(model: Any) -> str:
+    try:
+        CachedModel(model, torch.float32, 64).cache_bytes()
+    except (ConfigError, EngineError):
+        return "no"
+    return "yes"
+
+
+def test_the_page_has_the_table_of_models() -> None:
+    assert table() in (ROOT / "docs" / "models.md").read_text(), "run python -m tests.training.test_models_table"
+
+
+if __name__ == "__main__":
+    print(table())
