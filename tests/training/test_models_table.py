@@ -32,7 +32,8 @@ def row(family: str, model_type: str) -> str:
         forward = Forward(model, 64)
     prefixes = "shared" if forward.shares else f"rows: {forward.scorer.why_not_shared}"
     names = ", ".join(name for name in target_names(model, "all-linear") if name not in USUAL)
-    return f"| {model_type} | {layers(family)} | {prefixes} | {sampled(model)} | {INEXACT.get(family, 1e-12):.0e} | {names} |"
+    limit = f"{INEXACT.get(family, 1e-12):.0e}"
+    return f"| {model_type} | {layers(family)} | {prefixes} | {sampled(model)} | {limit} | {names} |"
 
 
 def layers(family: str) -> str:
