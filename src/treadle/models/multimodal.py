@@ -80,8 +80,9 @@ def _take_off(module: nn.Module, needed: set[nn.Module]) -> None:
 
 def _stored(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a directory by name, mapped into memory: none is read before it is used."""
-    index = directory / "model.safetensors.index.json"
-    files = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    files = {"model.safetensors"}  # which transformers prefers to an index beside it
+    if not (directory / "model.safetensors").is_file():
+        files = set(json.loads((directory / "model.safetensors.index.json").read_bytes())["weight_map"].values())
     stored: dict[str, Tensor] = {}
     for path in [directory / name for name in sorted(files)]:
         if path.is_file():
