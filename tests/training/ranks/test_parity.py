@@ -130,6 +130,8 @@ FAMILIES = {
         "gemma3-half-sliding",
         "qwen3-moe",
         "lfm2",
+        "qwen3-5",
+        "nemotron-h",
         "mamba",
         "deepseek-latent",
     )
