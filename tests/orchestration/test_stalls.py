@@ -101,7 +101,7 @@ def test_a_run_logs_each_kind_once_and_a_resumed_one_knows_its_first_updates(tmp
     with closing(RunDirectory.create(tmp_path / "run", tiny())) as run:
         for part in (logged[:23], logged[23:]):
             warnings = StallWarnings()
-            warnings.start(RunStart(run.path, tiny(), part[0]["update"] - 1, lines.append))
+            warnings.start(RunStart(run.path, tiny(), part[0]["update"] - 1, lines.append, repr))
             for row in part:
                 run.log(row)
                 warnings.update(row)
@@ -117,7 +117,7 @@ def test_no_success_before_training_is_said_at_once_and_no_more_when_there_is_so
     lines: list[str] = []
     warnings = StallWarnings()
     with closing(RunDirectory.create(tmp_path / "run", tiny())) as run:
-        warnings.start(RunStart(run.path, tiny(), 0, lines.append))
+        warnings.start(RunStart(run.path, tiny(), 0, lines.append, repr))
         for temperature in (1.0, 0.0):
             warnings.evaluate(EvaluationResult(0, temperature, 64, 0, 0.0, 0.0, 2.0, {}, {}))
     assert lines == [lines[0]] and lines[0].startswith("warning: none of 64 held-out tasks was solved before training")

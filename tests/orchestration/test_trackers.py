@@ -3,21 +3,24 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.orchestration.runs import check_finished, updates
+from tests.orchestration.runs import check_finished, query, updates
 from tests.orchestration.test_callbacks import Recording, go, go_on
 from tests.worlds import Quiet
 from treadle.core.errors import ConfigError, RunError, TrainingStopped
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
+from treadle.orchestration.reporting.samples import Sample
 from treadle.orchestration.reporting.trackers import Outcome, Tracker
 from treadle.orchestration.store.run_directory import RunDirectory
 
@@ -25,7 +28,8 @@ from treadle.orchestration.store.run_directory import RunDirectory
 def interrupted(path: Path, callback: str) -> None:
     """A run that is stopped after update 2 and saved, then goes on."""
     with pytest.raises(TrainingStopped):
-        go(path, Recording(fails_at=("update", 2)), overrides=[f"callbacks=[{callback}]", "evaluation.greedy_too=true"])
+        options = [f"callbacks=[{callback}]", "evaluation.greedy_too=true", "orchestration.traced_groups=1"]
+        go(path, Recording(fails_at=("update", 2)), overrides=options)
     go_on(path)
     check_finished(path)
 
@@ -38,6 +42,16 @@ def check(path: Path, series: Callable[[str], Iterable[tuple[int, float]]]) -> N
     wanted["evaluation/success"] = [(e["update"], e["success"]) for e in evaluations]
     for name, points in wanted.items():
         assert [value for point in series(name) for value in point] == pytest.approx([v for p in points for v in p])
+
+
+def sampled(path: Path) -> dict[int, list[str]]:
+    """Update -> the first attempts of the first group that it trained, in order of submission."""
+    sql = (
+        "SELECT trained_version + 1 AS number, trajectory_id FROM trajectories JOIN groups g USING (group_id) WHERE "
+        "idx = (SELECT min(idx) FROM groups h WHERE h.trained_version = g.trained_version) ORDER BY trajectory_id"
+    )
+    rows = query(path, sql)
+    return {number: [r["trajectory_id"] for r in rows if r["number"] == number] for number in (1, 2, 3, 4)}
 
 
 def installed(package: str) -> None:
@@ -61,6 +75,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     check(run, lambda name: [(e.step, e.value) for e in events.Scalars(name)])
     assert [e.step for e in events.Scalars("evaluation/greedy/success")] == [0, 4]
     assert "learning_rate" in str(events.Tensors("config/text_summary"))
+    texts = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors("samples/text_summary")}
+    assert {step: re.findall(r"\*\*(g.*?)\*\*: ", text) for step, text in texts.items()} == sampled(run)
 
 
 def test_tensorboard_hides_what_was_rolled_back(tmp_path: Path) -> None:
@@ -110,6 +126,13 @@ def test_wandb_offline(tmp_path: Path) -> None:
                 items = record.history.item
                 rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
     check(run, lambda name: [(row["update"], row[name]) for row in rows if name in row])
+    names = {}
+    for row in (row for row in rows if "samples/path" in row):
+        [file] = (run / "wandb").glob(f"offline-run-*/files/{row['samples/path']}")
+        table = json.loads(file.read_text())
+        assert table["columns"] == [field.name for field in fields(Sample)]
+        names[row["update"]] = [attempt for attempt, *_ in table["data"]]
+    assert names == sampled(run)
 
 
 @pytest.mark.filterwarnings("default")
@@ -136,10 +159,11 @@ print("all there")
 
 
 @pytest.mark.filterwarnings("default")
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed("mlflow")
     import mlflow
 
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts
     run, uri = tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db"
     interrupted(run, f"{{name: mlflow, options: {{experiment: e, tracking_uri: '{uri}'}}}}")
     client = mlflow.MlflowClient(tracking_uri=uri)
@@ -147,6 +171,11 @@ def test_mlflow(tmp_path: Path) -> None:
     assert (found.info.status, found.info.run_name) == ("FINISHED", "run")
     assert found.data.params["training.group_size"] == "3"
     check(run, lambda name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)])
+    artifacts = {int(file.path[-9:-3]): file.path for file in client.list_artifacts(found.info.run_id, "samples")}
+    for update, names in sampled(run).items():
+        text = Path(client.download_artifacts(found.info.run_id, artifacts.pop(update))).read_text()
+        assert re.findall(r"\*\*(g.*?)\*\*: ", text) == names
+    assert not artifacts
 
 
 class Flaky(Tracker):

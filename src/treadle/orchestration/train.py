@@ -165,7 +165,8 @@ def _train(
         callbacks = Callbacks({**members, **inputs.callbacks}, StopRequest(), progress)
         work = _Run(config, inputs, run, renderer, trainer, runtime, callbacks, status, progress, state, clock, resumed)
         with status.writing(run.status_file):
-            return callbacks.around(RunStart(path, config, state.update, progress.log), work.run)
+            start = RunStart(path, config, state.update, progress.log, renderer.decode)
+            return callbacks.around(start, work.run)
 
 
 @dataclass(frozen=True, slots=True)

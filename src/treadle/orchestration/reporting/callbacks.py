@@ -33,7 +33,7 @@ from treadle.core.engine import ComponentStatus, ProcessId
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
 from treadle.core.text import escape_line
-from treadle.core.types import Group, Trajectory
+from treadle.core.types import Group, Ids, Trajectory
 from treadle.core.user_functions import Expected, check_function
 from treadle.orchestration.config import CallbackConfig, RunConfig
 from treadle.orchestration.reporting.metrics import EvaluationResult, shown, shown_passes
@@ -45,12 +45,16 @@ from treadle.rollout.isolation.user_code import raised
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Start of a run. update: the last one already made, 0 in a new run. log: adds a line to the run's output."""
+    """Start of a run. update: the last one already made, 0 in a new run. log: adds a line to the run's output.
+
+    decode: returns the text of token ids, with special tokens.
+    """
 
     directory: Path
     config: RunConfig
     update: int
     log: Callable[[str], None]
+    decode: Callable[[Ids], str]
 
 
 class Callback:

@@ -1,4 +1,4 @@
-"""Trackers: callbacks that hand a run's figures to a tracking library, under the names of metrics.jsonl.
+"""Trackers: callbacks that hand a run's figures to a tracking library, under the names of metrics.jsonl, and samples.
 
 An update's figures have its number as their step; those of an evaluation are `evaluation/...`, or
 `evaluation/greedy/...` at temperature 0 where that is not `evaluation.temperature`.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import textwrap
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, fields
 from typing import Any, ClassVar, Literal
 
 from treadle.core.config import describe, dump_yaml
@@ -19,8 +21,10 @@ from treadle.core.errors import ConfigError, DamageError
 from treadle.core.files import write_atomically
 from treadle.core.registry import how_to_install
 from treadle.core.text import checked_json, parse_checked_json
+from treadle.core.types import Group
 from treadle.orchestration.reporting.callbacks import Callback, RunStart
 from treadle.orchestration.reporting.metrics import EvaluationResult
+from treadle.orchestration.reporting.samples import Sample, sample_attempts
 from treadle.rollout.isolation.user_code import raised
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -38,6 +42,7 @@ class Tracker(Callback):
     def __init__(self) -> None:
         self._library = _required(self.package)
         self._run: RunStart | None = None
+        self._samples: list[Sample] = []
         self._reported = False
 
     @abstractmethod
@@ -47,6 +52,9 @@ class Tracker(Callback):
     @abstractmethod
     def log(self, figures: Mapping[str, float], update: int) -> None:
         """Log figures, name -> value, at the step of this update; must return soon."""
+
+    def log_samples(self, samples: Sequence[Sample], update: int) -> None:
+        """Log attempts that this update trained, as text; must return soon. By default nothing is."""
 
     @abstractmethod
     def close(self, outcome: Outcome) -> None:
@@ -62,9 +70,16 @@ class Tracker(Callback):
         write_atomically(file, checked_json({**ids, self.package: run_id}).encode())
         self._run = run
 
+    def batch(self, groups: Sequence[Group], version: int) -> None:
+        assert self._run is not None
+        self._samples = sample_attempts(groups, self._run.config, self._run.decode)
+
     def update(self, row: Mapping[str, Any]) -> None:
         figures = {name: value for name, value in scalars(row) if name != "update"}
         self._call(self.log, figures, row["update"])
+        if self._samples:  # of a batch of several updates, with the first of them
+            self._call(self.log_samples, self._samples, row["update"])
+        self._samples = []
 
     def evaluate(self, result: EvaluationResult) -> None:
         assert self._run is not None
@@ -109,6 +124,10 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, update)
         self._writer.flush()  # a killed run has them, too
 
+    def log_samples(self, samples: Sequence[Sample], update: int) -> None:
+        self._writer.add_text("samples", as_markdown(samples), update)
+        self._writer.flush()
+
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
 
@@ -150,6 +169,12 @@ class WandB(Tracker):
     def log(self, figures: Mapping[str, float], update: int) -> None:
         self._open.log({**figures, "update": update})
 
+    def log_samples(self, samples: Sequence[Sample], update: int) -> None:
+        """Log a table, a row for each attempt."""
+        columns = [field.name for field in fields(Sample)]
+        table = self._library.Table(columns=columns, data=[list(astuple(sample)) for sample in samples])
+        self._open.log({"samples": table, "update": update})
+
     def close(self, outcome: Outcome) -> None:
         self._open.finish(exit_code=0 if outcome == "finished" else 1)
 
@@ -188,7 +213,8 @@ class MLflow(Tracker):
     def __init__(self, experiment: str = "treadle", tracking_uri: str | None = None) -> None:
         super().__init__()
         self._experiment, self._uri = experiment, tracking_uri
-        self._sending: list[Any] = []
+        self._sending: list[Callable[[], Any]] = []  # waits until something is sent
+        self._sender = ThreadPoolExecutor(1, "treadle-mlflow")
 
     def open(self, run: RunStart, run_id: str | None) -> str:
         """Resume the MLflow run of this id, or begin one in the experiment, which is made if it does not exist."""
@@ -212,15 +238,37 @@ class MLflow(Tracker):
             self._library.entities.Metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, update)
             for name, value in figures.items()
         ]
-        self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+        self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False).wait)
+
+    def log_samples(self, samples: Sequence[Sample], update: int) -> None:
+        """Send an artifact, `samples/000012.md` of update 12, on a thread."""
+        name = f"samples/{update:06d}.md"
+        self._sending.append(self._sender.submit(self._client.log_text, self._id, as_markdown(samples), name).result)
 
     def close(self, outcome: Outcome) -> None:
         try:
-            for sent in self._sending:
-                sent.wait()
+            for wait in self._sending:
+                wait()
         finally:
+            self._sender.shutdown()
             status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[outcome]
             self._client.set_terminated(self._id, status)
+
+
+def as_markdown(samples: Sequence[Sample]) -> str:
+    """Return each attempt's name, reward and text, indented, behind its prompt if the one before has another."""
+    parts, prompt = list[str](), None
+    for sample in samples:
+        if sample.prompt != prompt:
+            prompt = sample.prompt
+            parts += [f"Prompt of task {sample.task}:", _indented(prompt)]
+        reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+        parts += [f"**{sample.trajectory}**: {reward}", _indented(sample.completion)]
+    return "\n\n".join(parts)
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
