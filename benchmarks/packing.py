@@ -220,8 +220,9 @@ def _note(forward: Forward, repeats: int, timed: str) -> str:
     model, text = forward.model, forward.model.config.get_text_config()
     cuda = model.device.type == "cuda"
     parts = [
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M-parameter Qwen3 ({text.num_hidden_layers} layers, "
-        f"hidden size {text.hidden_size}, random weights, {str(model.dtype).removeprefix('torch.')})",
+        f"{text.model_type} of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters",
+        f"{text.num_hidden_layers} layers of width {text.hidden_size}, random weights",
+        str(model.dtype).removeprefix("torch."),
         *(["gradient checkpointing"] if cuda else []),
         f"micro-batches of {forward.budget} tokens",
         timed,

@@ -4,6 +4,7 @@ Simplified: every completion has the same length and observations are random ids
 measured where its environment is installed.
 
     python -m benchmarks.rollout
+    python -m benchmarks.rollout --recipe demo-hybrid
     python -m benchmarks.rollout --threads 2 --repeats 5
 """
 
@@ -76,16 +77,18 @@ def _about(rng: np.random.Generator, count: int) -> Ids:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure seconds and sampled tokens a second, for several numbers of sessions; print a table."""
-    options = make_parser(__doc__, repeats=3, threads=True).parse_args(arguments)
+    parser = make_parser(__doc__, repeats=3, threads=True)
+    parser.add_argument("--recipe", default="demo", help="whose model")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     sessions, turns = ((2,), (2,)) if options.small else ((1, 8, 32, 64), (4, 8))
     with asyncio.Runner() as runner:
-        rows = _model_rows(runner, load_recipe("demo").model, [EMBEDDED], sessions, turns, options.repeats)
-        if _has_vllm() and not options.small:
+        rows = _model_rows(runner, load_recipe(options.recipe).model, [EMBEDDED], sessions, turns, options.repeats)
+        if _has_vllm() and not options.small and options.recipe == "demo":
             wider = load_recipe("demo", ["model.build.head_dim=32"]).model  # vLLM's kernels for CPUs want 32 or more
             engines = [EMBEDDED, EngineConfig(kind="vllm", batch=64)]
             rows += _model_rows(runner, wider, engines, sessions, turns, options.repeats)
-    note = f"the demo's Qwen3, median of {options.repeats}, {options.threads} thread(s)"
+    note = f"the model of {options.recipe}, median of {options.repeats}, {options.threads} thread(s)"
     show(options.json, Table("rollout", note, rows))
 
 
