@@ -138,6 +138,7 @@ PLAYS: dict[str, Plays] = {
     "engines.md yaml 2": Plays(*DEMO, over="demo"),
     "environments.md guess.yaml": Plays("environment my_world:Guess", "my_tasks.jsonl"),
     "environments.md python 1": Plays("environment Shop", "436 tasks", "64 tasks"),
+    "environments.md train_orders.py": Plays("environment Orders", "936 tasks", "64 tasks"),
     "from-trl.md python 1": Plays("environment reward", "train.jsonl"),
     "gateway.md yaml 1": Plays(*DEMO, over="demo"),
     "gsm8k.md gsm8k.yaml": Plays("reward gsm8k", "gsm8k_questions", "gsm8k_questions"),
