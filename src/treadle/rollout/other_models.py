@@ -62,8 +62,10 @@ class OtherModelConfig(Config):
     def _one_source(self) -> OtherModelConfig:
         if (self.url is not None) + (self.path is not None) + self.policy != 1:
             raise ValueError("give exactly one of url, path and policy")
-        if self.url is not None and (self.model is None or not self.url.startswith(("http://", "https://"))):
-            raise ValueError(f"url {self.url!r} needs model, its name there, and begins with http:// or https://")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url {self.url!r} is no address that begins with http:// or https://")
+        if self.url is not None and self.model is None:
+            raise ValueError(f"url {self.url!r} needs model, its name there")
         if self.path is not None:
             if self.model is not None or self.api_key_env is not None:
                 raise ValueError("model and api_key_env are of a url; leave them out")
