@@ -200,7 +200,7 @@ def test_draws_of_models_and_of_the_policy_have_addresses_of_their_own() -> None
     ("config", "message"),
     [
         ({}, "exactly one of url, path and policy"),
-        ({"url": "localhost", "model": "m"}, "'localhost' needs model"),
+        ({"url": "localhost", "model": "m"}, "'localhost' is no address"),
         ({"url": "http://a/v1"}, "needs model"),
         ({"path": "a", "model": "m"}, "leave them out"),
         ({"path": "a", "options": {"seed": 1}}, "'seed' is none of max_tokens"),
