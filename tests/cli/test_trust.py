@@ -15,6 +15,7 @@ import treadle
 from tests.cli.conftest import Place
 from tests.cli.worlds import treadle as command
 from tests.forks import run
+from treadle.core.errors import ConfigError
 from treadle.core.files import MANIFEST
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import load_engine
@@ -128,7 +129,7 @@ def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
 
 def test_an_engine_of_its_own_process_does_not_run_it(bait: Bait, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    with pytest.raises(ValueError, match="custom code"):
+    with pytest.raises(ConfigError, match="brings code of its own"):
         load_engine(bait.path, TorchEngineOptions([]), threads=1, deterministic=True)
     assert not bait.marker.exists()
 

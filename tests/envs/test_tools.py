@@ -407,7 +407,7 @@ def documented(what: str) -> str:
 
 def test_the_shaping_of_the_documentation_pays_each_milestone_once() -> None:
     found: dict[str, Any] = {"__name__": "my_shop"}
-    exec(documented("class Orders("), found)
+    exec(documented("# my_shop.py"), found)
     task = Task("t", (user("?"),), "world", "8", {"item": "tea", "stock": {"tea": 4, "milk": 1}})
     looking = [call("stock", item=item) for item in ("milk", "tea", "tea", "tea")]
     attempt = played(found["Orders"], *looking, call("order", item="tea", number=8), task=task)

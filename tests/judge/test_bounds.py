@@ -199,7 +199,7 @@ async def test_a_key_that_the_server_repeats_is_in_no_error(echo: str, monkeypat
             await Judge(server.url, "m", [NUMBER], api_key_env="MINE").grade("Hello.")
         error: BaseException | None = caught.value
         while error is not None:
-            text = repr(error) + str(error)
+            text = (repr(error) + str(error)).replace(server.url, "")  # whose port may have those digits
             assert not any(part in text for part in (KEY, KEY[:9], KEY[-6:], "sk-Ab", "005"))
             error = error.__cause__ or error.__context__
 
