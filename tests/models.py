@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from treadle.core.errors import Cause
 from treadle.core.types import (
@@ -59,25 +59,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 SLIDING = [name for name in FAMILIES if "sliding" in name]
+_LATENT: dict[str, Any] = {  # values smaller than keys
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+}
 # Trained, but not what the tests of engines and files go through.
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek-latent": {  # values smaller than keys
-        "model_type": "deepseek_v3",
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 8,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek-latent": {**_LATENT, "model_type": "deepseek_v3"},
     "qwen3-moe": dict(
         model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True
     ),
@@ -97,6 +97,24 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3-capped": dict(
         model_type="gemma3_text", final_logit_softcapping=1.5, layer_types=["full_attention", "full_attention"]
     ),
+    "gemma2-half-sliding": {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt-oss-half-sliding": dict(
+        model_type="gpt_oss",
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+    ),
+    "glm4-moe-lite": {**_LATENT, "model_type": "glm4_moe_lite"},
+    "nemotron": {"model_type": "nemotron"},
+    "stablelm": {"model_type": "stablelm"},
 }
 _DELTA: dict[str, Any] = dict(
     layer_types=["linear_attention", "full_attention"],
@@ -112,7 +130,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3-next": {"model_type": "qwen3_next", "shared_expert_intermediate_size": 12, **_DELTA, **_EXPERTS},
     "olmo-hybrid": {"model_type": "olmo_hybrid", **_DELTA},
     "kimi-linear": {
-        **MORE_FAMILIES["deepseek-latent"],
+        **_LATENT,
         "model_type": "kimi_linear",
         "num_local_experts": 4,
         "linear_num_heads": 2,
@@ -154,13 +172,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 # Their layers cannot share prefixes: each step is a row of its own.
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        "model_type": "gemma2",
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
     "mamba": {"model_type": "mamba", "state_size": 4},
     "jamba": dict(
         model_type="jamba",
@@ -170,15 +181,6 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         mamba_d_state=4,
         use_mamba_kernels=False,
     ),
-}
-# In float64, how far from exact: what transformers computes in float32 whatever a model's type (rotary embeddings,
-# scans, gates, eager attention) rounds at random.
-INEXACT = {
-    "cohere": 1e-6,
-    "deepseek-latent": 1e-6,
-    "gemma2": 1e-6,
-    "mamba": 1e-6,
-    "jamba": 1e-6,
 }
 _EVERY = {**FAMILIES, **MORE_FAMILIES, **HYBRIDS, **ROW_FAMILIES}
 
@@ -198,65 +200,34 @@ def tiny(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel
     return cast(PreTrainedModel, model)
 
 
-class ExactNorm(nn.Module):
-    """A normalisation computed in its input's own precision."""
-
-    def __init__(self, stock: nn.Module) -> None:
-        super().__init__()
-        self.weight = cast(nn.Parameter, stock.weight)
-        self.offset = 1.0 if "Gemma" in type(stock).__name__ else 0.0
-        self.centered = type(stock).__name__ == "CohereLayerNorm"
-        self.epsilon = float(cast(Any, stock.eps if hasattr(stock, "eps") else stock.variance_epsilon))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.centered:
-            x = x - x.mean(-1, keepdim=True)
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon) * (self.weight + self.offset)
-
-
-class ExactRouter(Qwen3MoeTopKRouter):
-    """A top-k router computed in its input's own precision."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        best, chosen = logits.softmax(-1).topk(self.top_k, -1)
-        return logits, best / best.sum(-1, keepdim=True), chosen
-
-
-def keep_norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the model float64 throughout: transformers' norms and routers compute in float32 whatever its type."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith(("RMSNorm", "CohereLayerNorm")):
-                setattr(module, name, ExactNorm(child))
-            elif type(child) is Qwen3MoeTopKRouter:
-                child.__class__ = ExactRouter
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the default has no float64
-    return model.double()
-
-
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the model float64 throughout: its file is read anew with float64 where it says float32."""
-    source = inspect.getsource(sys.modules[type(model).__module__])
+@cache
+def _doubled(file: str) -> dict[str, Any]:
+    """A module of transformers, read anew with float64 where it says float32."""
+    stock = sys.modules[file]
+    source = inspect.getsource(stock)
     for single, double in (
         ("torch.float32", "torch.float64"),
         (".float()", ".double()"),
         ("torch.float,", "torch.double,"),
     ):
         source = source.replace(single, double)
-    read = {**vars(sys.modules[type(model).__module__])}
+    read = {**vars(stock)}
     exec(compile(source, read["__file__"], "exec"), read)
+    return read
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the model float64 throughout: some of its layers compute in float32 whatever its type."""
     for module in model.modules():
-        if type(module).__module__ == type(model).__module__:
-            module.__class__ = read[type(module).__name__]
+        if type(module).__module__.startswith("transformers.models."):
+            module.__class__ = _doubled(type(module).__module__)[type(module).__name__]
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the default has no float64
     return model.double()
 
 
 def exact(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
-    return (in_float64 if family in HYBRIDS else keep_norms_in_float64)(tiny(family, seed, **fields))
+    return in_float64(tiny(family, seed, **fields))
 
 
 # Recorded groups

@@ -19,7 +19,7 @@ from tests.models import (
     VOCABULARY,
     full,
     gradients,
-    keep_norms_in_float64,
+    in_float64,
     make_group,
     make_step,
     step_logprobs,
@@ -422,7 +422,7 @@ def taught_advantages(
     """[N], by hand: rewards A + coef (log-probability of the teacher less the policy's), by steps and in float64."""
     batch = flatten(groups)
     seen = [step.prompt_ids for step in batch.steps] if prompts is None else prompts.of(batch)
-    models = [keep_norms_in_float64(copy.deepcopy(model)) for model in (policy, teacher)]
+    models = [in_float64(copy.deepcopy(model)) for model in (policy, teacher)]
     differences = []
     with torch.no_grad():
         for step, ids in zip(batch.steps, seen, strict=True):

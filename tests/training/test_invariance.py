@@ -19,7 +19,7 @@ from tests.models import (
     distance,
     exact,
     gradients,
-    keep_norms_in_float64,
+    in_float64,
     make_group,
     make_step,
     norm,
@@ -330,7 +330,7 @@ def test_float32_is_as_close_to_float64_as_each_step_alone(layout: dict[str, Any
     for seed in range(3):
         groups = forked_groups(seed, groups=1)
         model = tiny(seed=seed)
-        truth, _ = separate_gradient(keep_norms_in_float64(copy.deepcopy(model)), groups, algorithm)
+        truth, _ = separate_gradient(in_float64(copy.deepcopy(model)), groups, algorithm)
         alone, _ = separate_gradient(model, groups, algorithm)
         found, _ = accumulated(make_learner(model, algorithm, max_tokens_per_microbatch=budget, **layout), groups)
         assert 0 < distance(found, truth) <= 2 * distance(alone, truth) < 1e-5 * norm(truth)

@@ -19,7 +19,7 @@ from tests.models import (
     exact,
     full,
     gradients,
-    keep_norms_in_float64,
+    in_float64,
     norm,
     ragged_groups,
     random_groups,
@@ -65,7 +65,7 @@ def test_the_gradient_of_adapters_is_that_of_each_step_alone(family: str, groups
 @pytest.mark.parametrize("family", ADAPTED)
 def test_in_float32_too(family: str) -> None:
     model, groups = adapted(tiny(family)), random_groups(0)
-    precise = keep_norms_in_float64(copy.deepcopy(model))
+    precise = in_float64(copy.deepcopy(model))
     literal_loss(precise, groups, AlgorithmConfig(), None).loss.backward()
     learner = make_learner(model)
     accumulated(learner, groups)

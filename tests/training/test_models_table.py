@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from tests.models import FAMILIES, HYBRIDS, INEXACT, MORE_FAMILIES, ROW_FAMILIES, tiny
+from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, ROW_FAMILIES, tiny
 from tests.worlds import ROOT
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.torch.model import CachedModel
 from treadle.models.lora import target_names
 from treadle.training.forward import Forward
 
-HEAD = "| family | layers | prefixes | sampled in process | gradient, packed and alone | adapters beside the usual |"
+HEAD = "| family | layers | prefixes | sampled in process | adapters beside the usual |"
 USUAL = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 KINDS = {"full_attention": "attention", "sliding_attention": "sliding window", "hybrid": "attention beside mamba"}
 
@@ -32,8 +32,7 @@ def row(family: str, model_type: str) -> str:
         forward = Forward(model, 64)
     prefixes = "shared" if forward.shares else f"rows: {forward.scorer.why_not_shared}"
     names = ", ".join(name for name in target_names(model, "all-linear") if name not in USUAL)
-    limit = f"{INEXACT.get(family, 1e-12):.0e}"
-    return f"| {model_type} | {layers(family)} | {prefixes} | {sampled(model)} | {limit} | {names} |"
+    return f"| {model_type} | {layers(family)} | {prefixes} | {sampled(model)} | {names} |"
 
 
 def layers(family: str) -> str:

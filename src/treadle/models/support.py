@@ -45,8 +45,6 @@ def why_not_packable(config: PretrainedConfig) -> str | None:
         return "its Mamba layers do not go on from a state with several tokens"
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         return "it has cross-attention"
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        return "its attention scores are soft-capped (attn_logit_softcapping is set)"
     return None
 
 

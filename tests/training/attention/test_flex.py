@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as stock
 
 from tests.training.attention.trees import (
+    ASKS,
     HEADS,
     WINDOWS,
     Heads,
@@ -94,9 +95,15 @@ def test_through_a_window_far_blocks_are_left_out_and_near_ones_full(context: in
 @pytest.mark.parametrize("longest", [12, 150])
 def test_it_is_the_reference(longest: int) -> None:
     @settings(max_examples=20)
-    @given(shape=shapes(longest), heads=HEADS, window=st.sampled_from(WINDOWS), scale=st.sampled_from([0.05, 0.5, 2.0]))
-    def check(shape: Shape, heads: Heads, window: int | None, scale: float) -> None:
-        problem, kernel = Problem.of(shape, heads, window, scale), Flex(shape)
+    @given(
+        shape=shapes(longest),
+        heads=HEADS,
+        window=st.sampled_from(WINDOWS),
+        scale=st.sampled_from([0.05, 0.5, 2.0]),
+        asks=st.sampled_from([(False, None), *ASKS]),
+    )
+    def check(shape: Shape, heads: Heads, window: int | None, scale: float, asks: tuple[bool, float | None]) -> None:
+        problem, kernel = Problem.of(shape, heads, window, scale, sinks=asks[0], softcap=asks[1]), Flex(shape)
         for _ in range(2):
             assert gap(problem.forward(kernel), problem.forward(Dense(shape))) < 1e-12
         assert len(kernel.masks) == 1
@@ -106,13 +113,16 @@ def test_it_is_the_reference(longest: int) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("window", WINDOWS)
-def test_gradients_are_the_references(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), *ASKS])
+def test_gradients_are_the_references(
+    window: int | None, sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch refuses gradients on the CPU, for want of a compiled kernel; its uncompiled one has them."""
     monkeypatch.setattr(stock, "_validate_device", lambda query, key, value: None)
     tree = tree_of(random_calls(np.random.default_rng(0), 12, 40))
     for batch in chunks(tree, 100):
         shape = Shape.of(batch)
-        problem = Problem.of(shape, window=window)
+        problem = Problem.of(shape, window=window, sinks=sinks, softcap=softcap)
         for found, wanted in zip(problem.solve(Flex(shape)), problem.solve(Dense(shape)), strict=True):
             assert gap(found, wanted) < 1e-12
 

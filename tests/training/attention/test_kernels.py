@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.models import tiny
-from tests.training.attention.trees import HEADS, WINDOWS, Heads, Made, Problem, chain, gap, parts, shapes
+from tests.training.attention.trees import ASKS, HEADS, WINDOWS, Heads, Made, Problem, chain, gap, parts, shapes
 from treadle.core.errors import ConfigError
 from treadle.models.passing import Passing
 from treadle.packing.layout import MicroBatch
@@ -48,17 +48,20 @@ def test_a_node_sees_its_ancestors_and_itself(window: int | None, part: tuple[Pr
     ]
 
 
-def test_it_is_the_softmax_of_scaled_scores() -> None:
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), *ASKS])
+def test_it_is_the_softmax_of_scaled_scores(sinks: bool, softcap: float | None) -> None:
     """By hand, without torch's attention: two query heads to one key head."""
     shape = chain(5, context=2)
-    problem = Problem.of(shape, window=3, scale=0.7)
+    problem = Problem.of(shape, window=3, scale=0.7, sinks=sinks, softcap=softcap)
     q, k, v = (x.numpy() for x in (problem.query, problem.key, problem.value))
     out = np.zeros(q.shape)
     for node in range(5):
         for head in range(4):
             keys = range(max(0, node + 2 - 2), node + 3)
-            weights = np.exp([0.7 * q[node, head] @ k[key, head // 2] for key in keys])
-            out[node, head] = sum(w * v[key, head // 2] for w, key in zip(weights / weights.sum(), keys, strict=True))
+            scores = np.array([0.7 * q[node, head] @ k[key, head // 2] for key in keys])
+            weights = np.exp(scores if softcap is None else softcap * np.tanh(scores / softcap))
+            total = weights.sum() + (0 if problem.sinks is None else np.exp(problem.sinks[head].item()))
+            out[node, head] = sum(w * v[key, head // 2] for w, key in zip(weights / total, keys, strict=True))
     assert gap(problem.forward(Dense(shape)), torch.from_numpy(out)) < 1e-14
 
 
@@ -84,8 +87,6 @@ def attend(module: nn.Module, tree: Tree, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("layer", "options", "message"),
     [
-        (Layer(), {"softcap": 30.0}, "Layer uses soft-capped or sink attention"),
-        (Layer(), {"s_aux": torch.zeros(4)}, "Layer uses soft-capped or sink attention"),
         (Layer(), {"dropout": 0.1}, r"Layer has attention dropout 0.1; packing needs 0 \(set attention_dropout: 0\)"),
         (Layer(is_causal=False), {}, "Layer is not causal; it cannot be packed"),
     ],
@@ -100,12 +101,13 @@ def test_the_kernel_gets_the_contexts_keys_before_the_layers_own(scaling: float 
     shape = chain(5, context=3)
     earlier = rows(3, 2), rows(3, 2) + 1
     tree = Tree(Dense(shape), Past({0: (rows(3, 2) + 7,) * 2, 1: earlier}), fresh=Past())
-    found = attend(Layer(), tree, scaling=scaling, sliding_window=4)
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64)
+    found = attend(Layer(), tree, scaling=scaling, sliding_window=4, s_aux=sinks, softcap=0.8)
     query, key, value = (x[0].transpose(0, 1) for x in (rows(5, 4), rows(5, 2), rows(5, 2)))
     keys, values = (
         torch.cat([before[0].transpose(0, 1), own]) for before, own in zip(earlier, (key, value), strict=True)
     )
-    wanted = Dense(shape)(query, keys, values, scale, 4)
+    wanted = Dense(shape)(query, keys, values, scale, 4, sinks, 0.8)
     assert torch.equal(found[0], wanted)
     assert tree.attended == {1: 4}
     assert tree.fresh is not None
@@ -121,12 +123,12 @@ class Spy:
     def __init__(self, shape: Shape) -> None:
         self.kernel, self.seen = Dense(shape), set[torch.dtype]()
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *how: Any, **more: Any) -> Tensor:
         self.seen |= {query.dtype, key.dtype, value.dtype}
-        return self.kernel(query, key, value, scale, window)
+        return self.kernel(query, key, value, *how, **more)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3-half-sliding"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3-half-sliding", "gpt-oss-half-sliding"])
 @pytest.mark.parametrize("half", [False, True])
 def test_kernels_get_one_precision_though_layers_mix_them(family: str, half: bool) -> None:
     """Under autocast rotary embeddings make queries and keys float32, beside values in bfloat16."""
@@ -147,7 +149,7 @@ class Named(Exception):
 
     name: str
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
         raise self
 
 
@@ -158,10 +160,10 @@ def fan(trunk: int, leaves: int) -> Shape:
     return Shape(torch.tensor(depth), torch.tensor([nodes] * trunk + [*range(trunk + 1, nodes + 1)]), 0)
 
 
-def chosen(shape: Shape, dtype: torch.dtype, size: int = 8, window: int | None = None) -> str:
+def chosen(shape: Shape, dtype: torch.dtype, size: int = 8, window: int | None = None, **asks: Any) -> str:
     kernel = Cuda(shape, Named("varlen"), Named("flex"))
     with pytest.raises(Named) as caught:
-        Problem.of(shape, Heads(size=size), window, dtype=dtype).forward(kernel)
+        Problem.of(shape, Heads(size=size), window, dtype=dtype, **asks).forward(kernel)
     return caught.value.name
 
 
@@ -176,6 +178,14 @@ def test_flash_attention_computes_in_half_precision_only(dtype: torch.dtype, wan
 @pytest.mark.parametrize(("size", "wanted"), [(8, "varlen"), (12, "flex"), (256, "varlen"), (264, "flex")])
 def test_and_for_its_sizes_of_heads(size: int, wanted: str) -> None:
     assert chosen(chain(10), torch.bfloat16, size) == wanted
+
+
+@pytest.mark.parametrize(("sinks", "softcap"), ASKS)
+def test_it_has_neither_sinks_nor_soft_caps(sinks: bool, softcap: float | None) -> None:
+    shape = chain(10)
+    assert chosen(shape, torch.bfloat16, sinks=sinks, softcap=softcap) == "flex"
+    with pytest.raises(ConfigError, match="neither sinks nor soft caps; use FlexAttention"):
+        Problem.of(shape, sinks=sinks, softcap=softcap).forward(varlen(shape))
 
 
 def test_a_tree_of_which_more_than_four_copies_would_be_gathered_is_not() -> None:

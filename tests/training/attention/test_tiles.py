@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.training.attention.trees import (
+    ASKS,
     HEADS,
     WINDOWS,
     Heads,
+    Made,
     Problem,
     chain,
     gap,
@@ -22,6 +24,7 @@ from tests.training.attention.trees import (
     worst,
 )
 from treadle.packing.layout import chunks
+from treadle.training.attention import capped
 from treadle.training.attention.interface import Shape
 from treadle.training.attention.select import Dense, visible
 from treadle.training.attention.tiles import Tiles, rectangles
@@ -40,6 +43,22 @@ def bushy(nodes: int, seed: int = 0, longest: int = 60) -> Shape:
 @given(shape=shapes(), heads=HEADS, window=st.sampled_from(WINDOWS), scale=st.sampled_from([0.05, 0.5, 2.0]))
 def test_small_trees(shape: Shape, heads: Heads, window: int | None, scale: float) -> None:
     assert worst(Tiles, shape, Problem.of(shape, heads, window, scale)) < LIMIT
+
+
+@given(shape=shapes(), heads=HEADS, window=st.sampled_from(WINDOWS), asks=st.sampled_from(ASKS))
+def test_sinks_and_soft_caps(shape: Shape, heads: Heads, window: int | None, asks: tuple[bool, float | None]) -> None:
+    sinks, softcap = asks
+    assert worst(Tiles, shape, Problem.of(shape, heads, window, 0.5, sinks=sinks, softcap=softcap)) < LIMIT
+
+
+def test_soft_capped_scores_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capped, "_SCORES", 5000)
+    shape = chain(600)
+    problem = Problem.of(shape, Heads(1, 1, 1), softcap=1.5, sinks=True)
+    with Made() as made:
+        found = problem.solve(Tiles(shape))
+    assert max(x.numel() for x in made.tensors) <= 5000  # of 360,000
+    assert max(gap(f, w) for f, w in zip(found, problem.solve(Dense(shape)), strict=True)) < LIMIT
 
 
 @settings(max_examples=20)
@@ -92,21 +111,27 @@ def test_rectangles_cover_what_is_visible_once_and_no_query_twice_in_a_round(sha
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 0.06)])
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), *ASKS])
 @pytest.mark.parametrize("window", [None, 3, 70])
-def test_lower_precision_is_off_by_its_rounding_alone(dtype: torch.dtype, limit: float, window: int | None) -> None:
+def test_lower_precision_is_off_by_its_rounding_alone(
+    dtype: torch.dtype, limit: float, window: int | None, sinks: bool, softcap: float | None
+) -> None:
     shape = bushy(500)
-    problem = Problem.of(shape, Heads(4, 2, 16), window, scale=0.25, dtype=dtype)
+    problem = Problem.of(shape, Heads(4, 2, 16), window, scale=0.25, dtype=dtype, sinks=sinks, softcap=softcap)
     found, wanted = problem.solve(Tiles(shape)), problem.solve(Dense(shape), torch.float64)
-    assert [f.dtype for f in found] == [dtype] * 4
+    assert {f.dtype for f in found} == {dtype}
     assert max(gap(f, w) / max(1.0, float(w.abs().max())) for f, w in zip(found, wanted, strict=True)) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), (True, None), (False, 1e4)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_enormous_scores_leave_numbers(dtype: torch.dtype, window: int | None) -> None:
+def test_enormous_scores_leave_numbers(
+    dtype: torch.dtype, window: int | None, sinks: bool, softcap: float | None
+) -> None:
     """Scores of +-1e5: each row is all but one key, part by part, and padding must not win over it."""
     shape = bushy(300)
-    problem = Problem.of(shape, window=window, dtype=dtype, size=300.0)
+    problem = Problem.of(shape, window=window, dtype=dtype, size=300.0, sinks=sinks, softcap=softcap)
     assert all(bool(x.isfinite().all()) for x in problem.solve(Tiles(shape)))
     if dtype == torch.float64:
         assert worst(Tiles, shape, problem) < 1e-7  # gradients of size 1e3 through scores of 1e5
@@ -133,9 +158,12 @@ def solved_on(threads: int, shape: Shape, problem: Problem) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 70)])
-def test_the_same_bits_every_time_and_for_any_number_of_threads(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(("sinks", "softcap"), [(False, None), (True, None), (True, 5.0)])
+def test_the_same_bits_every_time_and_for_any_number_of_threads(
+    dtype: torch.dtype, window: int | None, sinks: bool, softcap: float | None
+) -> None:
     shape = bushy(300)
-    problem = Problem.of(shape, Heads(4, 2, 32), window, dtype=dtype)
+    problem = Problem.of(shape, Heads(4, 2, 32), window, dtype=dtype, sinks=sinks, softcap=softcap)
     first, *others = [solved_on(threads, shape, problem) for threads in (1, 1, 2, 3)]
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

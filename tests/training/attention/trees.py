@@ -17,6 +17,8 @@ from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.attention.select import Dense
 
 WINDOWS = (None, 1, 3, 70)
+# What a layer may ask for beside a window: sinks, or not; the cap of scores.
+ASKS = ((True, None), (False, 1.5), (True, 0.7))
 
 
 def random_calls(random: np.random.Generator, count: int, longest: int) -> list[PackedCall]:
@@ -77,6 +79,8 @@ class Problem:
     upstream: Tensor
     scale: float
     window: int | None
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
     @classmethod
     def of(
@@ -87,6 +91,8 @@ class Problem:
         scale: float = 0.5,
         dtype: torch.dtype = torch.float64,
         size: float = 1.0,
+        sinks: bool = False,
+        softcap: float | None = None,
     ) -> "Problem":
         """Drawn from normal distributions; size: of queries and keys."""
         random, nodes, keys = torch.Generator().manual_seed(0), shape.nodes, len(shape.depth)
@@ -95,16 +101,19 @@ class Problem:
             return torch.randn(count, number, heads.size, generator=random, dtype=torch.float64).to(dtype)
 
         query, key = normal(nodes, heads.query) * size, normal(keys, heads.key) * size
-        return cls(query, key, normal(keys, heads.key), normal(nodes, heads.query), scale, window)
+        value, upstream = normal(keys, heads.key), normal(nodes, heads.query)
+        of_heads = torch.linspace(-2, 3, heads.query, dtype=torch.float64).to(dtype) if sinks else None
+        return cls(query, key, value, upstream, scale, window, of_heads, softcap)
 
     def solve(self, kernel: Kernel, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The output [T, H, D] and the gradients by query, key and value; dtype: computed in."""
-        q, k, v = (x.to(dtype or x.dtype).clone().requires_grad_() for x in (self.query, self.key, self.value))
-        out = kernel(q, k, v, self.scale, self.window)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.upstream.to(out.dtype))]
+        """The output [T, H, D] and the gradients by query, key, value and sinks; dtype: computed in."""
+        inputs = [x for x in (self.query, self.key, self.value, self.sinks) if x is not None]
+        q, k, v, *sinks = leaves = [x.to(dtype or x.dtype).clone().requires_grad_() for x in inputs]
+        out = kernel(q, k, v, self.scale, self.window, sinks[0] if sinks else None, self.softcap)
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.upstream.to(out.dtype))]
 
     def forward(self, kernel: Kernel) -> Tensor:
-        return kernel(self.query, self.key, self.value, self.scale, self.window)
+        return kernel(self.query, self.key, self.value, self.scale, self.window, self.sinks, self.softcap)
 
 
 def gap(found: Tensor, wanted: Tensor) -> float:

@@ -27,14 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from treadle.core.errors import EngineError
 from treadle.core.processes import release_freed_memory
 from treadle.core.types import Ids, common_prefix
+from treadle.models.attention import attention_weights
 from treadle.models.passing import handed
 from treadle.models.states import States
 
 ATTENTION = "treadle_kv"
 _GROW = 64  # positions
+_SCORES = 2**26  # of one product of queries and keys
 
 
 class StateRows:
@@ -220,23 +221,43 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
     kv: KVCall = handed(module)
-    if softcap is not None or s_aux is not None:
-        raise EngineError(
-            f"{type(module).__name__} uses soft-capped or sink attention, which TorchEngine does not implement"
-        )
     keys, values = kv.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     mask = kv.mask(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if query.shape[2] > 1:
+    if query.shape[2] > 1 and s_aux is None and softcap is None:
         gqa = query.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
-        return out.transpose(1, 2), None
-    # One token a row: two batched products beat the fused kernel on CPU.
-    batch, heads, _one, size = query.shape
-    grouped = query.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
-    scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(scale).masked_fill_(~mask, float("-inf"))
-    probabilities = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
-    return torch.matmul(probabilities, values).reshape(batch, 1, heads, values.shape[-1]), None
+    else:
+        columns = max(1, _SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
+        parts = [
+            _attend(part, keys, values, seen, scale, s_aux, softcap)
+            for part, seen in zip(query.split(columns, 2), mask.split(columns, 2), strict=True)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    return out.transpose(1, 2), None
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return the output [B, H, C, D] of two batched products, which beat the fused kernel on CPU for one token a row.
+
+    Fused kernels have neither sinks nor soft caps.
+    """
+    batch, heads, columns, size = query.shape
+    grouped = query.reshape(batch, keys.shape[1], -1, size)
+    scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(scale)
+    split = scores.view(batch, keys.shape[1], -1, columns, keys.shape[2])
+    if sinks is not None:
+        sinks = sinks.view(*split.shape[1:3], 1, 1)
+    weights = attention_weights(split, visible[:, :, None], sinks, softcap).to(values.dtype).reshape(scores.shape)
+    return torch.matmul(weights, values).reshape(batch, heads, columns, values.shape[-1])
 
 
 AttentionInterface.register(ATTENTION, cached_attention)

@@ -2,6 +2,7 @@
 
     interface   what transformers calls; what a layer must and must not ask for; keys and values kept between chunks
     tiles       CPU: rectangles of queries and keys, merged by their log-sum-exp; no mask, nothing quadratic is stored
+    capped      CPU: a rectangle with soft-capped scores, block by block
     varlen      GPU: each run of nodes is a sequence of queries over the keys on its path from the root
     flex        GPU: FlexAttention, its block mask made from the tree
     select      which of these on a device; and `Dense`, a [T, T] mask through stock attention: the reference

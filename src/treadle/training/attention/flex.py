@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from treadle.training.attention.interface import Shape
 
@@ -104,6 +104,15 @@ def _visible(shape: Shape, window: int | None, device: torch.device) -> Mask:
     return near
 
 
+def _capped(softcap: float, like: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    cap = torch.tensor(softcap, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+
+    def soft(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return soft
+
+
 @dataclass(slots=True)
 class Flex:
     """Computes tree attention (`Kernel`) by FlexAttention. It makes one block mask for each device and window."""
@@ -111,11 +120,33 @@ class Flex:
     shape: Shape
     masks: dict[tuple[torch.device, int | None], BlockMask] = field(default_factory=dict)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         place = query.device, window
         if place not in self.masks:
             self.masks[place] = block_mask(self.shape, window, query.device)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         attend, grouped = _attend(query.device.type), query.shape[1] != key.shape[1]
-        out: Tensor = attend(q, k, v, block_mask=self.masks[place], scale=scale, enable_gqa=grouped)
-        return out[0].transpose(0, 1)
+        out = attend(
+            q,
+            k,
+            v,
+            score_mod=None if softcap is None else _capped(softcap, query),
+            block_mask=self.masks[place],
+            scale=scale,
+            enable_gqa=grouped,
+            return_aux=None if sinks is None else AuxRequest(lse=True),
+        )
+        if sinks is not None:
+            out, statistics = out
+            out = (out * torch.sigmoid(statistics.lse - sinks[:, None])[..., None]).to(query.dtype)
+        attended: Tensor = out[0].transpose(0, 1)
+        return attended

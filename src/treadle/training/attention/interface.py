@@ -54,10 +54,20 @@ class Shape:
 class Kernel(Protocol):
     """Computes tree attention, for all layers of one forward pass over one tree."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Return the attention output [T, H, D] of query [T, H, D] over key and value [C + T, K, D].
 
         scale: factor of the scores. window: size of the layer's sliding window in tokens, None without one.
+        sinks [H]: score of one more key, without a value, that every node sees. softcap: c of c * tanh(score / c).
         """
 
 
@@ -116,8 +126,6 @@ def tree_attention(
     """
     name = type(module).__name__
     tree: Tree = handed(module)
-    if softcap is not None or s_aux is not None:
-        raise ConfigError(f"{name} uses soft-capped or sink attention, which tree attention does not implement")
     if attention_mask is not None:  # transformers makes none for attention that it does not know
         raise ConfigError(f"{name} makes an attention mask of its own, which tree attention does not implement")
     if dropout > 0:
@@ -136,7 +144,7 @@ def tree_attention(
     size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values; kernels want one size
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return tree.kernel(q, k, v, scale, sliding_window)[None, ..., :size], None
+    return tree.kernel(q, k, v, scale, sliding_window, s_aux, softcap)[None, ..., :size], None
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:

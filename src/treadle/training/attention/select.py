@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treadle.models.attention import attention_weights
 from treadle.training.attention.flex import Flex
 from treadle.training.attention.interface import Kernel, Shape
 from treadle.training.attention.tiles import Tiles
@@ -22,16 +23,24 @@ class Dense:
 
     shape: Shape
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        seen, group = visible(self.shape, window).to(query.device), query.shape[1] // key.shape[1]
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=visible(self.shape, window).to(query.device),
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        if sinks is None and softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=group > 1)
+        else:
+            scores = scale * (q @ k.repeat_interleave(group, 1).mT)
+            weights = attention_weights(scores, seen, None if sinks is None else sinks[:, None, None], softcap)
+            out = weights.to(v.dtype) @ v.repeat_interleave(group, 1)
         return out[0].transpose(0, 1)
 
 
@@ -61,7 +70,8 @@ def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
 class Cuda:
     """Computes tree attention (`Kernel`) on GPUs: by `Varlen` where it can, else by `Flex`.
 
-    `Varlen` needs half precision, and a tree of which not so much is shared that gathered keys would fill the memory.
+    `Varlen` needs half precision, attention without sinks and soft caps, and a tree of which not so much is shared
+    that gathered keys would fill the memory.
     """
 
     shape: Shape
@@ -72,9 +82,19 @@ class Cuda:
     def of(cls, shape: Shape) -> Cuda:
         return cls(shape, Varlen(shape), Flex(shape))
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         size = query.shape[2]
         flash = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
         few = gathered(self.shape, window) <= _COPIES * len(self.shape.depth)
-        kernel = self.varlen if flash and few else self.flex
-        return kernel(query, key, value, scale, window)
+        plain = sinks is None and softcap is None
+        kernel = self.varlen if flash and plain and few else self.flex
+        return kernel(query, key, value, scale, window, sinks, softcap)

@@ -16,6 +16,8 @@ one contiguous range of queries, to all of it. A query's parts are merged by the
 The backward pass is the flash kernel's own, part by part, given the merged output and log-sum-exp: the weights
 exp(score - lse) are then those of the whole softmax (Dao 2023, "FlashAttention-2", section 3.1).
 
+An attention sink is one more part, without an output. The flash kernel has no soft caps: `capped` computes their tiles.
+
 A sliding window is a matter of depths: runs are cut into pieces, pairs of pieces out of reach are left out, and only
 those at the window's edge take a small mask.
 
@@ -25,8 +27,9 @@ each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treadle.training.attention.capped import capped, capped_backward
 from treadle.training.attention.interface import Shape
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -253,24 +257,43 @@ class Tiles:
     shape: Shape
     plans: dict[int | None, list[Tile]] = field(default_factory=dict)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         if window not in self.plans:
             self.plans[window] = tiles(self.shape, window, query.shape[1] * query.shape[2])
-        out: Tensor = _TileAttention.apply(query, key, value, self.plans[window], scale)  # type: ignore[no-untyped-call]
+        plan = self.plans[window]
+        out: Tensor = _TileAttention.apply(query, key, value, sinks, plan, scale, softcap)  # type: ignore[no-untyped-call]
         return out
 
 
 class _TileAttention(torch.autograd.Function):
-    """query [T, H, D], key and value [C + T, K, D] -> [T, H, D]."""
+    """query [T, H, D], key and value [C + T, K, D], sinks [H] -> [T, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: list[Tile], scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: list[Tile],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
         nodes, heads, _ = query.shape
         q, k, v = (x.reshape(len(x), -1) for x in (query, key, value))
         wide = torch.promote_types(query.dtype, torch.float32)
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty((nodes, heads), dtype=wide)
         for tile in plan:
-            part, part_lse = _flash(
+            part, part_lse = _forward_of(softcap)(
                 *_inputs(tile, q, k, v, heads, key.shape[1]), 0.0, tile.causal, attn_mask=_mask(tile, q), scale=scale
             )
             part, part_lse = part.to(wide), part_lse[..., None]
@@ -283,20 +306,24 @@ class _TileAttention(torch.autograd.Function):
                 part_lse = total
             tile.queries.put(out, part)
             tile.queries.put(lse, part_lse)
+        if sinks is not None:  # a part with an output of zeros
+            total = torch.logaddexp(lse, sinks.to(wide))
+            out = (out.view(query.shape) * (lse - total).exp()[..., None]).view(out.shape)
+            lse = total
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.plan, ctx.scale, ctx.softcap = plan, scale, softcap
         return out.view(query.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         heads, key_heads = query.shape[1], key.shape[1]
         grad_out = grad_outputs[0].reshape(len(query), -1)
         q, k, v = (x.reshape(len(x), -1) for x in (query, key, value))
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
         for tile in ctx.plan:
-            part_q, part_k, part_v = _flash_backward(
+            part_q, part_k, part_v = _backward_of(ctx.softcap)(
                 tile.queries.take(grad_out, heads),
                 *_inputs(tile, q, k, v, heads, key_heads),
                 tile.queries.take(out, heads),
@@ -310,7 +337,23 @@ class _TileAttention(torch.autograd.Function):
             tile.keys.add(dk, _folded(part_k, key_heads, lse.dtype))
             tile.keys.add(dv, _folded(part_v, key_heads, lse.dtype))
         gradients = (d.to(x.dtype).view(x.shape) for d, x in ((dq, query), (dk, key), (dv, value)))
-        return *gradients, None, None  # type: ignore[return-value]
+        return *gradients, _sink_gradient(sinks, grad_out, out, lse), None, None, None
+
+
+def _forward_of(softcap: float | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    return _flash if softcap is None else partial(capped, softcap=softcap)
+
+
+def _backward_of(softcap: float | None) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return _flash_backward if softcap is None else partial(capped_backward, softcap=softcap)
+
+
+def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    """The sink's weight times what its score takes from the output, summed over nodes: [H]."""
+    if sinks is None:
+        return None
+    taken = (grad_out.to(lse.dtype) * out).view(*lse.shape, -1).sum(-1)
+    return -((sinks - lse).exp() * taken).sum(0).to(sinks.dtype)
 
 
 def _inputs(tile: Tile, q: Tensor, k: Tensor, v: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.core.errors import ConfigError
 from treadle.packing.flat import Indices
 from treadle.training.attention.interface import Shape
 
@@ -109,7 +110,18 @@ class Varlen:
     attend: Callable[..., Tensor] = _flash
     plans: dict[tuple[torch.device, int | None], Paths] = field(default_factory=dict)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if sinks is not None or softcap is not None:
+            raise ConfigError("variable-length FlashAttention has neither sinks nor soft caps; use FlexAttention")
         place = query.device, window
         if place not in self.plans:
             self.plans[place] = paths(self.shape, window, query.device)
