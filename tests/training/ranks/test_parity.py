@@ -134,6 +134,7 @@ FAMILIES = {
         "nemotron-h",
         "mamba",
         "deepseek-latent",
+        "gpt-oss-half-sliding",
     )
 }
 
