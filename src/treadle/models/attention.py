@@ -12,7 +12,7 @@ from torch import Tensor
 def attention_weights(scores: Tensor, visible: Tensor, sinks: Tensor | None, softcap: float | None) -> Tensor:
     """Return the softmax of scores [..., C, L] over the visible keys, in float32 at least. Overwrites the scores.
 
-    sinks [..., 1, 1]: score of one more key without a value; the weights then sum to less than 1. softcap: c of
+    sinks [..., 1]: score of one more key without a value; the weights then sum to less than 1. softcap: c of
     c * tanh(score / c).
     """
     if softcap is not None:

@@ -227,13 +227,11 @@ def cached_attention(
     if query.shape[2] > 1 and s_aux is None and softcap is None:
         gqa = query.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    elif query.shape[2] <= (columns := max(1, _SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))):
+        out = _attend(query, keys, values, mask, scale, s_aux, softcap)
     else:
-        columns = max(1, _SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
-        parts = [
-            _attend(part, keys, values, seen, scale, s_aux, softcap)
-            for part, seen in zip(query.split(columns, 2), mask.split(columns, 2), strict=True)
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        parts = zip(query.split(columns, 2), mask.split(columns, 2), strict=True)
+        out = torch.cat([_attend(part, keys, values, seen, scale, s_aux, softcap) for part, seen in parts], 2)
     return out.transpose(1, 2), None
 
 
@@ -253,10 +251,11 @@ def _attend(
     batch, heads, columns, size = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, size)
     scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(scale)
-    split = scores.view(batch, keys.shape[1], -1, columns, keys.shape[2])
+    if columns > 1:  # a key head has `columns` rows of each of its query heads
+        visible = visible.repeat(1, 1, heads // keys.shape[1], 1)
     if sinks is not None:
-        sinks = sinks.view(*split.shape[1:3], 1, 1)
-    weights = attention_weights(split, visible[:, :, None], sinks, softcap).to(values.dtype).reshape(scores.shape)
+        sinks = sinks.repeat_interleave(columns).view(*scores.shape[1:3], 1)
+    weights = attention_weights(scores, visible, sinks, softcap).to(values.dtype)
     return torch.matmul(weights, values).reshape(batch, heads, columns, values.shape[-1])
 
 
