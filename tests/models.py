@@ -170,6 +170,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "lfm2-moe": {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], **_EXPERTS},
 }
+_INDEXED: dict[str, Any] = dict(index_topk=4, index_head_dim=8, index_n_heads=32)  # fewer heads often tie at 0
 # Their layers cannot share prefixes: each step is a row of its own.
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"model_type": "mamba", "state_size": 4},
@@ -181,6 +182,34 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
         mamba_d_state=4,
         use_mamba_kernels=False,
     ),
+    "deepseek-indexed": {**_LATENT, "model_type": "deepseek_v32", **_INDEXED},
+    "glm-indexed": {**_LATENT, "model_type": "glm_moe_dsa", **_INDEXED},
+    "deepseek-compressed": {**_LATENT, "model_type": "deepseek_v4", **_INDEXED},
+    "llama4-chunked": dict(
+        model_type="llama4_text",
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_chunk_size=6,
+        intermediate_size_mlp=24,
+    ),
+    "minimax": dict(
+        model_type="minimax",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "recurrent-gemma": dict(
+        model_type="recurrent_gemma",
+        lru_width=16,
+        attention_window_size=5,
+        block_types=["recurrent", "attention"],
+        logits_soft_cap=2.0,
+    ),
+    "bloom": {"model_type": "bloom", "n_head": 4, "n_layer": 2},
+    "doge": {"model_type": "doge"},
+    "rwkv": {"model_type": "rwkv", "attention_hidden_size": 16},
+    "xlstm": dict(model_type="xlstm", num_heads=2, chunk_size=4, output_logit_soft_cap=2.0),
 }
 _EVERY = {**FAMILIES, **MORE_FAMILIES, **HYBRIDS, **ROW_FAMILIES}
 

@@ -735,6 +735,19 @@ def test_layers_that_the_engine_does_not_continue_are_refused_at_once() -> None:
         make_engine(tiny("jamba"), stop_token_ids=[])
 
 
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        *((name, "layers of .* did not read the engine's cache") for name in ("bloom", "rwkv", "xlstm", "minimax")),
+        ("recurrent-gemma", "1 of 2 layers of RecurrentGemmaForCausalLM did not read the engine's cache"),
+        ("doge", "DogeAttention makes an attention mask of its own; sample it with vLLM"),
+    ],
+)
+def test_so_are_those_that_do_not_ask_its_cache(family: str, why: str) -> None:
+    with pytest.raises(EngineError, match=why):
+        make_engine(tiny(family), stop_token_ids=[])
+
+
 @pytest.mark.parametrize("family", ["gpt-oss-half-sliding", "gemma2-half-sliding"])
 def test_prompts_with_sinks_and_soft_caps_are_computed_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, scripts = tiny(family), random_scripts(5)

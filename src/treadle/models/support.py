@@ -48,6 +48,13 @@ def why_not_packable(config: PretrainedConfig) -> str | None:
     return None
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model without its head; the model itself if it does not tell them apart."""
+    decoder: PreTrainedModel = model.get_decoder()
+    inner = getattr(model, "model", None)  # of Llama 4, whose `base_model_prefix` is another name
+    return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
+
+
 def refuse_randomness(model: PreTrainedModel) -> None:
     """Raise ConfigError for dropout or routing noise: what is trained would not be the policy that sampled."""
     rates = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 CHUNK_BYTES = 2**27  # of one chunk's logits; a handful of arrays of this size exist at a time
+_CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Head:
     def of(cls, model: PreTrainedModel) -> Head:
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1))
-        return cls(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+        cap = next((value for name in _CAPS if (value := getattr(config, name, None))), None)
+        return cls(model.get_output_embeddings(), scale, cap)
 
     @property
     def vocabulary(self) -> int:

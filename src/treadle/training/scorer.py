@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from treadle.core.errors import ConfigError
 from treadle.models.passing import Passing
 from treadle.models.states import stateful_layers
-from treadle.models.support import mixing_layers, slides, why_not_packable
+from treadle.models.support import decoder_of, mixing_layers, slides, why_not_packable
 from treadle.models.weights import is_language_part
 from treadle.packing.flat import Indices
 from treadle.packing.layout import MicroBatch
@@ -65,12 +65,12 @@ class Scorer(nn.Module):
     in which it was sampled.
 
     Invariant: making one changes nothing of the model; it computes as `ready` says only inside that context.
-    Raises ConfigError for a model whose `get_decoder` returns the model itself, head and all.
+    Raises ConfigError for a model whose decoder (`decoder_of`) is the model itself, head and all.
     """
 
     def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
         super().__init__()
-        if model.get_decoder() is model:
+        if decoder_of(model) is model:
             raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
         self.model, self.value_head = model, value_head
         self.why_not_shared = why_not_packable(model.config)
@@ -104,7 +104,7 @@ class Scorer(nn.Module):
 
         The backward pass belongs inside, since it may compute layers again.
         """
-        model, training, decoder = self.model, self.model.training, self.model.get_decoder()
+        model, training, decoder = self.model, self.model.training, decoder_of(self.model)
         implementation: str = decoder.config._attn_implementation
         if not training:
             model.train()
@@ -159,7 +159,7 @@ class Scorer(nn.Module):
         part, device = call.part, self.model.device
         calls = together(segments(part), waiting(call.context)) if self._stateful else ()
         self._passing.current = tree = Tree(kernel, call.context, call.fresh, calls)
-        hidden: Tensor = self.model.get_decoder()(
+        hidden: Tensor = decoder_of(self.model)(
             input_ids=torch.from_numpy(part.token_ids).long()[None].to(device),
             position_ids=torch.from_numpy(part.position_ids)[None].to(device),
             use_cache=False,
@@ -173,7 +173,7 @@ class Scorer(nn.Module):
         ids = np.zeros(math.prod(shape), np.int64)
         ids[place] = part.token_ids
         device = self.model.device
-        hidden: Tensor = self.model.get_decoder()(
+        hidden: Tensor = decoder_of(self.model)(
             input_ids=torch.from_numpy(ids).view(shape).to(device), use_cache=False
         ).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from treadle.core.errors import EngineError
 from treadle.core.processes import release_freed_memory
 from treadle.core.types import Ids, common_prefix
 from treadle.models.attention import attention_weights
@@ -221,6 +222,8 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
     kv: KVCall = handed(module)
+    if attention_mask is not None:  # transformers makes none for attention that it does not know
+        raise EngineError(f"{type(module).__name__} makes an attention mask of its own; sample it with vLLM")
     keys, values = kv.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     mask = kv.mask(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -19,7 +19,7 @@ from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.models.passing import Passing, handed
 from treadle.models.routing import Routers
 from treadle.models.states import States, stateful_layers
-from treadle.models.support import require_known_layers
+from treadle.models.support import decoder_of, mixing_layers, require_known_layers
 from treadle.models.weights import adapter_weights, saved
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class CachedModel:
                 parameter.data = parameter.data.to(dtype)
         if device is not None:
             self.model.to(device)
-        self.model.get_decoder().set_attn_implementation(ATTENTION)
+        decoder_of(self.model).set_attn_implementation(ATTENTION)
         self._passing = Passing[KVCall]()
         self._passing.hang(self.model)
         self.stateful = bool(layers := stateful_layers(self.model))
@@ -94,6 +94,12 @@ class CachedModel:
         """
         cache = KVCache(1, 1)
         self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
+        mixing = mixing_layers(self.model.config)
+        if missing := len(mixing - cache.layers.keys() - cache.states.layers.keys()):
+            raise EngineError(
+                f"{missing} of {len(mixing)} layers of {type(self.model).__name__} did not read the engine's cache, "
+                "but attend or keep states in their own way; sample it with vLLM"
+            )
         return cache.position_bytes(), cache.states.row_bytes()
 
     def empty(self, rows: int) -> Predicted:
