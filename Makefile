@@ -63,13 +63,13 @@ test: dev-env ## lint, types and the quick tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-quick
 
 test-quick: dev-env
-	@$(BIN)/python -m pytest $(WORKERS) -m "not slow" --hypothesis-profile quick $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) -m "not slow" --hypothesis-profile quick -o faulthandler_timeout=300 $(ARGS)
 
 test-all: dev-env ## lint, types and every test that needs no cluster
 	@$(MAKE) --no-print-directory --jobs 2 lint test-every
 
 test-every: dev-env
-	@$(BIN)/python -m pytest $(WORKERS) -m "not cluster" $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) -m "not cluster" -o faulthandler_timeout=3600 $(ARGS)
 
 test-processors: dev-env ## all tests but the cluster's as AVX2 rounds, then as the oldest x86-64 does (hours)
 	@for set in "avx2 AVX2 AVX2" "default SSE41 SSE4_2"; do \
