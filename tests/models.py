@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from treadle.core.errors import Cause
 from treadle.core.types import (
@@ -214,12 +214,16 @@ ROW_FAMILIES: dict[str, dict[str, Any]] = {
 _EVERY = {**FAMILIES, **MORE_FAMILIES, **HYBRIDS, **ROW_FAMILIES}
 
 
+def config_of(family: str, **fields: Any) -> PretrainedConfig:
+    config = {**_SIZES, **_EVERY[family], **fields}
+    return AutoConfig.for_model(config.pop("model_type"), **config)
+
+
 def tiny(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A model of that family with stock attention, in float32; 2 layers of width 16 unless `fields` say otherwise."""
-    config = {**_SIZES, **_EVERY[family], **fields}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+        model = AutoModelForCausalLM.from_config(config_of(family, **fields))
         for name, parameter in model.named_parameters():
             if "norm" in name:  # 1 everywhere would hide a norm that is left out
                 nn.init.normal_(parameter, 0.0 if "gemma" in family else 1.0, 0.1)

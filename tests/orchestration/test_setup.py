@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models import random_groups
+from tests.models import tiny as tiny_model
 from tests.orchestration.runs import check_finished, resume, start
 from tests.worlds import Quiet, Ragged, Told, chatml, hang, plain_ids, plain_renderer, tiny, user
 from treadle.core.errors import ConfigError, DataError, EngineError, TrainingStopped
@@ -190,6 +192,23 @@ def test_a_trainer_in_bfloat16_is_not_taken_for_another_policy() -> None:
 def test_an_engine_that_ignores_a_publication_is_refused(models: list[PreTrainedModel]) -> None:
     with pytest.raises(EngineError, match=r"TorchEngine reports .* differ from those of the learner by up to"):
         check_trainers(models[1], trainer_of(models[0]), ignoring=True)
+
+
+def test_layers_that_sample_otherwise_than_they_score_have_a_wider_bound() -> None:
+    """Nemotron-H limits time steps only where it computes several tokens."""
+    model = tiny_model("nemotron-h", vocab_size=726, time_step_min=0.03)
+    trainer = trainer_of(model)
+    assert trainer.model.decoding_gap is not None and trainer_of(tiny_model()).model.decoding_gap is None
+    check_trainers(model, trainer)
+    trainer.model = replace(trainer.model, decoding_gap=None)
+    with pytest.raises(EngineError, match="differ from"):
+        check_trainers(model, trainer)
+
+
+def test_the_bound_of_such_layers_is_named_with_its_reason() -> None:
+    first, second = (tiny_model("qwen3-5", seed, vocab_size=726) for seed in (0, 1))
+    with pytest.raises(EngineError, match=r"up to .* \(0\.01 is allowed, as its recurrent layers go token by token in"):
+        check_trainers(second, trainer_of(first), ignoring=True)
 
 
 WAITING = "from treadle.orchestration.setup.thread_count import wait_passively; print(wait_passively()); import os; "

@@ -78,6 +78,8 @@ class ModelInfo:
     vocabulary: ids are below it. context: most tokens of a sequence. parameters: their number, tied ones once.
     shapes: of the published weights, by name. expert_layers: the hidden layers, from 0, whose experts engines report
     and the trainer replays; None without `training.routing_replay`.
+    decoding_gap: by how many nats log-probabilities may differ because layers compute single tokens, as in sampling,
+    otherwise than several, as in scoring, and how they do so; None: no such layers.
     """
 
     vocabulary: int
@@ -85,6 +87,7 @@ class ModelInfo:
     parameters: int
     shapes: Mapping[str, tuple[int, ...]]
     expert_layers: tuple[int, ...] | None = None
+    decoding_gap: tuple[float, str] | None = None
 
     @property
     def publishes_adapters(self) -> bool:

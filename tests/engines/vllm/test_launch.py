@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, config_of
 from tests.sources import FixedWeights
 from tests.until import CEILING, until, wait_until
 from treadle.core.config import build
@@ -63,25 +64,27 @@ def test_configured_arguments_have_the_last_word() -> None:
     assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "treadle"}
 
 
-@pytest.mark.parametrize(
-    ("described", "expected"),
-    [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, []),
-        ({"text_config": {}, "vision_config": {}}, ["--language-model-only"]),
-        ({"layer_types": ["linear_attention", "full_attention"]}, ["--no-enable-prefix-caching"]),
-        ({"layers_block_type": ["mamba", "mlp", "attention"]}, ["--no-enable-prefix-caching"]),
-        ({"text_config": {"layer_types": ["conv"]}}, ["--language-model-only", "--no-enable-prefix-caching"]),
-    ],
-)
-def test_what_a_server_on_a_cpu_is_told_of_its_model(
-    described: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *HYBRIDS])
+def test_a_server_on_a_cpu_keeps_no_prefixes_of_a_model_with_states(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    monkeypatch.setattr(launch, "on_gpu", lambda: False)
-    arguments = command("py", tmp_path, "127.0.0.1", 7, config())
-    assert [a for a in arguments if "language" in a or "prefix" in a] == expected
+    config_of(family).save_pretrained(tmp_path)
+    expected = ["--no-enable-prefix-caching"] if family in HYBRIDS else []
+    assert told(tmp_path, monkeypatch) == expected
     monkeypatch.setattr(launch, "on_gpu", lambda: True)
-    assert "--no-enable-prefix-caching" not in command("py", tmp_path, "127.0.0.1", 7, config())
+    assert not [a for a in command("py", tmp_path, "127.0.0.1", 7, config()) if "prefix" in a]
+
+
+def test_a_server_leaves_out_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention"], "num_hidden_layers": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert told(tmp_path, monkeypatch) == ["--language-model-only", "--no-enable-prefix-caching"]
+
+
+def told(model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a server on a CPU is told of its model."""
+    monkeypatch.setattr(launch, "on_gpu", lambda: False)
+    return [a for a in command("py", model, "127.0.0.1", 7, config()) if "language" in a or "prefix" in a]
 
 
 def test_nothing_of_treadles_environment_reaches_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

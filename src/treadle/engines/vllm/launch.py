@@ -84,7 +84,7 @@ def check_reports_experts(python: str) -> None:
 
 def command(python: str, model: Path, host: str, port: int, config: EngineConfig) -> list[str]:
     """Return the command that starts one server. `engine.options.args` overrides everything else."""
-    described = _read_config(model)
+    has_towers, has_states = _look_at(model)
     arguments: dict[str, Any] = {
         "model": str(model),
         "served-model-name": "policy",
@@ -98,30 +98,28 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
         "enable-scale-out": True,  # token ids in, token ids out
         "worker-extension-cls": "treadle_worker.Extension",
         "weight-transfer-config": {"backend": "treadle"},
-        "language-model-only": True if "text_config" in described else None,  # no part of a run has images or sound
+        "language-model-only": True if has_towers else None,  # no part of a run has images or sound
         "enforce-eager": None if on_gpu() else True,
         # on a CPU, vLLM dies of a seeded call whose prefill is cut into chunks
         "enable-chunked-prefill": None if on_gpu() else False,
         # which vLLM needs to keep the states of recurrent layers
-        "enable-prefix-caching": False if _is_recurrent(described) and not on_gpu() else None,
+        "enable-prefix-caching": False if has_states and not on_gpu() else None,
         **{name.replace("_", "-"): value for name, value in config.vllm.args.items()},
     }
     # the console script of the CPU build is broken; the module is the same everywhere
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags(arguments)]
 
 
-def _read_config(model: Path) -> dict[str, Any]:
-    """Return a model's config.json; {} where the server will miss it."""
-    file = model / "config.json"
-    content = json.loads(file.read_bytes()) if file.is_file() else {}
-    return content if isinstance(content, dict) else {}
+def _look_at(model: Path) -> tuple[bool, bool]:
+    """Return whether a model's directory has towers, and layers with states; neither where the server will miss it."""
+    from transformers import AutoConfig  # `find_python` is called before anything heavy is loaded
 
+    from treadle.models.support import stateful_kinds
 
-def _is_recurrent(described: Mapping[str, Any]) -> bool:
-    """Whether a model's config.json names layers that are not attention."""
-    text = described.get("text_config", described)
-    kinds = {*(text.get("layer_types") or ()), *(text.get("layers_block_type") or ())}
-    return any("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    if not (model / "config.json").is_file():
+        return False, False
+    config = AutoConfig.from_pretrained(model)
+    return "text_config" in config.sub_configs, bool(stateful_kinds(config))
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

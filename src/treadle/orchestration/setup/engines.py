@@ -58,11 +58,13 @@ async def check_engine(
 ) -> ProbeResult:
     """Publish to the engine, probe it and have the trainer score what it sampled; returns the probe's result.
 
-    Raises EngineError if their log-probabilities differ by `tolerance` nats or more, so that they are not the same
-    policy, if the engine lacks what training needs (`probe_engine`), or, where experts are replayed, if those it
-    reports are not the learner's.
+    Raises EngineError if their log-probabilities differ by `tolerance` nats or more, or by the model's `decoding_gap`
+    if that is larger, so that they are not the same policy, if the engine lacks what training needs (`probe_engine`),
+    or, where experts are replayed, if those it reports are not the learner's.
     """
     await weight_sync.publish(0)
+    allowed, why = trainer.model.decoding_gap or (0.0, "")
+    tolerance = max(tolerance, allowed)
     prompt = Conversation(renderer).render([{"role": "user", "content": "ok"}]).ids
     facts = await probe_engine(engine, prompt, stop_token_ids=renderer.stop_ids, version=0, tolerance=tolerance)
     ids = np.concatenate([prompt, facts.sampled.token_ids])
@@ -70,8 +72,9 @@ async def check_engine(
     gap = float(np.abs(facts.sampled.logprobs - learned).max())
     if not gap < tolerance:
         raise EngineError(
-            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e}; "
-            "it must serve the published weights in the learner's precision"
+            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e} "
+            f"({tolerance:g} is allowed{why and ', as ' + why}); it must serve the published weights in the learner's "
+            "precision"
         )
     if trainer.model.expert_layers is not None:
         _check_experts(facts, (await trainer.experts(ids))[len(prompt) - 1 : -1])
