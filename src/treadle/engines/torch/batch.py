@@ -185,9 +185,10 @@ class Batch:
             row.starts.append((version, len(row.tokens)))
             row.cached.marked = 0
         if recompute:
-            for part in self._model.parts(live, lambda row: len(row.call.prompt) + len(row.tokens) - 1):
-                where = self._where([row.cached.row for row in part])
-                self._model.extend(self._cached.cache, where, [row.cached_ids() for row in part], [0] * len(part))
+            for part in self._model.parts([(n, 0, len(row.cached_ids())) for n, row in enumerate(live)]):
+                where = self._where([live[number].cached.row for number, _, _ in part])
+                chunks = [live[number].cached_ids()[begin:end] for number, begin, end in part]
+                self._model.extend(self._cached.cache, where, chunks, [begin for _, begin, _ in part])
 
     def sleep(self) -> None:
         """Free the memory of cache and weights until others are published. Raises EngineError while calls run."""
@@ -265,13 +266,12 @@ class Batch:
         self, rows: Sequence[_Row], numbers: Sequence[int], starts: Sequence[int], predicted: Predicted
     ) -> None:
         """Compute the prompts of rows[number] for these numbers, from starts[number] on."""
-        for part in self._model.parts(
-            numbers, lambda number: len(rows[number].call.prompt) - starts[number], lambda number: not starts[number]
-        ):
-            chunks = [rows[number].call.prompt[starts[number] :] for number in part]
-            where = self._where([rows[number].cached.row for number in part])
-            after = self._model.extend(self._cached.cache, where, chunks, [starts[number] for number in part])
-            predicted.put(torch.tensor(part, device=self._model.device), after)
+        for part in self._model.parts([(number, starts[number], len(rows[number].call.prompt)) for number in numbers]):
+            numbers, begins, _ends = zip(*part, strict=True)
+            chunks = [rows[number].call.prompt[begin:end] for number, begin, end in part]
+            where = self._where([rows[number].cached.row for number in numbers])
+            after = self._model.extend(self._cached.cache, where, chunks, begins)
+            predicted.put(torch.tensor(numbers, device=self._model.device), after)
             self.counters.prefilled += sum(map(len, chunks))
 
     def _repeat(self, rows: Sequence[_Row], groups: Sequence[Sequence[int]], predicted: Predicted) -> None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from treadle.models.states import States, stateful_layers
 from treadle.models.support import decoder_of, mixing_layers, require_known_layers
 from treadle.models.weights import adapter_weights, saved
 
-T = TypeVar("T")
+Span = tuple[int, int, int]  # row, first and last position + 1 of tokens to compute
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,31 +139,29 @@ class CachedModel:
         last = [layer.view(*ids.shape, -1)[:, -1] for layer in chosen]
         return Predicted(logits[:, -1].float(), torch.stack(last, 1).to(torch.int16))
 
-    def parts(
-        self, items: Sequence[T], tokens: Callable[[T], int], begins: Callable[[T], bool] = lambda _: True
-    ) -> list[list[T]]:
-        """Cut items into parts whose padded size stays within `prefill_tokens`.
+    def parts(self, spans: Sequence[Span]) -> list[list[Span]]:
+        """Cut spans into parts whose padded size stays within `prefill_tokens`, in the order in which to compute them.
 
-        They are consecutive; of a model with states, whose rows cannot be padded, alike in length and beginning.
+        They are consecutive; of a model with states, whose rows cannot be padded, alike in length and beginning. Calls
+        with few rows are slow: where it saves calls, lengths are rounded down, and the tokens left follow one by one.
         """
         if not self.stateful:
-            return self._consecutive(items, tokens)
-        alike: dict[tuple[int, bool], list[T]] = {}
-        for item in items:
-            alike.setdefault((tokens(item), begins(item)), []).append(item)
-        return [part for same in alike.values() for part in self._consecutive(same, tokens)]
+            return self._consecutive(spans)
+        alike = min((_alike(spans, multiple) for multiple in (1, 2, 4, 8)), key=len)
+        return [part for same in alike for part in self._consecutive(same)]
 
-    def _consecutive(self, items: Sequence[T], tokens: Callable[[T], int]) -> list[list[T]]:
-        parts: list[list[T]] = []
+    def _consecutive(self, spans: Sequence[Span]) -> list[list[Span]]:
+        parts: list[list[Span]] = []
         width = 0
-        for item in items:
-            wider = max(width, tokens(item))
+        for span in spans:
+            _, begin, end = span
+            wider = max(width, end - begin)
             if parts and wider * (len(parts[-1]) + 1) <= self.prefill_tokens:
-                parts[-1].append(item)
+                parts[-1].append(span)
                 width = wider
             else:
-                parts.append([item])
-                width = tokens(item)
+                parts.append([span])
+                width = end - begin
         return parts
 
     @torch.inference_mode()
@@ -208,3 +206,17 @@ def _with_cached_state(layer: nn.Module, own: Callable[..., Any], argument: str)
         return answer
 
     return forward
+
+
+def _alike(spans: Sequence[Span], multiple: int) -> list[list[Span]]:
+    """Group pieces of spans by their length and whether they begin at 0, in the order of each span.
+
+    The first piece of a span is as long as a multiple of `multiple` can be, the others are single tokens.
+    """
+    alike: dict[tuple[int, int, bool], list[Span]] = {}
+    for number, begin, end in spans:
+        cut = end - (end - begin) % multiple
+        pieces = [(begin, cut)] * (begin < cut) + [(token, token + 1) for token in range(cut, end)]
+        for turn, (first, last) in enumerate(pieces, begin == cut):
+            alike.setdefault((turn, last - first, not first), []).append((number, first, last))
+    return [alike[key] for key in sorted(alike)]
