@@ -14,8 +14,8 @@ from statistics import fmean
 
 from benchmarks.measure import Row, Table, make_parser, show
 from benchmarks.simulation import Seconds, StalenessSettings, World, figures, lognormal, replayed, simulate
-from treadle.orchestration.config import StalePolicy
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.plan.config import StalePolicy
+from treadle.record.run_directory import RunDirectory
 
 POLICIES: tuple[StalePolicy, ...] = ("mask_steps", "wait", "drop_group")
 COLOURS = {"mask_steps": "#2f6db5", "wait": "#5a9e6f", "drop_group": "#d1603d"}

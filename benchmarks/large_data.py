@@ -41,9 +41,9 @@ def measure(path: Path) -> dict[str, Any]:
     """Return what the first shuffled task costs in this process, and what a thousand more do."""
     from treadle.core.config import build
     from treadle.data.tasks import tasks_sha256
-    from treadle.orchestration.config import RunConfig
-    from treadle.orchestration.sampling.task_queue import TaskOrder
-    from treadle.orchestration.setup.inputs import load_inputs
+    from treadle.loop.task_queue import TaskOrder
+    from treadle.plan.config import RunConfig
+    from treadle.plan.inputs import load_inputs
 
     columns = {"ground_truth": "reward_model.ground_truth"}
     data = {"train": {"source": str(path)}, "columns": columns}

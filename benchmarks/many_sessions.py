@@ -40,16 +40,16 @@ from treadle.core.rewards import Reward
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.pool import EnginePool
 from treadle.engines.torch.engine import Limits
+from treadle.loop.loop import StartingPoint, make_loop
+from treadle.loop.stopping import StopRequest
 from treadle.models.chat import load_chat
-from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.loop import StartingPoint, make_loop
-from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stopping import StopRequest
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.run_store import RunStore
+from treadle.plan.config import RunConfig, load_recipe
+from treadle.plan.inputs import Inputs
+from treadle.record.ledger import Ledger
+from treadle.record.ledger_reader import LoopState
+from treadle.record.run_directory import RunDirectory
+from treadle.record.run_store import RunStore
+from treadle.report.callbacks import Callbacks
 from treadle.rollout.attempt import CallLog, Players, RolloutRunner
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver

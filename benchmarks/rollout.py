@@ -26,11 +26,11 @@ from treadle.core.engine import Engine
 from treadle.core.errors import ConfigError
 from treadle.core.types import Ids, SamplingParams
 from treadle.engines.config import EngineConfig
+from treadle.loop.engines import open_serving
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.engines import open_serving
-from treadle.orchestration.setup.validation import check_engine_config
+from treadle.plan.config import load_recipe
+from treadle.plan.validation import check_engine_config
 from treadle.training.make import load_source
 
 _VOCABULARY = 704

@@ -19,15 +19,15 @@ import numpy as np
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.outcomes import as_trained
 from treadle.core.types import Group, Task
-from treadle.orchestration.config import RunConfig, StalePolicy, load_recipe
-from treadle.orchestration.loop import StartingPoint, make_loop
-from treadle.orchestration.reporting.callbacks import Callbacks
-from treadle.orchestration.setup.inputs import Inputs
-from treadle.orchestration.stopping import StopRequest
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.run_store import RunStore
+from treadle.loop.loop import StartingPoint, make_loop
+from treadle.loop.stopping import StopRequest
+from treadle.plan.config import RunConfig, StalePolicy, load_recipe
+from treadle.plan.inputs import Inputs
+from treadle.record.ledger import Ledger
+from treadle.record.ledger_reader import LoopState
+from treadle.record.run_directory import RunDirectory
+from treadle.record.run_store import RunStore
+from treadle.report.callbacks import Callbacks
 from treadle.rollout.session import Address
 from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
 

@@ -22,10 +22,10 @@ from benchmarks.measure import Row, Table, cpu_seconds, make_parser, show
 from treadle.core.files import WrittenFile
 from treadle.core.trainer import Trainer, UpdateResult
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
-from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.store.rollout_store import read_shard
-from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.layout import Packing
+from treadle.plan.config import RunConfig, load_recipe
+from treadle.record.rollout_store import read_shard
+from treadle.record.run_directory import RunDirectory
 from treadle.training.make import make_trainer
 
 _VOCABULARY = 704

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from treadle.core.config import REQUIRED, Config, as_override, nested_config
-from treadle.orchestration.config import RunConfig
+from treadle.plan.config import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEADING = "## Every key\n"

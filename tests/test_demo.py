@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.orchestration.runs import check_finished, query
-from tests.orchestration.test_kill_and_resume import expect, read_until, strike, training, wait_for_update
+from tests.loop.test_kill_and_resume import expect, read_until, strike, training, wait_for_update
+from tests.runs import check_finished, query
 
 SHORT = (
     "warm_start.steps=120",

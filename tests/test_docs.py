@@ -48,13 +48,13 @@ from treadle.core.errors import Cause
 from treadle.core.metrics import Level
 from treadle.core.outcomes import as_played
 from treadle.core.registry import names
+from treadle.loop.failures import FailuresConfig
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
-from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
-from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.sampling.failures import FailuresConfig
-from treadle.orchestration.setup.device import settled
-from treadle.orchestration.setup.dry_run_parts import estimate_memory
+from treadle.plan.config import RunConfig, load_recipe, recipe_names
+from treadle.plan.device import settled
+from treadle.plan.dry_run_parts import estimate_memory
+from treadle.report.metrics import DECLARED
 from treadle.testing import FakeEngine
 
 ROOT = Path(__file__).resolve().parent.parent

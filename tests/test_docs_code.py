@@ -29,13 +29,14 @@ import pytest
 
 from tests.test_docs import PAGES, run
 from tests.worlds import user
+from treadle.api import public as api
 from treadle.data.config import SourceConfig, sources_of
-from treadle.orchestration import api, evaluation
-from treadle.orchestration.config import RunConfig, load_recipe
-from treadle.orchestration.evaluation import Subject
-from treadle.orchestration.setup.inputs import IN_MEMORY, Inputs, Split, load_inputs
-from treadle.orchestration.store import address
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.loop import evaluation
+from treadle.loop.evaluation import Subject
+from treadle.plan.config import RunConfig, load_recipe
+from treadle.plan.inputs import IN_MEMORY, Inputs, Split, load_inputs
+from treadle.record import address
+from treadle.record.run_directory import RunDirectory
 
 REASONS = {
     "minutes",  # of training, or of installation

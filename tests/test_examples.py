@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import treadle
-from treadle.orchestration import api
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.inputs import Inputs
+from treadle.api import public as api
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

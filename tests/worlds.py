@@ -14,9 +14,9 @@ from treadle.core.config import apply_overrides, build
 from treadle.core.draws import Stream
 from treadle.core.types import Group, Message, SamplingParams, Step, StopReason, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.callbacks import Progress
+from treadle.plan.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
+from treadle.report.callbacks import Progress
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver, EnvironmentFactory

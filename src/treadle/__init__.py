@@ -9,20 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from treadle.api.public import evaluate, export, load_run, resume, sft, train
     from treadle.core.errors import ConfigError, InfrastructureError, TreadleError
     from treadle.core.metrics import Metric
     from treadle.core.rewards import Reward
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep, Finish, Reply
     from treadle.envs.tools import ToolEnvironment
-    from treadle.orchestration.api import evaluate, export, load_run, resume, sft, train
-    from treadle.orchestration.reporting.callbacks import Callback
+    from treadle.report.callbacks import Callback
     from treadle.rollout.agents.agent import Recovered
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Callback": "treadle.orchestration.reporting.callbacks",
+    "Callback": "treadle.report.callbacks",
     "ConfigError": "treadle.core.errors",
     "EnvStep": "treadle.envs.base",
     "Environment": "treadle.envs.base",
@@ -40,7 +40,7 @@ _HOME = {
     "ToolEnvironment": "treadle.envs.tools",
     "Trajectory": "treadle.core.types",
     "TreadleError": "treadle.core.errors",
-    **dict.fromkeys(("evaluate", "export", "load_run", "resume", "sft", "train"), "treadle.orchestration.api"),
+    **dict.fromkeys(("evaluate", "export", "load_run", "resume", "sft", "train"), "treadle.api.public"),
 }
 
 __all__ = [

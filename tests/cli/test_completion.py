@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.cli.worlds import treadle
-from treadle.orchestration.config import recipe_names
+from treadle.plan.config import recipe_names
 
 
 @pytest.mark.parametrize(

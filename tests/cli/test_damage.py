@@ -14,11 +14,11 @@ import pytest
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import Done, files, treadle
-from tests.orchestration.runs import shard_of
+from tests.runs import shard_of
 from tests.sqlite_pages import content_bytes
-from treadle.orchestration.store.checkpoint_retention import find_checkpoint
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.checkpoint_retention import find_checkpoint
+from treadle.record.ledger import Ledger
+from treadle.record.run_directory import RunDirectory
 
 PLACES = 40
 TRAJECTORY = "g000005.2"

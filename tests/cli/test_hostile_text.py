@@ -18,10 +18,10 @@ from treadle.core.types import Failure, Message, Status, Task, Trajectory
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LedgerReader
-from treadle.orchestration.store.rollout_store import write_shard
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.ledger import Ledger
+from treadle.record.ledger_reader import LedgerReader
+from treadle.record.rollout_store import write_shard
+from treadle.record.run_directory import RunDirectory
 
 pytestmark = pytest.mark.xdist_group("cli_hostile_text")  # what its tests share is made once
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import files, treadle
 from tests.fake_hub import COMMIT, serving_hub
-from tests.orchestration.runs import put_config
+from tests.runs import put_config
 from tests.towers import write
 from treadle.models.weights import unique_weights, weights_sha256
-from treadle.orchestration.store.checkpoint_retention import checkpoint_updates, read_checkpoint
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.checkpoint_retention import checkpoint_updates, read_checkpoint
+from treadle.record.ledger import Ledger
+from treadle.record.run_directory import RunDirectory
 from treadle.training.checkpoint import remove_others
 
 
@@ -230,7 +230,7 @@ def test_a_template_of_the_run_goes_with_it(finished: Trained, tmp_path: Path, m
         checkpoint, found = read_checkpoint(*asked)
         return checkpoint, {**found, "additional_chat_templates/tool_use.jinja": b"TOOLS"}
 
-    monkeypatch.setattr("treadle.orchestration.export.read_checkpoint", read_named)
+    monkeypatch.setattr("treadle.api.export.read_checkpoint", read_named)
     run = tmp_path / "run"
     shutil.copytree(finished.path, run)
     (tmp_path / "own.jinja").write_text("{% for m in messages %}OWN {{ m.content }}{% endfor %}")

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.worlds import treadle
-from tests.orchestration.runs import MODEL, SETTINGS
+from tests.runs import MODEL, SETTINGS
 from tests.worlds import ROOT
 from treadle.core.types import Task
 from treadle.envs.gsm8k import INSTRUCTION
-from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.setup.validation import check_settings
+from treadle.plan.config import load_recipe
+from treadle.plan.inputs import load_inputs
+from treadle.plan.validation import check_settings
 
 ROW = {"question": "How many clips?", "answer": "24 + 48 = 1,072 clips.\n#### 1,072"}
 BUILD = {**(load_recipe("sql-small").model.build or {}), "max_position_embeddings": 32_000}

@@ -20,7 +20,7 @@ from treadle.algorithms.config import KlConfig
 from treadle.cli.main import main
 from treadle.core.config import REQUIRED, describe, describe_sections, load_yaml
 from treadle.data.config import SourceConfig, WeightedSourceConfig
-from treadle.orchestration.config import load_recipe, recipe_names
+from treadle.plan.config import load_recipe, recipe_names
 from treadle.training.config import OptimizerConfig
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from tests.cli.conftest import Place, Trained, make_place
 from tests.cli.worlds import TRAJECTORIES, Calls, compacted, files, playing, record, text_of, treadle, whole
-from tests.orchestration.runs import change_ledger, put_config, put_file, shard_of
+from tests.runs import change_ledger, put_config, put_file, shard_of
 from treadle.cli.report import read_run
-from treadle.orchestration.reporting.curve import group_runs, panels
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.run_directory import RunDirectory
+from treadle.report.curve import group_runs, panels
 
 
 def facts(run: Trained | Path) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_without_a_tokenizer_all_else_is_counted(broken: Path, tmp_path: Path) -
 
 def test_shards_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, broken: Path) -> None:
     found = facts(broken)
-    monkeypatch.setattr("treadle.orchestration.reporting.report._ROWS", 3)
+    monkeypatch.setattr("treadle.report.report._ROWS", 3)
     assert facts(broken) == found
 
 

@@ -16,9 +16,9 @@ import pytest
 from tests.cli.conftest import Trained
 from tests.cli.worlds import ROOT, start_treadle, treadle
 from tests.retrieval.servers import port_of, serving, write_corpus
+from treadle.api.public import load_run
 from treadle.cli.retrieve import main
-from treadle.orchestration.api import load_run
-from treadle.orchestration.store.recorded import RecordedTrajectory
+from treadle.record.recorded import RecordedTrajectory
 from treadle.retrieval.client import RetrievalClient
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from tests.cli.conftest import Trained
 from tests.cli.worlds import treadle
-from tests.orchestration.runs import MODEL, SETTINGS
+from tests.runs import MODEL, SETTINGS
 from tests.worlds import make_step, plain_renderer
 from treadle import train as from_python
 from treadle.core.errors import Cause, ConfigError, DataError
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Step, Task, Trajectory
-from treadle.orchestration.store.recorded import LoggedConversation, RecordedTrajectory, read_run
-from treadle.orchestration.store.rollout_store import step_row
-from treadle.orchestration.store.selection import Selection
-from treadle.orchestration.store.trajectory_files import read_files
+from treadle.record.recorded import LoggedConversation, RecordedTrajectory, read_run
+from treadle.record.rollout_store import step_row
+from treadle.record.selection import Selection
+from treadle.record.trajectory_files import read_files
 
 
 def attempt(

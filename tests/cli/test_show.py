@@ -15,14 +15,14 @@ import pytest
 
 from tests.cli.conftest import Place, Trained
 from tests.cli.worlds import SPELLED, SYSTEM, TRAJECTORIES, compacted, ids, record, text_of, treadle, whole
-from tests.orchestration.runs import shard_of, start
+from tests.runs import shard_of, start
 from tests.until import wait_until
 from tests.worlds import END, chatml, tiny
 from treadle.cli.main import main
-from treadle.orchestration.reporting.callbacks import Callback
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.plan.inputs import load_inputs
+from treadle.record.rollout_store import load_run_tokenizer, load_traces
+from treadle.record.run_directory import RunDirectory
+from treadle.report.callbacks import Callback
 
 
 def test_json_is_what_the_shard_holds(finished: Trained) -> None:

@@ -17,12 +17,12 @@ from tests.cli.conftest import Place, Trained
 from tests.cli.test_models import PLAIN
 from tests.cli.worlds import ROOT, TakesTheRunDirectory, files, finish, playing, start_treadle, treadle
 from tests.fake_hub import serving_hub
-from tests.orchestration.runs import change_ledger, put_config, updates
+from tests.runs import change_ledger, put_config, updates
 from tests.worlds import tiny
 from treadle.cli.train import before_after_table, one_line, print_result
 from treadle.core.registry import names
-from treadle.orchestration.store.run_directory import RunDirectory
 from treadle.packing.layout import Packing
+from treadle.record.run_directory import RunDirectory
 
 # --- a run that goes well ---------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ from treadle.core.types import BreakCause, DropReason, Message, Status, Step, St
 from treadle.envs import arithmetic
 from treadle.envs.arithmetic import Arithmetic
 from treadle.envs.base import EnvStep
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import write_shard
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.ledger import Ledger
+from treadle.record.rollout_store import write_shard
+from treadle.record.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]  # where `tests.cli.worlds` can be imported
 

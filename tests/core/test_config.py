@@ -31,7 +31,7 @@ from treadle.core.config import (
     paths,
 )
 from treadle.core.errors import ConfigError
-from treadle.orchestration.config import RunConfig
+from treadle.plan.config import RunConfig
 
 
 class Packing(StrEnum):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.worlds import tiny
+from treadle.api.get_model import get_model
 from treadle.cli.options import exit_status
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import make_room_in_cache, new_directory, refusal
-from treadle.orchestration.get_model import get_model
-from treadle.orchestration.store.run_directory import RunDirectory, make_directory
-from treadle.orchestration.store.trajectory_files import write_records, write_trajectories
+from treadle.record.run_directory import RunDirectory, make_directory
+from treadle.record.trajectory_files import write_records, write_trajectories
 from treadle.retrieval.index import _cached
 from treadle.training.checkpoint import _writing
 

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from treadle.api.public import _source_or_tasks, _tasks
 from treadle.core.errors import DataError
 from treadle.core.text import DEEPEST, json_problem, read_json
 from treadle.core.types import Task
 from treadle.data.config import SourceConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.published import sql_questions
-from treadle.orchestration.api import _source_or_tasks, _tasks
-from treadle.orchestration.store.trajectory_files import read_files
+from treadle.record.trajectory_files import read_files
 from treadle.training.demonstrations import load_demonstrations
 
 COLUMNS: dict[str, Any] = {"prompt": "q", "ground_truth": "a.value", "extras": {"level": "meta.level"}}

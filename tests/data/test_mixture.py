@@ -17,7 +17,7 @@ from treadle.core.types import Task
 from treadle.data.config import DataConfig
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Mixture, players, task_ids, tasks_sha256
-from treadle.orchestration.sampling.task_queue import TaskOrder
+from treadle.loop.task_queue import TaskOrder
 
 
 def tasks(name: str, count: int) -> list[Task]:

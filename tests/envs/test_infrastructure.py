@@ -12,7 +12,7 @@ from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Failure
 from treadle.envs.confined import ChildPool
 from treadle.envs.tasks import SingleTurn
-from treadle.orchestration.sampling.failures import FailuresConfig
+from treadle.loop.failures import FailuresConfig
 from treadle.rollout.isolation.user_code import attributed
 
 DOWN = "search is down"

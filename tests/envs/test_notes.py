@@ -13,7 +13,7 @@ from treadle.envs import lookup, notes
 from treadle.envs.base import INTRODUCTION, EnvStep
 from treadle.envs.notes import Notes, demonstration, tasks
 from treadle.models.chat import load_chat
-from treadle.orchestration.config import load_recipe
+from treadle.plan.config import load_recipe
 from treadle.training.demonstrations import demonstrated_calls
 
 SEARCH = "<search>page</search>"

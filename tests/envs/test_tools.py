@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import treadle
-from tests.orchestration.runs import check_finished
+from tests.runs import check_finished
 from tests.worlds import CHATML, END, PLAIN, ROOT, PlainTokenizer, Quiet, plain_ids, plain_renderer, user
 from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure

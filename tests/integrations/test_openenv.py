@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.libraries import library_python, play_by
-from tests.orchestration.runs import check_finished, query, start
+from tests.runs import check_finished, query, start
 from tests.until import alive
 from tests.worlds import END, PLAIN, plain_ids, user
 from treadle.core.config import build

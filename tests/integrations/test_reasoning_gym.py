@@ -15,7 +15,7 @@ pytest.importorskip("reasoning_gym")
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from tests.orchestration.runs import query, start
+from tests.runs import query, start
 from tests.until import CEILING
 from treadle.core import registry
 from treadle.core.errors import ConfigError, TrajectoryFailure

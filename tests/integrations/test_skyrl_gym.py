@@ -22,7 +22,7 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from tests.envs import gsm8k_cases, search_cases, sql_cases
-from tests.orchestration.runs import query, start
+from tests.runs import query, start
 from tests.until import CEILING
 from tests.worlds import END, PLAIN, plain_ids, plain_renderer, play, tiny, user
 from treadle.core import registry
@@ -31,7 +31,7 @@ from treadle.core.types import Status, Task, Trajectory
 from treadle.data.published import skyrl_gym_rows
 from treadle.envs.sql import sandbox
 from treadle.integrations.skyrl_gym.environment import SkyrlGym, guard_tools
-from treadle.orchestration.setup.inputs import check_first_prompts, load_inputs
+from treadle.plan.inputs import check_first_prompts, load_inputs
 from treadle.testing import FakeEngine
 
 HERE = "tests.integrations.test_skyrl_gym"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.integrations.libraries import KeptWorkers, library_python, play_by
 from tests.integrations.verifiers_environments import scripted_model
-from tests.orchestration.runs import check_finished, query, start
+from tests.runs import check_finished, query, start
 from tests.worlds import END, PLAIN, plain_ids
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, EngineError

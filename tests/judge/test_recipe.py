@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("httpx")
 
 from tests.cli.worlds import treadle
-from tests.orchestration.runs import MODEL
+from tests.runs import MODEL
 from treadle.core.rewards import Reward
 from treadle.recipes.judged.rules import Handler
 from treadle.recipes.judged.support import Support, tasks

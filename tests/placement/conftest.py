@@ -9,7 +9,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from tests.orchestration.runs import updates
+from tests.runs import updates
 from tests.until import wait_until
 from tests.worlds import ROOT
 from treadle.engines.staging import is_running
@@ -91,7 +91,7 @@ def reservation(cluster: None) -> Iterator[Reservation]:
 DRIVER = """
 import sys
 from pathlib import Path
-from tests.orchestration.runs import start
+from tests.runs import start
 start(Path(sys.argv[1]), *sys.argv[2:])
 """
 

@@ -12,11 +12,11 @@ from uuid import uuid4
 
 import pytest
 
-from tests.orchestration.runs import check_finished, updates
 from tests.placement.conftest import MARK, actors
+from tests.runs import check_finished, updates
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import train_run
+from treadle.api.train import train_run
+from treadle.plan.inputs import load_inputs
 
 KILLS = int(os.environ.get("KILLS", "20"))
 TITLES = ("RankActor", "EngineActor", "RolloutActor")

@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.orchestration.runs import check_finished, updates
 from tests.placement.conftest import SharedCluster
+from tests.runs import check_finished, updates
 from tests.until import wait_until
 from tests.worlds import Quiet, tiny
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import train_run
+from treadle.api.train import train_run
+from treadle.plan.inputs import load_inputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 SIZE: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}

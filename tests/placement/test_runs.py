@@ -8,14 +8,14 @@ from uuid import uuid4
 
 import pytest
 
-from tests.orchestration.runs import check_finished, recorded, resume, start, updates
-from tests.orchestration.test_self_play import DUEL
+from tests.loop.test_self_play import DUEL
 from tests.placement.conftest import actors, of_test, orphans, start_driver, wait_for_updates
+from tests.runs import check_finished, recorded, resume, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, tiny
+from treadle.api.train import train_run
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import train_run
+from treadle.plan.inputs import load_inputs
 from treadle.training.checkpoint import export_model
 from treadle.training.make import load_model
 

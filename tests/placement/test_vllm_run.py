@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.engines.vllm.conftest import SIZES, TOKENIZER, python_with_vllm, sized
-from tests.orchestration.runs import check_finished, query, start, updates
 from tests.placement.conftest import of_test, orphans, start_driver, wait_for_updates
+from tests.runs import check_finished, query, start, updates
 from tests.until import wait_until
 from tests.worlds import Quiet
 from treadle.engines.vllm.worker.treadle_launch import shared_memory

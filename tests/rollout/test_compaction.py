@@ -42,9 +42,9 @@ from treadle.core.types import (
     Trajectory,
 )
 from treadle.envs.base import INTRODUCTION, EnvStep, Finish
-from treadle.orchestration.reporting.metrics import trajectory_metrics
 from treadle.packing.flat import calls, flatten
 from treadle.packing.layout import Packing, arrange, micro_batches
+from treadle.report.metrics import trajectory_metrics
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.history import History
 from treadle.testing import FakeEngine

@@ -12,7 +12,7 @@ from treadle.core.rewards import Reward
 from treadle.core.types import Status, Trajectory
 from treadle.envs.base import EnvStep, Finish
 from treadle.envs.lookup import Lookup, tasks
-from treadle.orchestration.setup.inputs import make_inputs
+from treadle.plan.inputs import make_inputs
 from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.environment import check_metrics
 from treadle.testing import VirtualLoop

@@ -16,7 +16,7 @@ from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Message, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.orchestration.setup.other_models import make_models
+from treadle.plan.other_models import make_models
 from treadle.rollout import chat_endpoint
 from treadle.rollout.agents.clients import anthropic_client
 from treadle.rollout.attempt import Players, open_rollouts

@@ -19,9 +19,9 @@ from tests.view.worlds import EMOJI, SCRIPT, UPDATES, log_update, record_calls, 
 from tests.worlds import make_group
 from treadle.core.engine import ProcessId
 from treadle.core.types import Status, Trajectory
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import write_shard
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.ledger import Ledger
+from treadle.record.rollout_store import write_shard
+from treadle.record.run_directory import RunDirectory
 
 slow = pytest.mark.slow  # the others are enough to see that the pages work
 

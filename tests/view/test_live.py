@@ -10,8 +10,8 @@ import pytest
 
 from tests.view.conftest import asking
 from treadle.core.engine import ProcessId
-from treadle.orchestration.reporting.callbacks import LiveStatus, RunStatus
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.run_directory import RunDirectory
+from treadle.report.callbacks import LiveStatus, RunStatus
 from treadle.view.recorded_run import RecordedRun
 
 STATUS = RunStatus(

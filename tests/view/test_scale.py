@@ -21,9 +21,9 @@ from tests.view.worlds import log_update
 from tests.worlds import make_group, make_step, tiny
 from treadle.core.files import WrittenFile
 from treadle.core.types import Group, Status, Trajectory
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.rollout_store import write_shard
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.ledger import Ledger
+from treadle.record.rollout_store import write_shard
+from treadle.record.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 

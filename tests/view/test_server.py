@@ -16,17 +16,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.cli.worlds import files
-from tests.orchestration.runs import change_ledger
+from tests.runs import change_ledger
 from tests.view.conftest import Get, asking
 from tests.view.worlds import ESCAPES, UPDATES, attempt, evaluated, log_update, record_run
 from tests.worlds import make_group, make_step
 from treadle.core.errors import Cause
 from treadle.core.types import DropReason
-from treadle.orchestration.store.ledger import Ledger
-from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.orchestration.store.rollout_store import write_shard
-from treadle.orchestration.store.run_directory import RunDirectory
-from treadle.orchestration.store.tables import update
+from treadle.record.ledger import Ledger
+from treadle.record.ledger_reader import LoopState
+from treadle.record.rollout_store import write_shard
+from treadle.record.run_directory import RunDirectory
+from treadle.record.tables import update
 from treadle.view import trajectories
 from treadle.view.app import make_app
 from treadle.view.groups import REASONS, failure_settings

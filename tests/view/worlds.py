@@ -15,10 +15,10 @@ from treadle.core.outcomes import dropped_steps, leave_out, without_stale
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import DropReason, Failure, Group, Message, Status, Step, Task, Trajectory
-from treadle.orchestration.store.ledger import Ledger, TrainedBatch
-from treadle.orchestration.store.ledger_reader import LoopState
-from treadle.orchestration.store.rollout_store import write_shard, write_traces
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.ledger import Ledger, TrainedBatch
+from treadle.record.ledger_reader import LoopState
+from treadle.record.rollout_store import write_shard, write_traces
+from treadle.record.run_directory import RunDirectory
 
 UPDATES = 12
 ESCAPES = "\x1b[31mred\x1b[0m"

@@ -431,7 +431,7 @@ def _add_documentation(commands: Commands) -> None:
 def run_argument(text: str) -> Path:
     """Return the directory of the run that is addressed, with a checkpoint that is there if one is named."""
     from treadle.core.errors import TreadleError
-    from treadle.orchestration.store.address import run_path
+    from treadle.record.address import run_path
 
     try:
         return run_path(text)
@@ -445,7 +445,7 @@ def record_argument(text: str) -> Path:
     if path.suffix != ".jsonl" or not path.is_file():
         return run_argument(text)
     from treadle.core.errors import TreadleError
-    from treadle.orchestration.store.file_as_run import file_as_run
+    from treadle.record.file_as_run import file_as_run
 
     try:
         return file_as_run(path)

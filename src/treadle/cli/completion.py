@@ -12,7 +12,7 @@ from typing import NamedTuple
 from treadle.cli.commands import Commands
 from treadle.cli.console import Console
 from treadle.core.config import paths
-from treadle.orchestration.config import RunConfig, recipe_names
+from treadle.plan.config import RunConfig, recipe_names
 
 _BASH = """_treadle() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words

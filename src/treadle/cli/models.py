@@ -14,10 +14,7 @@ import rich.table
 from treadle.cli.console import Console, Table, make_progress, make_table
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
-from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
-from treadle.models.model_files import is_adapter, is_hub_name
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.evaluation import (
+from treadle.loop.evaluation import (
     Evaluation,
     check_dump,
     endpoint_inputs,
@@ -29,8 +26,11 @@ from treadle.orchestration.evaluation import (
     held_out_inputs,
     limited,
 )
-from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.store.address import RunAddress, find_address
+from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
+from treadle.models.model_files import is_adapter, is_hub_name
+from treadle.plan.config import RunConfig
+from treadle.record.address import RunAddress, find_address
+from treadle.report.metrics import shown
 from treadle.rollout.other_models import OtherModelConfig
 
 
@@ -64,7 +64,7 @@ def run_about(options: argparse.Namespace) -> int:
 def run_get(options: argparse.Namespace) -> int:
     name, console = options.name, Console()
     if is_convertible(name):
-        from treadle.orchestration.get_model import get_model
+        from treadle.api.get_model import get_model
 
         directory = get_model(name, Console(stderr=True).line)
         console.line(f"licence: {ModelSource.read(directory).licence}")
@@ -152,7 +152,7 @@ def run_export(options: argparse.Namespace) -> int:
     address = find_address(options.run_address) or RunAddress(Path(options.run_address))
     address.model()  # or an error, before torch is loaded
 
-    from treadle.orchestration.export import export_checkpoint
+    from treadle.api.export import export_checkpoint
 
     checkpoint = export_checkpoint(address.run, options.out, address.checkpoint, options.merge, options.dtype)
     console = Console()
@@ -167,10 +167,10 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def run_export_traces(options: argparse.Namespace) -> int:
-    from treadle.orchestration.store.recorded import read_run  # pyarrow
-    from treadle.orchestration.store.rollout_store import load_run_tokenizer
-    from treadle.orchestration.store.selection import Selection
-    from treadle.orchestration.store.trajectory_files import FORMATS, read_records, write_records, write_trajectories
+    from treadle.record.recorded import read_run  # pyarrow
+    from treadle.record.rollout_store import load_run_tokenizer
+    from treadle.record.selection import Selection
+    from treadle.record.trajectory_files import FORMATS, read_records, write_records, write_trajectories
     from treadle.rendering.texts import TokenTexts
 
     run, selection = options.run_directory, Selection.parse(options.select)

@@ -17,9 +17,9 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.outcomes import as_played
 from treadle.core.types import FunctionCall, Message, StopReason, Task, ToolCall, Trajectory
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.evaluation import endpoint_inputs, find_config
-from treadle.orchestration.setup.inputs import Inputs, configured_players, load_split, make_held_out
+from treadle.loop.evaluation import endpoint_inputs, find_config
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import Inputs, configured_players, load_split, make_held_out
 from treadle.rendering.replies import Tool
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.rollout.rewards import RewardsConfig

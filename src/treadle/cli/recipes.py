@@ -37,8 +37,8 @@ from treadle.data.load import LoadContext, Section, find_problems, load_tasks, n
 from treadle.data.rows import parse_json
 from treadle.data.tasks import check_disjoint
 from treadle.integrations.harbor.tasks import unpack
-from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
-from treadle.orchestration.setup.inputs import is_in_memory, load_context
+from treadle.plan.config import RunConfig, load_recipe, recipe_names
+from treadle.plan.inputs import is_in_memory, load_context
 
 _SKELETON, _SKELETON_TOOLS = "treadle.recipes.skeleton", "treadle.recipes.skeleton_tools"
 _SCHEMA = "recipe.schema.json"  # named in the skeleton's recipe

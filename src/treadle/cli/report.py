@@ -14,13 +14,13 @@ import rich.progress
 from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
-from treadle.orchestration.reporting.callbacks import update_line
-from treadle.orchestration.reporting.metrics import shown, shown_passes
-from treadle.orchestration.store.ledger_reader import no_checkpoint
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.ledger_reader import no_checkpoint
+from treadle.record.run_directory import RunDirectory
+from treadle.report.callbacks import update_line
+from treadle.report.metrics import shown, shown_passes
 
 if TYPE_CHECKING:
-    from treadle.orchestration.reporting.curve import RunGroup, RunMetrics
+    from treadle.report.curve import RunGroup, RunMetrics
 
 Facts = dict[str, Any]
 Columns = dict[str, list[str]]  # name -> cells
@@ -43,7 +43,7 @@ def run_report(options: argparse.Namespace) -> int:
         if not rows:
             console.line("no attempt failed")
         return 0
-    from treadle.orchestration.reporting.report import report_of  # pyarrow
+    from treadle.report.report import report_of  # pyarrow
 
     bar: dict[str, Any] = {"console": Console(stderr=True).rich, "transient": True, "disable": not sys.stderr.isatty()}
     facts = report_of(directory, lambda rows: rich.progress.track(rows, "reading rollouts", **bar))
@@ -238,7 +238,7 @@ def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    from treadle.orchestration.reporting.curve import FORMATS, draw_runs
+    from treadle.report.curve import FORMATS, draw_runs
 
     output = options.output
     if output.suffix not in FORMATS:
@@ -259,8 +259,8 @@ def read_run(path: Path) -> RunMetrics:
 
     Raises RunError if there is no run, or nothing to draw yet; DamageError if none of its metrics can be read.
     """
-    from treadle.orchestration.reporting.curve import RunMetrics
-    from treadle.orchestration.store.run_directory import RunDirectory
+    from treadle.record.run_directory import RunDirectory
+    from treadle.report.curve import RunMetrics
 
     directory = RunDirectory.open(path)
     log = directory.metrics_log()

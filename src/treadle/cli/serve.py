@@ -26,11 +26,11 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import Device, EngineConfig
+from treadle.loop.evaluation import find_subject
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
-from treadle.orchestration.evaluation import find_subject
-from treadle.orchestration.setup.validation import check_engine_config
-from treadle.orchestration.store.address import began_of, find_address, model_path
+from treadle.plan.validation import check_engine_config
+from treadle.record.address import began_of, find_address, model_path
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from treadle.core.engine import Engine
-    from treadle.orchestration.store.recording import Recorder, Recording
+    from treadle.record.recording import Recorder, Recording
     from treadle.rendering.chat import ChatRenderer
     from treadle.training.trainer import EmbeddedSource
 
@@ -61,7 +61,7 @@ def run_serve(options: argparse.Namespace) -> int:
     address = address_of(options, "treadle serve")
     with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
         from treadle.models.chat import load_chat
-        from treadle.orchestration.setup.device import check_device, chosen, settled_engine
+        from treadle.plan.device import check_device, chosen, settled_engine
         from treadle.training.make import load_source
 
         device = chosen(config.device)
@@ -113,8 +113,8 @@ async def _serve(
     server: AbstractAsyncContextManager[str],
     recording: Recording | None,
 ) -> None:
-    from treadle.orchestration.setup.engines import open_serving
-    from treadle.orchestration.store.recording import Recorder
+    from treadle.loop.engines import open_serving
+    from treadle.record.recording import Recorder
 
     console, stop = Console(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -151,7 +151,7 @@ async def _serve(
 
 
 def _recording(options: argparse.Namespace, tokenizer: Tokenizer) -> Recording | None:
-    from treadle.orchestration.store.recording import Recording  # pyarrow
+    from treadle.record.recording import Recording  # pyarrow
 
     model = str(model_path(options.model).resolve())
     return None if options.record is None else Recording(options.record, tokenizer, model)

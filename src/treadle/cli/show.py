@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from treadle.cli.console import Console, Part, Table, indented, make_table
 from treadle.core.outcomes import NOT_PLAYED, rejection
 from treadle.core.types import PLAYERS, role_of
-from treadle.orchestration.store.run_directory import RunDirectory
+from treadle.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from treadle.core.engine import ProcessId
     from treadle.core.trainer import StepTrace
     from treadle.core.types import Step
-    from treadle.orchestration.store.run_directory import RunDirectory
     from treadle.packing.breaks import Relation
+    from treadle.record.run_directory import RunDirectory
     from treadle.rendering.texts import TokenTexts
 
 _NEWEST = 20
@@ -51,7 +51,7 @@ def run_show(options: argparse.Namespace) -> int:
         else:
             console.table(table) if rows else console.line("no trajectories yet")
         return 0
-    from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_traces, load_trajectory
+    from treadle.record.rollout_store import load_run_tokenizer, load_traces, load_trajectory
 
     row, steps = load_trajectory(run_path, options.trajectory)
     traces = load_traces(run_path, options.trajectory)
@@ -72,8 +72,8 @@ def as_json(
 
     tokenizer: None for steps that are text.
     """
-    from treadle.orchestration.store.rollout_store import step_relations
     from treadle.packing.compactions import compactions, recorded_calls
+    from treadle.record.rollout_store import step_relations
     from treadle.rendering.texts import MessageTexts, TokenTexts
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
@@ -206,7 +206,7 @@ def ending(row: dict[str, Any]) -> str:
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    from treadle.orchestration.store.rollout_store import load_run_tokenizer, load_trajectory, step_relations
+    from treadle.record.rollout_store import load_run_tokenizer, load_trajectory, step_relations
     from treadle.rendering.texts import TokenTexts
 
     row, steps = load_trajectory(run, trajectory_id)
@@ -303,7 +303,7 @@ def _token_table(tokens: list[dict[str, Any]]) -> Table:
 
 
 def run_top(options: argparse.Namespace) -> int:
-    from treadle.orchestration.store.run_directory import RunDirectory
+    from treadle.record.run_directory import RunDirectory
 
     directory, console, usage = RunDirectory.open(options.run_directory), Console(), _Usage()
     try:
@@ -322,7 +322,7 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
-    from treadle.orchestration.reporting.callbacks import RunStatus
+    from treadle.report.callbacks import RunStatus
 
     state, status = directory.state(), RunStatus.read(directory.status_file)
     if status is None:

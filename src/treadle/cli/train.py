@@ -17,14 +17,14 @@ from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
 from treadle.models.model_files import check_model_files
-from treadle.orchestration.config import RunConfig, load_recipe, recipe_names
-from treadle.orchestration.reporting.callbacks import loading
-from treadle.orchestration.reporting.metrics import shown
-from treadle.orchestration.setup.dry_run import Check, DryRun, dry_run
-from treadle.orchestration.setup.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
-from treadle.orchestration.setup.validation import check_config
-from treadle.orchestration.store.address import checkpoint_named, find_address, with_model_of_run
-from treadle.orchestration.store.run_directory import RunDirectory, find_run, make_directory, no_run
+from treadle.plan.config import RunConfig, load_recipe, recipe_names
+from treadle.plan.dry_run import Check, DryRun, dry_run
+from treadle.plan.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
+from treadle.plan.validation import check_config
+from treadle.record.address import checkpoint_named, find_address, with_model_of_run
+from treadle.record.run_directory import RunDirectory, find_run, make_directory, no_run
+from treadle.report.callbacks import loading
+from treadle.report.metrics import shown
 from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
 
@@ -50,7 +50,7 @@ def run_train(options: argparse.Namespace) -> int:
         try:
             with make_progress(config) as progress:
                 with loading(progress):
-                    from treadle.orchestration.train import train_run
+                    from treadle.api.train import train_run
 
                 summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
         except KeyboardInterrupt:
@@ -222,7 +222,7 @@ def run_sft(options: argparse.Namespace) -> int:
         inputs = Inputs([], [])
     with make_progress(config) as progress:
         with loading(progress):
-            from treadle.orchestration.setup.warm_start import make_warm_model
+            from treadle.api.warm_start import make_warm_model
 
         report = make_warm_model(config, inputs, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
@@ -236,13 +236,13 @@ def _is_override(word: str) -> bool:
 
 
 def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: Sequence[str]) -> int:
-    from treadle.orchestration.sft import prepare  # pyarrow
+    from treadle.api.sft import prepare  # pyarrow
 
     sources = [word for word in options.sources if not _is_override(word)]
     lesson = prepare(start, sources, options.select, overrides)
     with make_progress(lesson.config) as progress:
         with loading(progress):
-            from treadle.orchestration.setup.warm_start import learn_recorded
+            from treadle.api.warm_start import learn_recorded
 
         report = learn_recorded(lesson, options.out, progress)
     console, exactly = Console(), "as recorded"

@@ -33,11 +33,11 @@ from treadle.engines.torch.pinned import LocalEngine
 from treadle.engines.torch.pinned import make_engine as make_local_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.setup.engines import EngineSpec, open_vllm, torch_options
+from treadle.loop.engines import EngineSpec, open_vllm, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
+from treadle.plan.config import RunConfig
 
 _LOOK = 1.0  # seconds between looks at whether the server runs
 _STOPPING = 30.0  # seconds for a server to end by itself

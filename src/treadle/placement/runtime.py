@@ -18,9 +18,9 @@ from typing import Any
 from treadle.core.errors import PlacementError
 from treadle.core.processes import environment
 from treadle.engines.staging import is_running
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.runtime import Runtime
+from treadle.loop.runtime import Runtime
 from treadle.placement.reserve import Bundle, Place, Reservation, bundles_of, check_places, reserve, shortage
+from treadle.plan.config import RunConfig
 
 _CONNECTING = 5.0  # seconds
 _OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk

@@ -12,8 +12,8 @@ from treadle.core.errors import RunError, TreadleError
 from treadle.core.metrics import Figure
 from treadle.core.outcomes import given
 from treadle.core.types import role_of
-from treadle.orchestration.reporting.curve import RunMetrics, group_runs
-from treadle.orchestration.reporting.metrics import mean
+from treadle.report.curve import RunMetrics, group_runs
+from treadle.report.metrics import mean
 from treadle.view.groups import GroupRow, group_rows
 from treadle.view.recorded_run import RecordedRun
 from treadle.view.texts import Json

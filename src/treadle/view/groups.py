@@ -15,7 +15,7 @@ from treadle.core.errors import Cause, RunError
 from treadle.core.outcomes import rejection
 from treadle.core.text import escape_line
 from treadle.core.types import PLAYERS, DropReason, Step, StepState
-from treadle.orchestration.store.group_search import GroupQuery, find_groups
+from treadle.record.group_search import GroupQuery, find_groups
 from treadle.view.recorded_run import RecordedRun, Run
 from treadle.view.texts import Json, clipped
 

@@ -13,14 +13,14 @@ from fastapi import Path as InPath
 
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
-from treadle.orchestration.config import RunConfig
-from treadle.orchestration.reporting.callbacks import RunStatus, duration
-from treadle.orchestration.reporting.stalls import stalls
-from treadle.orchestration.store.group_search import LARGEST
-from treadle.orchestration.store.ledger_reader import LedgerReader, salvage
-from treadle.orchestration.store.rollout_store import load_run_tokenizer
-from treadle.orchestration.store.run_directory import JsonLog, RunDirectory
+from treadle.plan.config import RunConfig
+from treadle.record.group_search import LARGEST
+from treadle.record.ledger_reader import LedgerReader, salvage
+from treadle.record.rollout_store import load_run_tokenizer
+from treadle.record.run_directory import JsonLog, RunDirectory
 from treadle.rendering.texts import TokenTexts
+from treadle.report.callbacks import RunStatus, duration
+from treadle.report.stalls import stalls
 from treadle.view.texts import Json
 
 T = TypeVar("T")

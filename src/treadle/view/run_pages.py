@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from treadle.core.config import as_override, describe
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import WrittenFile
-from treadle.orchestration.reporting.metrics import DECLARED
-from treadle.orchestration.reporting.report import count_tokens
-from treadle.orchestration.store.checkpoint_retention import checkpoint_update
-from treadle.orchestration.store.rollout_store import read_call_times
-from treadle.orchestration.store.run_directory import JsonLog
+from treadle.record.checkpoint_retention import checkpoint_update
+from treadle.record.rollout_store import read_call_times
+from treadle.record.run_directory import JsonLog
+from treadle.report.metrics import DECLARED
+from treadle.report.report import count_tokens
 from treadle.view.groups import explain
 from treadle.view.recorded_run import Number, RecordedRun, Run
 from treadle.view.texts import Json, clipped

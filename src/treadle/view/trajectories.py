@@ -14,13 +14,13 @@ from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
 from treadle.core.types import Ids, ModelCall, Step, StepState, common_prefix, role_of
-from treadle.orchestration.reporting.report import PackingCount
-from treadle.orchestration.store.group_search import Split
-from treadle.orchestration.store.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.packing.breaks import Relation
 from treadle.packing.compactions import compactions, recorded_calls
 from treadle.packing.flat import PackedCall
+from treadle.record.group_search import Split
+from treadle.record.rollout_store import read_shard, read_steps, read_traces, step_relations
 from treadle.rendering.texts import MessageTexts, Span, TokenTexts, extended_spans, message_spans
+from treadle.report.report import PackingCount
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
 from treadle.view.texts import OF_TRACES, Json, clipped, columns_of, prefix_segments, step_columns

@@ -29,9 +29,9 @@ from treadle.engines.vllm.engine import VLLMEngine, describe_servers, open_engin
 from treadle.engines.vllm.launch import WORKER, ServerProcess, command, environment, find_python, flags
 from treadle.engines.vllm.publication import Publication
 from treadle.engines.vllm.server import Server, parse_metrics
+from treadle.loop.engines import EngineSpec, open_vllm
 from treadle.models.chat import load_chat
-from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.engines import EngineSpec, open_vllm
+from treadle.plan.config import load_recipe
 from treadle.training.make import load_source
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tests.engines.vllm.conftest import TOKENIZER, VLLM, python_with_vllm, shared_files, sized, started, under_way
 from tests.models import step_logprobs
-from tests.orchestration.runs import check_finished, recorded, start
+from tests.runs import check_finished, recorded, start
 from treadle.core.config import build
 from treadle.core.engine import Completion
 from treadle.core.errors import EngineError

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.engines.vllm.conftest import python_with_vllm
-from tests.orchestration.runs import start
-from tests.orchestration.test_routing import MOE
+from tests.loop.test_routing import MOE
+from tests.runs import start
 from tests.sources import FixedWeights
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from tests.engines.vllm.conftest import SIZES, Servers, python_with_vllm, started
-from tests.orchestration.runs import check_finished, query, start, updates
+from tests.runs import check_finished, query, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, Vowels, tiny
 from treadle.core.errors import ConfigError
 from treadle.envs.base import EnvStep
-from treadle.orchestration.evaluation import Subject, evaluate_model
-from treadle.orchestration.setup.inputs import load_held_out
+from treadle.loop.evaluation import Subject, evaluate_model
+from treadle.plan.inputs import load_held_out
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

@@ -20,20 +20,20 @@ from tests.integrations.harbor.trials import (
     sandboxes,
     write_task,
 )
-from tests.orchestration.runs import check_finished, query
+from tests.runs import check_finished, query
 from tests.worlds import Quiet
+from treadle.api.train import train_run
 from treadle.cli.main import main
 from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.errors import EngineError
 from treadle.core.trainer import WeightSync
 from treadle.core.types import Ids, SamplingParams, StopReason
+from treadle.loop.engines import EngineSpec, open_torch
 from treadle.models.config import ModelConfig
 from treadle.models.loading import load_tokenizer
 from treadle.models.model_files import tokenizer_directory
-from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.engines import EngineSpec, open_torch
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import train_run
+from treadle.plan.config import load_recipe
+from treadle.plan.inputs import load_inputs
 
 HERE = "tests.integrations.harbor.test_runs"
 SIZE = 16  # as in broken.py

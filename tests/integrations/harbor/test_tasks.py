@@ -26,8 +26,8 @@ from treadle.integrations.harbor import tasks as packed
 from treadle.integrations.harbor.config import HarborConfig
 from treadle.integrations.harbor.driver import HarborDriver
 from treadle.integrations.harbor.tasks import harbor_sums, harbor_tasks, unpack
-from treadle.orchestration.config import load_recipe
-from treadle.orchestration.setup.inputs import configured_players
+from treadle.plan.config import load_recipe
+from treadle.plan.inputs import configured_players
 
 SHIPPED = Path(str(files("treadle.recipes") / "harbor_tasks"))
 

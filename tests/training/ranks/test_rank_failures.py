@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.forks import ForkedProcess, running
-from tests.orchestration.runs import check_finished
-from tests.orchestration.test_kill_and_resume import SLOWLY, expect, training, wait_for_update
+from tests.loop.test_kill_and_resume import SLOWLY, expect, training, wait_for_update
+from tests.runs import check_finished
 from tests.training.ranks.service import Parity
 from tests.until import wait_until
 from tests.worlds import Quiet, tiny
+from treadle.api.train import train_run
 from treadle.core.config import dump_yaml
 from treadle.core.errors import RankError, TrainingStopped
-from treadle.orchestration.setup.inputs import load_inputs
-from treadle.orchestration.train import train_run
+from treadle.plan.inputs import load_inputs
 from treadle.training.rank_processes import RankProcesses
 from treadle.training.ranks import Ranks
 

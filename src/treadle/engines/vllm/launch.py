@@ -118,7 +118,7 @@ def _look_at(model: Path) -> tuple[bool, bool]:
 
     if not (model / "config.json").is_file():
         return False, False
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     return "text_config" in config.sub_configs, bool(stateful_kinds(config))
 
 

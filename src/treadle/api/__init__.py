@@ -1,0 +1,1 @@
+"""Training, resuming, evaluating and exporting from Python; what the commands call."""

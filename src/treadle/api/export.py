@@ -1,0 +1,77 @@
+"""A checkpoint as a plain model directory, also while its run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+from treadle.api.model_card import CARD, model_card
+from treadle.core.errors import CheckpointError, ConfigError
+from treadle.models.loading import load_tokenizer
+from treadle.models.model_files import ADAPTER_CONFIG, tokenizer_directory
+from treadle.models.weights import convert_rest
+from treadle.record.checkpoint_retention import checkpoint_update, read_checkpoint
+from treadle.record.run_directory import JsonLog, RunDirectory
+from treadle.rendering.chat import ChatRenderer
+from treadle.training.checkpoint import export_files, export_model, read_model_files
+from treadle.training.make import load_model
+
+
+def export_checkpoint(
+    run: Path, directory: Path, which: str = "latest", merge: bool = False, dtype: str | None = None
+) -> Path:
+    """Write weights, config, tokenizer, chat template and model card of a run's checkpoint; returns the checkpoint.
+
+    merge: an adapter is added to its base, so that the result is a whole model. dtype: of the weights, such as
+    `bfloat16`; default: as they were trained.
+    which: a name, `latest` or `best`. If the run removes the checkpoint meanwhile, the one that is now the latest or
+    best is taken. Raises RunError if there is none of that name (any more), DamageError if it is damaged,
+    CheckpointError if the directory exists or the disk refuses, ConfigError if a configured chat template is missing
+    or a weight does not fit the dtype.
+    """
+    if directory.exists():
+        raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
+    place = RunDirectory.open(run)
+    config = place.config()
+    checkpoint, files = read_checkpoint(run, which, read_model_files)
+    if config.model.chat_template is not None:
+        tokenizer = load_tokenizer(tokenizer_directory(config.model))
+        renderer = ChatRenderer(tokenizer, (), chat_template=config.model.chat_template)
+        files = {name: content for name, content in files.items() if not name.startswith("additional_chat_templates/")}
+        files["chat_template.jinja"] = renderer.source.encode()
+    rows = JsonLog.read(place.metrics_file).rows
+    whole = {name: content for name, content in files.items() if name != ADAPTER_CONFIG} if merge else files
+    card = model_card(config, rows, checkpoint_update(checkpoint.directory), whole)
+    if merge:
+        if ADAPTER_CONFIG not in files:
+            raise ConfigError(f"--merge: {checkpoint.directory} is a whole model already; leave it out")
+        model = load_model(config.model.model_copy(update={"adapter": str(checkpoint.directory)}), config.seed)
+        if dtype is not None:
+            model.to(getattr(torch, dtype))
+            convert_rest(model, getattr(torch, dtype))
+        template = {name: files[name] for name in ("chat_template.jinja",) if name in files}
+        export_model(directory, model, checkpoint.directory, {**template, CARD: card})
+    else:
+        export_files(directory, {**(files if dtype is None else _converted(files, dtype)), CARD: card}.items())
+    return checkpoint.directory
+
+
+def _converted(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
+    """The files with their weights in another dtype."""
+    converted = dict(files)
+    for name in files:
+        if name.endswith(".safetensors"):
+            weights = load(files[name])
+            for key, tensor in weights.items():
+                if tensor.is_floating_point():
+                    weights[key] = tensor.to(getattr(torch, dtype))
+                    if not weights[key].isfinite().all() and tensor.isfinite().all():
+                        raise ConfigError(f"--dtype {dtype} cannot hold all of {key}; take bfloat16 or float32")
+            converted[name] = save(weights, {"format": "pt"})
+    if "config.json" in files:
+        converted["config.json"] = json.dumps(json.loads(files["config.json"]) | {"dtype": dtype}, indent=2).encode()
+    return converted

@@ -1,0 +1,271 @@
+"""Supervised learning: of recorded trajectories, and a run's warm start.
+
+A warm start is cached: it is run once for the same demonstrations, model, seed and software.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from treadle.api.sft import Lesson
+from treadle.core.config import build
+from treadle.core.errors import CheckpointError, ConfigError, DataError, RunError
+from treadle.core.files import Manifest, cache_directory
+from treadle.core.registry import resolve
+from treadle.core.trainer import Conversation, Trainer
+from treadle.envs.tasks import load_environment
+from treadle.loop.engines import use_threads
+from treadle.models.chat import load_chat
+from treadle.models.loading import file_sha256
+from treadle.models.model_files import base_directory, tokenizer_directory
+from treadle.plan.config import RunConfig
+from treadle.plan.device import check_device, settled
+from treadle.plan.inputs import Inputs
+from treadle.record.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
+from treadle.rendering.chat import ChatRenderer
+from treadle.report.callbacks import Progress
+from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, calls_of_tools, play_all_at_random
+from treadle.training.config import WarmStartConfig
+from treadle.training.demonstrations import (
+    Demonstration,
+    Demonstrations,
+    demonstrated_calls,
+    load_demonstrations,
+    reshuffled,
+)
+from treadle.training.make import make_trainer
+from treadle.training.sft import warm_start
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartReport:
+    """Result of a warm start. seconds: wall clock, to learn it, or to read it from the cache."""
+
+    loss: float
+    steps: int
+    seconds: float
+    cached: bool
+
+
+class _Source(NamedTuple):
+    """Demonstrations by number, and the hash of what they are made of. about: a line about those that were played."""
+
+    row: Demonstrations
+    sha256: str
+    about: str = ""
+
+
+def check_demonstrations(config: RunConfig, inputs: Inputs, renderer: ChatRenderer) -> None:
+    """Raise ConfigError or DataError if there are no demonstrations to learn from, or the first cannot be rendered."""
+    if config.warm_start is not None:
+        first = asyncio.run(_open(config, inputs, most=64)).row(0)
+        demonstrated_calls(first.messages, renderer, first.tools)
+
+
+async def _open(config: RunConfig, inputs: Inputs, most: int | None = None) -> _Source:
+    """Find the configured demonstrations, or have them played. most: attempts to play; default: as configured."""
+    section = config.warm_start
+    assert section is not None, "the configuration has a warm start"
+    if section.demonstrations != RANDOM_CALLS:
+        source = section.demonstrations
+        file = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
+        return _Source(load_demonstrations(source, section.options, config.seed), file_sha256(Path(file)))
+    options = build(RandomCallsConfig, section.options, "warm_start.options")
+    environments, tasks = inputs.players.environments, [task for task in inputs.train if task.environment]
+    if (name := options.environment) is not None:
+        environments = {name: load_environment(name)}
+        tasks = [replace(task, environment=name, agent="", driver="") for task in inputs.train]
+    if not tasks:
+        raise ConfigError(
+            f"warm_start.demonstrations is {RANDOM_CALLS}, and no environment plays, whose tools could be called; set "
+            "warm_start.options.environment to one with the agent's tools, module:Class, or warm_start to null if the "
+            "model can call them"
+        )
+    count = min(options.attempts, most or options.attempts)
+    played = await play_all_at_random(tasks, environments, config.rollout, config.seed, count)
+    rows = [Demonstration(attempt.messages, attempt.tools) for attempt in played]
+    calls = ", ".join(f"{name} {number:,}" for name, number in calls_of_tools(played).items())
+    about = f"random calls that worked, in {len(rows):,} attempts: {calls}"
+    return _Source(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest(), about)
+
+
+def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress: Progress) -> WarmStartReport:
+    """Write the configured model, warm-started, into a new directory. Raises TrainingStopped or CheckpointError."""
+    renderer, config = load_chat(config.model, datetime.now())[1], settled(config)
+    with _trainer(config) as trainer:
+
+        async def work() -> WarmStartReport | None:
+            report = await run_warm_start(trainer, renderer, config, inputs, progress)
+            await trainer.export(directory)
+            return report
+
+        report = asyncio.run(work())
+    assert report is not None, "the configuration has a warm start"
+    return report
+
+
+@contextmanager
+def _trainer(config: RunConfig) -> Iterator[Trainer]:
+    config, ranks = settled(config), config.placement.learner.ranks
+    check_device(config.device, ranks)
+    with closing(make_trainer(config.trainer)) as trainer:
+        use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
+        yield trainer
+
+
+RECORD = "sft.json"
+"""File of a model directory that says what the model learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedReport:
+    """What a model learned from recorded trajectories. tokens: targets of one pass.
+
+    inexact: trajectories of text that was tokenized here, so that their ids need not be those that were sampled.
+    """
+
+    sources: tuple[str, ...]
+    select: str
+    trajectories: int
+    calls: int
+    tokens: int
+    inexact: int
+    steps: int
+    loss: float
+    seconds: float
+
+
+def learn_recorded(lesson: Lesson, directory: Path, progress: Progress) -> RecordedReport:
+    """Write the lesson's model, trained on its trajectories by the section `warm_start`, into a new directory.
+
+    Raises ConfigError for ids of another vocabulary, DataError if there is nothing to learn, TrainingStopped.
+    """
+    config, trajectories = lesson.config, lesson.trajectories
+    assert config.warm_start is not None, "the configuration has a warm start"
+    section, started = config.warm_start, time.perf_counter()
+    tokenizer, renderer = load_chat(config.model, lesson.began)
+    check_vocabulary(trajectories, vocabulary_sha256(tokenizer.backend_tokenizer), tokenizer_directory(config.model))
+    made = [(trajectory, trajectory.calls(renderer)) for trajectory in trajectories]
+    rows = [calls for _, calls in made if calls]
+    if not rows:
+        raise DataError(
+            "nothing to learn: no selected trajectory has trainable tokens, which greedy ones (temperature 0) are not; "
+            "select others"
+        )
+    inexact = sum(isinstance(trajectory, LoggedConversation) for trajectory, calls in made if calls)
+    counts = (len(rows), sum(map(len, rows)), sum(len(target) for calls in rows for _, target in calls))
+    with _trainer(config) as trainer:
+
+        async def work() -> RecordedReport:
+            result = await warm_start(
+                trainer,
+                reshuffled(rows, config.seed),
+                section,
+                lambda step, loss: progress.phase("sft", step, section.steps, f"loss {loss:.3f}"),
+            )
+            seconds = time.perf_counter() - started
+            learned = (lesson.sources, lesson.select, *counts, inexact)
+            report = RecordedReport(*learned, result.steps, result.loss, seconds)
+            await trainer.export(directory, {RECORD: json.dumps(asdict(report), indent=2).encode()})
+            return report
+
+        return asyncio.run(work())
+
+
+async def run_warm_start(
+    trainer: Trainer,
+    renderer: ChatRenderer,
+    config: RunConfig,
+    inputs: Inputs,
+    progress: Progress,
+    phase: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> WarmStartReport | None:
+    """Warm-start the trainer, from the cache if it is there; None if the run has no warm start.
+
+    phase: called with "warm start", the steps done, and their number.
+
+    Raises TrainingStopped if it did not learn (nothing is cached then).
+    """
+    if config.warm_start is None:
+        return None
+    started, source = time.perf_counter(), await _open(config, inputs)
+    if source.about:
+        progress.log(source.about)
+    key = _key(config, config.warm_start, source.sha256, tokenizer_directory(config.model))
+    entry = cache_directory() / "warm_start" / key
+    if cached := await _from_cache(entry, trainer, progress):
+        return replace(cached, cached=True, seconds=time.perf_counter() - started)
+    section = config.warm_start
+
+    def conversation(index: int) -> Conversation:
+        row = source.row(index)
+        return demonstrated_calls(row.messages, renderer, row.tools)
+
+    def advance(step: int, loss: float) -> None:
+        progress.phase("warm start", step, section.steps, f"loss {loss:.3f}")
+        phase("warm start", step, section.steps)
+
+    progress.phase("warm start", 0, section.steps)
+    phase("warm start", 0, section.steps)
+    result = await warm_start(trainer, conversation, section, advance)
+    report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
+    try:
+        await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
+    except CheckpointError as error:  # another run was quicker, or the disk refuses: the trained weights are still good
+        progress.log(f"the warm start was not cached: {error}")
+    return report
+
+
+async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> WarmStartReport | None:
+    """Load the cached weights into the trainer; return None if there are none, or remove them if they are damaged."""
+    if not entry.is_dir():
+        return None
+    try:
+        cached = Manifest.load(entry, remedy="it is learned again")
+        report = WarmStartReport(**json.loads(cached.read("report.json")))
+        cached.prove(cached.sha256)
+    except RunError as error:
+        progress.log(f"the warm start in the cache is not used: {error}")
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    await trainer.load(cached)
+    return report
+
+
+def _key(config: RunConfig, section: WarmStartConfig, demonstrations: str, tokenizer: Path) -> str:
+    """Hash of everything the result depends on, down to what changes rounding. demonstrations: hash of those."""
+    places = [] if config.model.build is not None else [base_directory(config.model)]
+    if config.model.adapter is not None:
+        places.append(Path(config.model.adapter))
+    model = [file for place in places for file in sorted(place.glob("*")) if file.is_file()]
+    facts = {
+        "lora": None if config.training.lora is None else config.training.lora.model_dump(mode="json"),
+        "warm_start": section.model_dump(mode="json"),
+        "model": config.model.model_dump(mode="json"),
+        "model_files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in model],
+        "seed": config.seed,
+        "tokenizer": [file_sha256(f) for f in sorted(tokenizer.iterdir()) if f.suffix in (".json", ".jinja")],
+        "demonstrations": demonstrations,
+        "threads": torch.get_num_threads(),
+        "placement": [config.placement.learner.model_dump(mode="json"), config.device, config.training.precision],
+        "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "software": [platform.python_version(), *map(version, ("torch", "transformers", "tokenizers", "numpy"))],
+        "treadle": [file_sha256(f) for f in sorted(Path(str(files("treadle"))).rglob("*.py"))],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

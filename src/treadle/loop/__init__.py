@@ -1,0 +1,1 @@
+"""The loop: sampling, groups, updates, evaluations, and when to stop."""

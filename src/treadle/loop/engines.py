@@ -1,0 +1,250 @@
+"""From a configuration to an engine, and the check that it samples the trained model."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from treadle.core.engine import Engine
+from treadle.core.errors import EngineError
+from treadle.core.registry import resolve
+from treadle.core.trainer import Trainer, WeightSource, WeightSync
+from treadle.core.types import Routing
+from treadle.engines.config import EngineConfig
+from treadle.engines.probe import ProbeResult, probe_engine
+from treadle.engines.remote import start_engine
+from treadle.engines.staging import temporary_directory
+from treadle.engines.torch.options import TorchEngineOptions
+from treadle.engines.torch.pinned import LocalEngine, make_engine
+from treadle.engines.vllm.launch import ServerProcess
+from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
+from treadle.models.weights import adapter_weights
+from treadle.plan.thread_count import available_cores, default_threads
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
+from treadle.training.trainer import EmbeddedSource
+
+if TYPE_CHECKING:
+    from treadle.engines.vllm.server import Started
+
+_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
+
+
+def use_threads(threads: int | None, parameters: int, ranks: int = 1, device: str = "cpu") -> int:
+    """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
+
+    threads: None for `default_threads` of a model of so many parameters. ranks: that compute side by side, with as many
+    threads each. device: on a GPU kernels are not deterministic: PyTorch has no such `cumsum`, with which the engine
+    samples. Returns the number.
+    """
+    number = threads or default_threads(parameters, max(1, available_cores() // ranks))
+    torch.set_num_threads(number)
+    torch.use_deterministic_algorithms(device == "cpu")
+    return number
+
+
+async def check_engine(
+    engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
+) -> ProbeResult:
+    """Publish to the engine, probe it and have the trainer score what it sampled; returns the probe's result.
+
+    Raises EngineError if their log-probabilities differ by `tolerance` nats or more, or by the model's `decoding_gap`
+    if that is larger, so that they are not the same policy, if the engine lacks what training needs (`probe_engine`),
+    or, where experts are replayed, if those it reports are not the learner's.
+    """
+    await weight_sync.publish(0)
+    allowed, why = trainer.model.decoding_gap or (0.0, "")
+    tolerance = max(tolerance, allowed)
+    prompt = Conversation(renderer).render([{"role": "user", "content": "ok"}]).ids
+    facts = await probe_engine(engine, prompt, stop_token_ids=renderer.stop_ids, version=0, tolerance=tolerance)
+    ids = np.concatenate([prompt, facts.sampled.token_ids])
+    learned = (await trainer.score(ids))[len(prompt) - 1 :]
+    gap = float(np.abs(facts.sampled.logprobs - learned).max())
+    if not gap < tolerance:
+        raise EngineError(
+            f"{facts.engine} reports log-probabilities that differ from those of the learner by up to {gap:.2e} "
+            f"({tolerance:g} is allowed{why and ', as ' + why}); it must serve the published weights in the learner's "
+            "precision"
+        )
+    if trainer.model.expert_layers is not None:
+        _check_experts(facts, (await trainer.experts(ids))[len(prompt) - 1 : -1])
+    return facts
+
+
+def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
+    """Raise EngineError unless the engine reports the experts that the learner chose: int16[C, M, k], in any order."""
+    reported = facts.sampled.routing
+    if reported is None:
+        raise EngineError(
+            f"{facts.engine} does not report the experts it chose; use an engine that does, or set "
+            "training.routing_replay to false"
+        )
+    if reported.shape != chosen.shape:
+        raise EngineError(
+            f"{facts.engine} reports experts of shape {reported.shape}, the learner chooses {chosen.shape} (sampled "
+            "tokens, layers, experts a token); it must serve the learner's model and report each sampled token"
+        )
+    agreement = float((reported[..., None] == chosen[..., None, :]).any(-1).mean())
+    if agreement < _LEAST_AGREEMENT:
+        raise EngineError(
+            f"{facts.engine} reports experts of which the learner chooses only {agreement:.0%}; a row must be of the "
+            "token before the sampled one, and layers in the model's order"
+        )
+
+
+_PROBE = 64  # tokens that servers must score as the trainer does
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Arguments for opening an engine: `open_engine(EngineSpec(config.engine, renderer, trainer, load_model))`.
+
+    source: provides the weights to serve, usually the trainer. load_model: returns a model like the source's, with any
+    weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
+    one, which is kept. routing: report the chosen experts. pinned: sessions keep the version of their first call, at
+    most this many behind the newest. log: takes lines for the run's output. device: of Treadle's own engine.
+    """
+
+    config: EngineConfig
+    renderer: ChatRenderer
+    source: WeightSource
+    load_model: Callable[[], PreTrainedModel]
+    logs: Path | None = None
+    routing: bool = False
+    pinned: int | None = None
+    log: Callable[[str], None] = lambda line: None
+    device: str = "cpu"
+
+    def log_directory(self) -> Path:
+        return self.logs or Path(tempfile.mkdtemp(prefix="treadle-logs-"))
+
+
+OpenEngine = Callable[[EngineSpec], Awaitable[tuple[Engine, WeightSync]]]
+"""A registered engine (entry points `treadle.engines`, chosen by `engine.kind`).
+
+Returns the engine and its weight sync, with which the caller publishes before the engine samples. Settings of its own
+are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
+"""
+
+
+async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    opened: OpenEngine = resolve("engines", spec.config.kind, "engine.kind")
+    return await opened(spec)
+
+
+async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
+    """Open Treadle's own engine, in this process or one of its own; see `OpenEngine`."""
+    if spec.config.own_process:
+        with ExitStack() as cleanup:
+            folder = _directory(cleanup)
+            await spec.source.export(folder)
+            engine = await start_engine(
+                folder,
+                torch_options(spec),
+                log=spec.log_directory() / "engine.log",
+                notify=spec.log,
+                on_close=cleanup.pop_all().close,
+            )
+        return engine, SharedMemorySync(spec.source, engine)
+    # beside a trainer of adapters, the engine computes with that one's own base
+    here = spec.source.module if isinstance(spec.source, EmbeddedSource) else None
+    model = here if here is not None and adapter_weights(here) else spec.load_model()
+    embedded = embedded_engine(spec, model)
+    return embedded, EmbeddedSync(spec.source, embedded, by_file=here is None)
+
+
+async def open_serving(
+    config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource, device: str = "cpu"
+) -> Engine:
+    """Return an engine that serves a model which is not trained. Raises as `open_engine`."""
+    spec = EngineSpec(config, renderer, source, lambda: source.module, device=device)
+    engine, weight_sync = await open_engine(spec)
+    try:
+        await weight_sync.publish(0)  # servers that run already may have any weights
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def embedded_engine(spec: EngineSpec, model: PreTrainedModel) -> LocalEngine:
+    """Return an engine in this process with a copy of the model.
+
+    In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
+    beside whatever the sessions do.
+    """
+    options = torch_options(spec)
+    return make_engine(model, options, spec.renderer.decode, own_thread=not options.lock_step)
+
+
+def torch_options(spec: EngineSpec) -> TorchEngineOptions:
+    """Return the options of Treadle's own engine."""
+    config = spec.config
+    return TorchEngineOptions(
+        stop_token_ids=spec.renderer.stop_ids,
+        max_batch=config.batch,
+        cache_gib=config.cache_gib,
+        dtype=config.dtype_name,
+        device=spec.device,
+        lock_step=config.lock_step is not False,
+        in_flight=config.in_flight,
+        routing=spec.routing,
+        pinned=spec.pinned,
+    )
+
+
+Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
+"""Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
+
+
+async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engine, WeightSync]:
+    """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
+
+    serve: default: on this machine. Servers elsewhere find the model, or adapters, in the directory of logs.
+    """
+    from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
+    from treadle.engines.vllm.engine import open_engine as start
+    from treadle.engines.vllm.publication import Probe
+
+    config, model = spec.config, spec.source.model
+    if spec.routing:
+        args = {"enable-return-routed-experts": True, **config.vllm.args}
+        config = config.model_copy(update={"options": {**config.options, "args": args}})
+    ids = np.random.default_rng(0).integers(0, model.vocabulary, min(_PROBE, model.context - 1)).astype(np.int32)
+    probe, stop = Probe(ids, config.tolerance), spec.renderer.stop_ids
+    connected = partial(start, source=spec.source, stop_token_ids=stop, probe=probe, notify=spec.log)
+    running = bool(config.vllm.urls)
+    if running and not model.publishes_adapters:
+        return await connected(config, serve=None)
+    logs = spec.log_directory()
+    with ExitStack() as cleanup:
+        # servers that run may be another user's
+        folder = served = _directory(cleanup, logs if serve or running else None, 0o755 if running else 0o700)
+        await spec.source.export(folder)
+        if model.publishes_adapters:
+            adapters = Exported.read(folder, slots=(spec.pinned or 0) + 2)
+            connected, served = partial(connected, adapters=adapters, pinned=spec.pinned), adapters.base
+            config = config if running else adapters.served_by(config)
+
+        def serve_model(number: int) -> Started:
+            log = logs / f"vllm-{number}.log"
+            return serve(number, served, config, log) if serve else ServerProcess(served, config, log)
+
+        return await connected(config, serve=None if running else serve_model, on_close=cleanup.pop_all().close)
+
+
+def _directory(cleanup: ExitStack, parent: Path | None = None, mode: int = 0o700) -> Path:
+    """Return a path for a model's directory, removed with the stack."""
+    outer = temporary_directory(parent or Path(tempfile.gettempdir()), mode=mode)
+    cleanup.callback(shutil.rmtree, outer, ignore_errors=True)
+    return outer / "model"

@@ -1,0 +1,252 @@
+"""The loop, and who moves a group from one state to the next (`sampling.groups`):
+
+    TaskQueue -> RolloutScheduler -> Groups.finish --> Groups.next_batch -> Trainer.train_batch -> WeightSync.publish
+    (queued)     (sampling)          (recorded, ready) (training)                                  (trained)
+                     ^                    |  dropped                                                  |
+                     +--------------------+------------- start_groups(version + 1) -------------------+
+
+After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next groups are started.
+At the end the checkpoint comes first: an evaluation that is cut short is made when the run is resumed.
+At `max_staleness` 0 nothing else is under way meanwhile: evaluations and checkpoints cannot change what is sampled. At
+any other, groups go on beside all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from treadle.core.outcomes import dropped_steps, leave_out
+from treadle.core.trainer import Trainer, UpdateResult, WeightSync
+from treadle.core.types import DropReason, Group, Ids
+from treadle.loop.evaluation import Evaluator
+from treadle.loop.groups import Batch, Groups
+from treadle.loop.rollout_scheduler import ConcurrencyController, RolloutScheduler
+from treadle.loop.stopping import (
+    StopConditionMet,
+    StopRequest,
+    check_failure_rate,
+    check_refusal_rate,
+    stopped,
+)
+from treadle.loop.task_queue import Backlog, TaskOrder, TaskQueue
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import Inputs
+from treadle.record.checkpoint_retention import best_update, checkpoint_name, checkpoint_updates, retained
+from treadle.record.ledger import AttemptKey, TrainedBatch
+from treadle.record.ledger_reader import LoopState
+from treadle.record.run_store import RunStore
+from treadle.report.callbacks import Callbacks
+from treadle.report.reporter import Clock, Reporter
+from treadle.rollout.attempt import RolloutRunner
+from treadle.rollout.replay import AnsweredCall
+from treadle.rollout.rewards import RewardShaper
+from treadle.training.checkpoint import remove_others
+
+
+class Loop:
+    """Trains until `orchestration.updates`, a stop request or a stop condition.
+
+    Invariant: `state` describes exactly the trainer's weights whenever a checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        weight_sync: WeightSync,
+        scheduler: RolloutScheduler,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        stop: StopRequest,
+    ) -> None:
+        self.config, self.trainer, self.weight_sync, self.scheduler = config, trainer, weight_sync, scheduler
+        self.evaluator, self.checkpointer, self.reporter = evaluator, checkpointer, reporter
+        self.stop, self.state = stop, LoopState()
+
+    async def run(self, state: LoopState) -> LoopState:
+        """Run from this state to the end, and return the last one.
+
+        Raises TrainingStopped (after a checkpoint where a stop condition was met), RunError or CheckpointError.
+        """
+        self.state = state
+        try:
+            await self._run()
+        except StopConditionMet as condition:
+            await self._save()
+            raise stopped(condition, self.state.update) from None
+        return self.state
+
+    @property
+    def is_last(self) -> bool:
+        return self.config.is_last(self.state.update)
+
+    @property
+    def finished(self) -> bool:
+        """All updates are made, and the last weights are evaluated."""
+        return self.is_last and not self.evaluator.pending(self.state)
+
+    async def _run(self) -> None:
+        await self.weight_sync.publish(self.state.version)
+        self.reporter.callbacks.publish(self.state.version)
+        await self._evaluate()
+        if self.checkpointer.saved is None:
+            await self._save()
+        async with self.scheduler.sampling():
+            await self._train()
+        await self._save()
+        if self.is_last and not self.finished:
+            await self._evaluate()
+            await self._save()
+
+    async def _train(self) -> None:
+        while not self.is_last and not self.stop.requested:
+            batch = await self._next_batch()
+            if batch is None:
+                return
+            await self._train_batch(batch)
+            if self.is_last:
+                return
+            if self.config.orchestration.max_staleness:
+                self.scheduler.start_groups(self.state.version)  # what follows is no reason to wait
+            await self._evaluate()
+            if self.checkpointer.is_due(self.state):
+                await self._save()
+
+    async def _next_batch(self) -> Batch | None:
+        """Wait for the next batch; None if a stop is requested first: what has finished until then is on record.
+
+        At max_staleness 0 it would be sampled again, so that a stop waits for the batch.
+        """
+        self.scheduler.start_groups(self.state.version)
+        with self.reporter.timed("rollout", self.state.update + 1):
+            self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
+            batch = self.scheduler.next_batch(self.state)
+            return await (self.stop.unless_requested(batch) if self.config.orchestration.max_staleness else batch)
+
+    async def _train_batch(self, batch: Batch) -> None:
+        groups, before = batch.groups, self.state
+        self.reporter.batch(groups, first=before.update == 0)
+        check_failure_rate(batch.window, self.config, before.update + 1)
+        self.reporter.callbacks.batch(groups, before.version)
+        with self.reporter.timed("update", before.update + 1):
+            self.reporter.begin("update", 1)
+            results = await self.trainer.train_batch(groups)
+        with self.reporter.timed("publish", before.update + 1):
+            await self.weight_sync.publish(before.version + 1)
+        self.scheduler.groups.trained()
+        refused = {t: why for result in results for t, why in result.refused.items()}
+        groups = [leave_out(group, DropReason.REFUSED, refused) for group in groups]
+        await self.checkpointer.note_trained(groups, results, before.version)
+        self.reporter.refusals(refused)
+        self.reporter.updates(groups, results, before)
+        self.state = self.scheduler.note(
+            replace(before, update=before.update + len(results), version=before.version + 1)
+        )
+        self.reporter.callbacks.publish(self.state.version)
+        check_refusal_rate(refused, self.config, self.state.update)
+
+    async def _evaluate(self) -> None:
+        self.state = await self.evaluator.evaluate(self.state, self.stop)
+
+    async def _save(self) -> None:
+        self.state = await self.checkpointer.save(self.state, self.finished)
+
+
+class Checkpointer:
+    """Saves the trainer, makes that the run's latest checkpoint in one ledger transaction, then removes older ones.
+
+    Invariant: a checkpoint's ledger state describes exactly the weights in its directory.
+    saved: update of the newest checkpoint on disk.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer, store: RunStore, reporter: Reporter) -> None:
+        self._config, self._trainer, self._store, self._reporter = config, trainer, store, reporter
+        latest = store.ledger.latest_checkpoint()
+        self.saved = None if latest is None else latest[1].update
+        self._batches: list[TrainedBatch] = []  # since that one
+
+    def is_due(self, state: LoopState) -> bool:
+        """Whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
+        section, is_due = self._config.orchestration, partial(self._config.is_due, state.update)
+        if is_due(section.checkpoint_every) or is_due(section.keep_every):
+            return True
+        temperature = self._config.evaluation.temperature
+        best = section.keep_best and best_update(state.evaluations, section.keep_best, temperature)
+        return best == state.update
+
+    async def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
+        """Note a trained batch for the next checkpoint's transaction. version: of the policy before it was trained.
+
+        What was trained, with which advantages, and why trajectories could not be, goes into the ledger at once, traces
+        into a file.
+        """
+        advantages = {t: a for result in results for t, a in result.advantage.items()}
+        self._store.ledger.note_trained(version, [group.group_id for group in groups], advantages)
+        if refused := {t: why for result in results for t, why in result.refused.items()}:
+            self._store.ledger.note_refused(refused)
+        traces = await self._store.write_traces(version, [trace for result in results for trace in result.traces])
+        self._batches.append(TrainedBatch(tuple(dropped_steps(groups)), traces))
+
+    async def save(self, state: LoopState, finished: bool) -> LoopState:
+        """Save a checkpoint; return the state with the seconds so far. finished: nothing will be trained any more.
+
+        Raises CheckpointError.
+        """
+        wall, cpu = self._reporter.clock.read()
+        state = replace(state, wall_seconds=wall, cpu_seconds=cpu)
+        name, folder = checkpoint_name(state.update), self._store.run.checkpoints
+        new = self.saved != state.update
+        with self._reporter.timed("checkpoint", state.update):
+            manifest = await self._trainer.save(folder / name) if new else None
+            self._store.ledger.commit_checkpoint(name, state, self._batches, finished, manifest)
+            self._store.ledger.copy_out()  # before older checkpoints are removed
+        self._batches.clear()
+        self.saved = state.update
+        remove_others(folder, retained(checkpoint_updates(folder), self._config, state.evaluations))
+        if new:
+            self._reporter.callbacks.checkpoint(folder / name, state.update)
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again. calls: of
+    unfinished attempts, that they go on with.
+    """
+
+    state: LoopState = field(default_factory=LoopState)
+    restored: Mapping[int, Group] = field(default_factory=dict)
+    calls: Mapping[AttemptKey, Sequence[AnsweredCall]] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+
+
+def make_loop(
+    config: RunConfig,
+    inputs: Inputs,
+    trainer: Trainer,
+    weight_sync: WeightSync,
+    runner: RolloutRunner,
+    store: RunStore,
+    callbacks: Callbacks,
+    start: StartingPoint,
+    decode: Callable[[Ids], str] | None = None,
+) -> Loop:
+    """Return the loop that trains on the inputs' tasks; `loop.run(start.state)` runs it.
+
+    weight_sync: makes the engines that `runner` plays with serve the trainer's weights. decode: for `rewards.group`.
+    """
+    reporter, state = Reporter(config, callbacks, start.clock), start.state
+    times_sampled = store.ledger.times_sampled()
+    backlog = Backlog(state.cursor, state.outstanding, start.restored, times_sampled, state.failed_tasks)
+    order = TaskOrder(inputs.train, config.seed, config.data.shuffle)
+    queue = TaskQueue(order, config.failures.task_limit, backlog)
+    groups = Groups(config, queue, store, reporter)
+    shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, decode)
+    concurrency = ConcurrencyController(config.engine_capacity)
+    scheduler = RolloutScheduler(config, queue, runner, groups, concurrency, shaper)
+    evaluator = Evaluator(config, runner, inputs.held_out, store, reporter, shaper)
+    checkpointer = Checkpointer(config, trainer, store, reporter)
+    return Loop(config, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)

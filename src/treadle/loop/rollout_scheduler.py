@@ -1,0 +1,300 @@
+"""Playing groups: which are started when, and what is tried again. What becomes of them: `sampling.groups`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from treadle.core.draws import Stream
+from treadle.core.engine import ComponentStatus
+from treadle.core.errors import TreadleError
+from treadle.core.outcomes import as_played
+from treadle.core.types import Group, Trajectory
+from treadle.loop.failures import has_not_failed, of_one_version, reward_together
+from treadle.loop.groups import Batch, Groups
+from treadle.loop.stopping import StopConditionMet
+from treadle.loop.task_queue import TaskQueue
+from treadle.plan.config import RunConfig
+from treadle.record.ledger_reader import LoopState
+from treadle.rollout.attempt import RolloutRunner, user_code
+from treadle.rollout.rewards import RewardShaper, with_measured
+from treadle.rollout.session import Address
+
+_MEMORY = 100  # trajectories after which one counts 1/e as much
+
+
+@dataclass(slots=True)
+class ConcurrencyController:
+    """Follows how much of their time attempts spend in the engine.
+
+    capacity: sequences that the engine decodes together. An attempt has (seconds in the engine) / (seconds it takes)
+    calls there on average (Little's law), so that capacity divided by that many attempts fill it. Fewer leave it idle;
+    the calls of more would wait in its queue, while their attempts' first tokens grow old. Waiting counts as being in
+    the engine: too many attempts become fewer.
+    """
+
+    capacity: int
+    _in_engine: float = 0.0
+    _seconds: float = 0.0
+
+    def observe(self, trajectory: Trajectory) -> None:
+        """Learn from a finished attempt. The longer it took, the more it counts: it is found running more often."""
+        decay = 1 - 1 / _MEMORY
+        in_engine = sum(t.engine_seconds for t in (trajectory, *trajectory.copies))
+        self._in_engine = decay * self._in_engine + in_engine
+        self._seconds = decay * self._seconds + trajectory.seconds
+
+    @property
+    def engine_share(self) -> float:
+        """Calls that one attempt has in the engine at a time, on average; 1 before any attempt was observed."""
+        return self._in_engine / self._seconds if self._in_engine > 0 and self._seconds > 0 else 1.0
+
+    @property
+    def limit(self) -> int:
+        return math.ceil(self.capacity / self.engine_share)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt of a group that is being played."""
+
+    group: Group
+    address: Address
+    running: asyncio.Future[Trajectory]
+
+
+class RolloutScheduler:
+    """Keeps as many groups under way as staleness allows, and as many attempts as fill the engine (`concurrency`).
+
+    (1 + max_staleness) * groups_per_batch groups are under way: at max_staleness 0 exactly the next batch, all of it
+    sampled by the version that will be trained. Such groups start only when none is being sampled: then what an engine
+    in lock-step samples together does not depend on timing.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        queue: TaskQueue,
+        runner: RolloutRunner,
+        groups: Groups,
+        concurrency: ConcurrencyController,
+        shaper: RewardShaper,
+    ) -> None:
+        self._config, self._queue, self._runner, self.groups = config, queue, runner, groups
+        self._failures, self._concurrency, self._shaper = config.failures, concurrency, shaper
+        self._synchronous = config.orchestration.max_staleness == 0
+        self._group_size = config.training.group_size
+        self._version = self._playing = 0
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()  # one a group; synchronously, one for all
+
+    @asynccontextmanager
+    async def sampling(self) -> AsyncIterator[None]:
+        """Within, groups can be started; on leaving, those that are being sampled are cancelled.
+
+        Nothing is being recorded any more then: checkpoints and the end of the run find a ledger that stays as it is.
+        Raises what playing one of them raised, which also cancels what is inside.
+        """
+        try:
+            async with self._tasks:
+                yield
+                for task in self._running:
+                    task.cancel()
+        except BaseExceptionGroup as several:
+            if all(isinstance(error, TreadleError) for error in several.exceptions) or len(several.exceptions) == 1:
+                raise several.exceptions[0] from several.exceptions[0].__cause__
+            raise
+        finally:
+            await self.groups.store.settled()  # also if those who waited for it were cancelled
+
+    def status(self) -> list[ComponentStatus]:
+        """Return what is being sampled, and how many groups wait to be trained; from any thread."""
+        return [
+            ComponentStatus("rollout", "groups", running=self.groups.sampling, waiting=self.groups.ready),
+            ComponentStatus("rollout", "attempts", running=self._playing),
+        ]
+
+    def note(self, state: LoopState) -> LoopState:
+        """Return the state with where sampling stands: what was started, what of it was not taken, what has failed."""
+        return replace(
+            state,
+            cursor=self._queue.next_index,
+            outstanding=tuple(sorted((*self.groups.outstanding, *self._queue.requeued))),
+            failed_tasks=dict(self._queue.failed_tasks),
+        )
+
+    async def next_batch(self, state: LoopState) -> Batch:
+        """Wait for enough groups; for those that are dropped others are started. Raises StopConditionMet."""
+        while (batch := self.groups.next_batch(state)) is None:
+            if not self.start_groups(state.version):
+                raise StopConditionMet(
+                    "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
+                    f"{self._config.failures.task_limit}, training.min_group_size {self._config.min_group_size})"
+                )
+            await self.groups.arrived.wait()
+        return batch
+
+    def start_groups(self, version: int) -> bool:
+        """Start what this policy version admits; return whether any group is being sampled then."""
+        self._version = version
+        if not (self._synchronous and self.groups.sampling):
+            wave: dict[int, Group] = {}
+            attempts: list[_Attempt] = []
+            while self._has_room() and (group := self._queue.pop()) is not None:
+                wave[group.index] = group
+                attempts += self._start(group)
+                if not self._synchronous:
+                    self._create_task(wave, attempts)
+                    wave, attempts = {}, []
+            if wave:
+                self._create_task(wave, attempts)
+        return self.groups.sampling > 0
+
+    def _has_room(self) -> bool:
+        section, groups = self._config.orchestration, self.groups
+        few = section.max_concurrent_groups is None or groups.sampling < section.max_concurrent_groups
+        attempts = math.inf if self._synchronous else self._concurrency.limit
+        limit = (1 + section.max_staleness) * self._config.groups_per_batch
+        return few and groups.under_way < limit and self._playing < attempts
+
+    def _start(self, group: Group) -> list[_Attempt]:
+        """Open the sessions of all missing attempts now and in order."""
+        versions = [as_played(t).oldest_version for t in group.everyone]
+        if (calls := self.groups.store.calls) is not None:
+            versions.append(calls.oldest_version(group))
+        self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
+        missing, size = [], self._group_size  # the next attempt of each place: the first, or the retry of one on record
+        for place in range(0 if self._is_rewarded(group) else size):
+            made = [t for t in group.trajectories if t.attempt % size == place]
+            if not made:
+                missing.append(place)
+            elif self._failures.retry_delay(made[-1], len(made)) is not None:
+                missing.append(made[-1].attempt + size)
+        stream = (self._config.seed, Stream.TRAIN, group.epoch, group.position)
+        return self._play(group, [Address(*stream, attempt) for attempt in missing])
+
+    def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
+        futures = self._runner.start(group.group_id, group.task, addresses, log=self.groups.store.calls)
+        self._playing += len(futures)
+        for future in futures:
+            future.add_done_callback(self._attempt_ended)
+        return [_Attempt(group, *attempt) for attempt in zip(addresses, futures, strict=True)]
+
+    def _attempt_ended(self, _: asyncio.Future[Trajectory]) -> None:
+        self._playing -= 1
+
+    def _create_task(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            for attempt in attempts:
+                attempt.running.cancel()  # of no effect but where the task was cancelled before it waited for them
+
+        task = self._tasks.create_task(self._finish(wave, attempts))
+        self._running.add(task)
+        task.add_done_callback(ended)
+
+    async def _finish(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
+        """Play groups to their end, and have them judged, in order.
+
+        Synchronously, all attempts of all groups are one round, so that nothing depends on which of them ends first.
+        """
+        rounds = [attempts] if self._synchronous else [[attempt] for attempt in attempts]
+        by_group = {index: list(group.trajectories) for index, group in wave.items()}
+        for played in await _together(self._rounds(one) for one in rounds):
+            for index, trajectory in played:
+                by_group[index].append(trajectory)
+        for group in await _together(self._rewarded(group, by_group[index]) for index, group in wave.items()):
+            self.groups.finish(group)
+        self.start_groups(self._version)
+
+    def _is_rewarded(self, restored: Group) -> bool:
+        """Whether a group on record has the rewards of `rewards.group`: its attempts are recorded with them."""
+        return self._shaper.group is not None and any(map(has_not_failed, restored.trajectories))
+
+    async def _rewarded(self, group: Group, played: list[Trajectory]) -> Group:
+        """The group with all attempts, and what `rewards.group` gives them, shaped and on record."""
+
+        async def reward(graded: Sequence[Trajectory]) -> list[Trajectory]:
+            made = await self._shaper.reward_group(group.task, group.group_id, graded)
+            return await _together(self._shaped(group, trajectory) for trajectory in made)
+
+        graded = (
+            [] if self._shaper.group is None or self._is_rewarded(group) else [t for t in played if has_not_failed(t)]
+        )
+        rewarded = {t.attempt: t for t in await reward_together(graded, reward, self._failures)}
+        if rewarded:
+            part = replace(group, trajectories=tuple(rewarded.values()))
+            await self.groups.record(part, self._version, retried=False)
+        whole = sorted((rewarded.get(t.attempt, t) for t in played), key=lambda t: t.attempt)
+        return replace(group, trajectories=tuple(whole))
+
+    async def _shaped(self, group: Group, trajectory: Trajectory) -> Trajectory:
+        user = user_code(group.task, trajectory.trajectory_id)
+        return with_measured(await self._shaper.shape(group.task.copy(), trajectory, user), user)
+
+    async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
+        """Play attempts, and once all have ended those that are retried, together, until none is.
+
+        Returns all that were played, each with the index of its group.
+        """
+        played: list[tuple[int, Trajectory]] = []
+        while attempts:
+            try:
+                ended = await _together(self._ended(attempt) for attempt in attempts)
+            finally:
+                for attempt in attempts:
+                    attempt.running.cancel()
+            judged = [self._judged(*one) for one in zip(attempts, ended, strict=True)]
+            await _together(
+                self._record(attempt, trajectory, pause is not None)
+                for attempt, last, (trajectory, pause) in zip(attempts, ended, judged, strict=True)
+                if last.failure is not None
+            )
+            played += [(a.group.index, trajectory) for a, (trajectory, _) in zip(attempts, judged, strict=True)]
+            again = [(a, pause) for a, (_, pause) in zip(attempts, judged, strict=True) if pause is not None]
+            if len(again) < len(attempts):
+                self.start_groups(self._version)
+            if again:
+                await asyncio.sleep(max(pause for _, pause in again))
+            attempts = []
+            for last, _ in again:
+                retry = replace(last.address, attempt=last.address.attempt + self._group_size)
+                attempts += self._play(last.group, [retry])
+        return played
+
+    async def _ended(self, attempt: _Attempt) -> Trajectory:
+        """Wait for an attempt; whether a failed one is the last in its place is decided later, as are group rewards."""
+        trajectory = await attempt.running
+        if self._config.pinned is not None:
+            trajectory = of_one_version(trajectory)
+        self._concurrency.observe(trajectory)
+        if trajectory.failure is None and self._shaper.group is None:
+            await self._record(attempt, trajectory, retried=False)
+        return trajectory
+
+    def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
+        """The attempt as it is recorded, and the seconds before another one takes its place; None if none does."""
+        pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._group_size + 1)
+        return (self._failures.final(trajectory) if pause is None else trajectory), pause
+
+    async def _record(self, attempt: _Attempt, trajectory: Trajectory, retried: bool) -> None:
+        await self.groups.record(replace(attempt.group, trajectories=(trajectory,)), self._version, retried)
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order; where one raises, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except Exception:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)  # nothing is sampled any more when the run ends
+        raise

@@ -1,0 +1,75 @@
+"""What a run computes with, each part replaceable: where another trainer, engine or event loop goes in.
+
+`placement.kind` chooses what makes the parts: here, all of them are of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from treadle.core.engine import ComponentStatus, Engine
+from treadle.core.registry import resolve
+from treadle.core.trainer import Trainer, WeightSync
+from treadle.core.types import Task
+from treadle.loop.engines import OpenEngine, check_engine, open_engine
+from treadle.plan.config import RunConfig
+from treadle.rendering.chat import ChatRenderer
+from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.rewards import RewardsConfig
+from treadle.training.make import MakeTrainer, make_trainer
+
+CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float], Awaitable[object]]
+"""Raises EngineError if the engine cannot be trained with: `setup.engines.check_engine`, or your own."""
+
+
+class CheckedRunner(RolloutRunner, Protocol):
+    """Plays attempts, and checks beforehand that it can."""
+
+    async def check(self, tasks: Sequence[Task]) -> None: ...  # raises ConfigError or EngineError
+
+    def status(self) -> Sequence[ComponentStatus]: ...  # what its own processes do now; called from any thread
+
+
+OpenRollouts = Callable[
+    [Engine, ChatRenderer, Players, RolloutConfig, RewardsConfig, Callable[[str], None], Path],
+    AbstractAsyncContextManager[CheckedRunner],
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What makes the parts of a run; the default is what the configuration says.
+
+    open_rollouts: opens what plays attempts; as `rollout.attempt.open_rollouts`.
+    new_event_loop: for example `treadle.testing.VirtualLoop`; default: asyncio's own.
+    """
+
+    make_trainer: MakeTrainer = make_trainer
+    open_engine: OpenEngine = open_engine
+    open_rollouts: OpenRollouts = open_rollouts
+    check_engine: CheckEngine = check_engine
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+
+
+OpenRuntime = Callable[[RunConfig, Path, Callable[[str], None]], AbstractContextManager[Runtime]]
+"""What is registered as a placement (entry points `treadle.placements`, chosen by `placement.kind`).
+
+It is called with the configuration, the run's directory (which may not exist yet) and what takes lines for the run's
+output, before anything is loaded. The runtime is used within the context. Raises ConfigError or PlacementError.
+"""
+
+
+def open_runtime(config: RunConfig, path: Path, log: Callable[[str], None]) -> AbstractContextManager[Runtime]:
+    opened: OpenRuntime = resolve("placements", config.placement.kind, "placement.kind")
+    return opened(config, path, log)
+
+
+@contextmanager
+def embedded(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
+    yield Runtime()

@@ -1,1 +1,0 @@
-"""What a run reports: metrics, callbacks, trackers, progress, the learning curve."""

@@ -1,1 +1,0 @@
-"""From tasks to batches of finished groups: what is started when, what is tried again, what is dropped."""

@@ -1,1 +1,0 @@
-"""What a run keeps on disk: its directory, ledger, token arrays and checkpoints, and what can be restored from them."""

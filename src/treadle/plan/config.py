@@ -1,0 +1,543 @@
+"""The whole configuration of a run, composed of its layers' sections, and the recipes that ship with Treadle."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+
+from treadle.algorithms import estimators
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core import registry
+from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
+from treadle.core.errors import Cause, ConfigError, RunError
+from treadle.core.types import SamplingParams, named_players
+from treadle.data.config import DataConfig, is_file
+from treadle.engines.config import Device, EngineConfig
+from treadle.loop.failures import FailuresConfig
+from treadle.models.config import ModelConfig
+from treadle.rollout.config import RolloutConfig
+from treadle.rollout.other_models import POLICY, OtherModelConfig
+from treadle.rollout.rewards import RewardsConfig
+from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
+
+REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "orchestration.late": "set orchestration.stale_policy",
+        "orchestration.max_sampled": "set failures.max_sampled",
+        "orchestration.max_failed_fraction": "set failures.max_failed_fraction",
+        **{f"failures.{cause}": f"set failures.causes.{cause}" for cause in Cause},
+        **{
+            f"algorithm.{name}": f"set algorithm.advantage_options.{name.removeprefix('gigpo_')}"
+            for name in ("norm_by_std", "gamma", "gae_lambda", "gigpo_weight")
+        },
+        **{
+            f"algorithm.{name}": f"with algorithm.policy_loss={name}, set algorithm.policy_loss_options"
+            for name in ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
+        },
+        "warm_start.optimizer": "set warm_start.learning_rate; the rest of the schedule is fixed",
+        "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
+        "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
+        "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
+        "placement.learner.device": "set device, which learner and engine have in common",
+        "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
+        "engine.vllm": "set engine.options, which are those of engine.kind",
+        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full, or as "
+        "orchestration.max_concurrent_groups allows",
+        "orchestration.log_every": "leave it out: every update is a line where there is no terminal",
+        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed at once",
+        **{
+            f"placement.{name}.cpus": "leave it out: each process reserves one core"
+            for name in ("learner", "engines", "rollout")
+        },
+        **{f"data.{split}.mixture": f"set data.{split} to a list of sources" for split in ("train", "held_out")},
+        "failures.retry_share": "lower retries in failures.causes; failures.max_failed_fraction ends a run of failures",
+        "harbor": "set driver=harbor, and its settings in driver_options; tasks are data.train={source: harbor_tasks, "
+        "options: {path: DIR}}, trial_file is part of driver_options.trial, and limits of agent and verifier are "
+        "override_timeout_sec there",
+    }
+)
+"""Full path of a key -> what to do instead, for errors."""
+
+
+SCHEMA_VERSION = 3
+"""`schema_version` in config.yaml, `user_version` of the ledger."""
+
+
+def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{source}: the run has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the "
+            "version of Treadle that wrote it"
+        )
+    return {key: value for key, value in data.items() if key != "schema_version"}
+
+
+StalePolicy = Literal["mask_steps", "wait", "drop_group"]
+KeepBest = Literal["held_out_success", "held_out_reward"]
+
+
+class EvaluationConfig(Config):
+    """How held-out tasks are played. `failures.causes` holds for them, too."""
+
+    every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
+    attempts: int = Field(
+        1, ge=1, description="attempts at each task; with several, pass@k (one of k succeeds) is estimated"
+    )
+    temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
+    top_p: float = Field(1.0, gt=0, le=1, description="fewest tokens whose probabilities add up to this")
+    top_k: int = Field(0, ge=0, description="only the k most probable tokens (0: all)")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="limit on tokens sampled per call; default: rollout.max_completion_tokens"
+    )
+    greedy_too: bool = Field(True, description="before and after training also one attempt each at temperature 0")
+    success_at: float = Field(1.0, description="a reward of at least this counts as success")
+    success_of: str | None = Field(
+        None, description="named component that is compared with it, before weights (default: the whole reward)"
+    )
+
+    def attempts_at(self, temperature: float) -> int:
+        """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
+        return self.attempts if temperature > 0 else 1
+
+    def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
+        """Sampling parameters of an evaluation at this temperature. training: those of training."""
+        longest = self.max_completion_tokens or training.max_tokens
+        return replace(
+            training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
+        )
+
+
+class OrchestrationConfig(Config):
+    """The loop. Buffer sizes and pacing follow from `training` and max_staleness."""
+
+    updates: int = Field(100, ge=1, description="optimizer updates of the run")
+    max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
+    stale_policy: StalePolicy = Field(
+        "mask_steps",
+        description="how to treat steps that would be trained later than that: mask_steps drops them, drop_group "
+        "drops their whole group, wait makes the learner wait for a group before it can happen",
+    )
+    max_concurrent_groups: int | None = Field(
+        None,
+        ge=1,
+        description="limit on groups sampled at once, for example if each needs a container, and on attempts of an "
+        "evaluation; default: as many as keep engine.batch full (synchronous: all of a batch)",
+    )
+    traced_groups: float = Field(
+        0.03,
+        ge=0,
+        le=1,
+        description="share of the trained groups of which traces/ keeps what the learner computed of every sampled "
+        "token: log-probability, entropy, advantage, ratio and whether that was clipped",
+    )
+    checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
+    ledger_directory: str | None = Field(
+        None,
+        description="directory on this machine's own disk where the ledger is while the run goes on, for runs on a "
+        "shared filesystem, where SQLite is not safe; the run directory then has a copy, made at checkpoints",
+    )
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    keep_every: int | None = Field(
+        None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
+    )
+    keep_best: KeepBest | None = Field(
+        None, description="also save a checkpoint after each evaluation better than all before, and keep the best"
+    )
+
+
+class EnginePlacement(Config):
+    """The engines of a cluster."""
+
+    count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
+    gpus: int = Field(0, ge=0, description="GPUs reserved for each")
+
+
+class RolloutPlacement(Config):
+    """The rollout workers of a cluster."""
+
+    workers: int = Field(
+        0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
+    )
+
+
+class PlacementConfig(Config):
+    """Which processes do what, and where."""
+
+    kind: str = Field(
+        "embedded",
+        description="embedded: on this machine; ray: on a Ray cluster; or another registered name or module:function",
+    )
+    learner: LearnerPlacement = Field(LearnerPlacement(), description="what trains")
+    engines: EnginePlacement = Field(EnginePlacement(), description="kind ray: what samples")
+    rollout: RolloutPlacement = Field(
+        RolloutPlacement(), description="kind ray: what plays environments and agent programs"
+    )
+    colocate: bool = Field(
+        False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
+    )
+    address: str | None = Field(
+        None,
+        description="kind ray: address of a running cluster; default: one of this machine's own, for this run",
+    )
+    wait: float | None = Field(
+        None,
+        gt=0,
+        description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
+        "for those that no node has (a cluster that grows on demand may get them)",
+    )
+
+    @model_validator(mode="after")
+    def _embedded_is_here(self) -> PlacementConfig:
+        if self.kind == "embedded":
+            fields, ray_only = type(self).model_fields, ("engines", "rollout", "colocate", "address", "wait")
+            if extra := [name for name in ray_only if getattr(self, name) != fields[name].default]:
+                raise ValueError(
+                    f"placement.{extra[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
+                    "placement.kind=ray"
+                )
+        if self.colocate and (self.engines.count != self.learner.ranks or self.engines.gpus):
+            raise ValueError(
+                f"placement.colocate gives each of {self.learner.ranks} ranks an engine on its device; set "
+                f"placement.engines.count={self.learner.ranks}, and leave placement.engines.gpus out"
+            )
+        return self
+
+
+class CallbackConfig(Config):
+    """A tracker or callback that follows the run. A plain name stands for one without options."""
+
+    name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments that it is made with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(core_schema), {"type": "string"}]}
+
+
+class RunConfig(Config):
+    """The configuration of a run."""
+
+    removed_keys = REMOVED_KEYS
+
+    recipe: str = Field("custom", description="name of the recipe; run directories start with it")
+    about: str = Field("", description="what the recipe does, in a line")
+    seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
+    device: Device = Field(
+        "auto",
+        description="what learner and Treadle's own engine compute on: cuda is a GPU for each rank of the learner, mps "
+        "Apple's; auto: cuda if this machine has it, else cpu (on a cluster cpu)",
+    )
+    environment: str = Field("", description="default environment, for tasks that name none")
+    environment_options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the environment's constructor"
+    )
+    reward: str = Field(
+        "",
+        description="instead of an environment: function that grades one reply, a registered name or module:function",
+    )
+    agent: str = Field("", description="instead of an environment: agent program, module:function")
+    driver: str = Field("", description="instead of either: attempt driver, a registered name or module:Class")
+    driver_options: dict[str, Any] = Field(default_factory=dict, description="options of the driver")
+    data: DataConfig = Field(description="tasks")
+    model: ModelConfig = Field(description="the trained model")
+    models: dict[str, OtherModelConfig] = Field(
+        default_factory=dict,
+        description="other models, which environments and agents call by name (docs/other-models.md)",
+    )
+    warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
+    rewards: RewardsConfig = Field(RewardsConfig(), description="from given rewards to trained ones")
+    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="from rewards to a loss")
+    training: TrainingConfig = Field(TrainingConfig(), description="the learner")
+    engine: EngineConfig = Field(EngineConfig(), description="what samples")
+    failures: FailuresConfig = Field(FailuresConfig(), description="handling of failed attempts")
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
+    orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
+    placement: PlacementConfig = Field(PlacementConfig(), description="processes")
+    callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
+
+    @model_validator(mode="after")
+    def _players_fit(self) -> RunConfig:
+        named = named_players(self) | ({"reward": self.reward} if self.reward else {})
+        if len(named) > 1:
+            both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
+            raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
+        for kind in ("environment", "driver"):
+            options = getattr(self, f"{kind}_options")
+            if options and kind not in named:
+                raise ValueError(
+                    f"{kind}_options ({', '.join(options)}) are for the recipe's {kind}, and none is set; remove them, "
+                    f"or set {kind}"
+                )
+        for name in self.models:
+            if name == POLICY or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(
+                    f"models: {name!r} is no name for a model beside the policy; use letters, digits, . _ -"
+                )
+        if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
+            raise ValueError(
+                "algorithm.advantage 'maxrl' needs rewards >= 0, and rewards.length_penalty takes some away; "
+                "remove it, or choose grpo or rloo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _training_fits(self) -> RunConfig:
+        training, updates, per_batch = (
+            self.training,
+            self.orchestration.updates,
+            self.training.updates_between_publications,
+        )
+        if updates % per_batch:
+            raise ValueError(
+                f"orchestration.updates is {updates}, not a multiple of the {per_batch} updates of a batch "
+                f"(training.updates_per_batch {training.updates_per_batch} x epochs_per_batch "
+                f"{training.epochs_per_batch}); try {updates + per_batch - updates % per_batch}"
+            )
+        if training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1 and training.lora is None:
+            raise ValueError(
+                "training.precision 'bfloat16_pure' is of weights that several ranks gather, or "
+                "of the base of adapters, and placement.learner.ranks is 1 and training.lora is not set; set "
+                "training.precision to bfloat16"
+            )
+        least, size = training.min_group_size, training.group_size
+        if least is not None and least > size:
+            raise ValueError(f"training.min_group_size is {least}, training.group_size {size}; lower the first")
+        staleness, policy = self.orchestration.max_staleness, self.orchestration.stale_policy
+        if staleness and self.engine.lock_step:
+            raise ValueError(
+                f"engine.lock_step is true with orchestration.max_staleness {staleness}: waves would wait for every "
+                "agent; leave engine.lock_step out"
+            )
+        if not staleness and policy != "mask_steps":
+            raise ValueError(
+                f"orchestration.stale_policy is {policy!r}, but with max_staleness 0 nothing is ever stale; leave it "
+                "out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> RunConfig:
+        if self.placement.learner.loading == "sharded" and (self.training.lora or self.model.adapter):
+            name = "training.lora" if self.training.lora else "model.adapter"
+            raise ValueError(
+                f"{name} and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
+            )
+        if self.training.lora is None:
+            return self
+        if self.model.build is not None:
+            raise ValueError(
+                "training.lora needs a model that has learned something: give model.path, and null for model.build "
+                "(`treadle sft RECIPE --out DIR` makes one of a recipe's warm start)"
+            )
+        if self.training.lora.pin_attempts and not self.orchestration.max_staleness:
+            raise ValueError(
+                "training.lora.pin_attempts is for asynchronous runs, and orchestration.max_staleness is 0, so that "
+                "weights never change during an attempt; leave it out"
+            )
+        if self.engine.kind == "vllm" and self.engine.vllm.transfer == "collective":
+            raise ValueError(
+                "engine.options.transfer 'collective' is for weights, and training.lora is published by files in the "
+                "run's directory; leave it out, and put runs where all servers see them (--runs)"
+            )
+        return self
+
+    @property
+    def pinned(self) -> int | None:
+        """Return how many versions an attempt that keeps its first one may be behind; None: it does not keep it."""
+        lora = self.training.lora
+        return self.orchestration.max_staleness if lora is not None and lora.pin_attempts else None
+
+    @property
+    def player(self) -> tuple[str, str]:
+        """Return what plays the tasks that name nothing themselves: (kind, name), as `Task.player`."""
+        return next(iter(named_players(self).items()), ("environment", self.reward))
+
+    @property
+    def trainer(self) -> TrainerSpec:
+        return TrainerSpec(
+            self.model,
+            self.training,
+            self.algorithm,
+            self.warm_start,
+            self.orchestration.updates,
+            self.orchestration.max_staleness,
+            self.seed,
+            self.placement.learner,
+            self.orchestration.traced_groups,
+            self.rollout.longest_call,
+            "cpu" if self.device == "auto" else self.device,
+        )
+
+    def engine_in_training(self, may_wait: bool) -> EngineConfig:
+        """The `engine` section with lock_step resolved: by default it is on in a synchronous run.
+
+        may_wait: whether attempts may wait for others to end (`Players.may_wait`): then it is off.
+        """
+        return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
+
+    def repeats(self, may_wait: bool) -> bool:
+        """Whether a resumed run samples an interrupted batch again, whole, because the same bits come of it.
+
+        They depend on the shapes of all of the batch's lock-step waves and on the KV cache that these leave: recorded
+        answers bring neither back. may_wait: as in `engine_in_training`.
+        """
+        engine = self.engine_in_training(may_wait)
+        return self.orchestration.max_staleness == 0 and engine.kind != "vllm" and engine.lock_step is not False
+
+    def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
+        """The `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
+        lock_step = not may_wait if self.engine.lock_step is None else self.engine.lock_step
+        return self.engine.model_copy(update={"lock_step": lock_step})
+
+    @property
+    def engine_capacity(self) -> int:
+        return self.engine.capacity * self.placement.engines.count
+
+    @property
+    def evaluated_together(self) -> int:
+        """Attempts of an evaluation that are played side by side: enough to keep the engines full.
+
+        `orchestration.max_concurrent_groups` bounds them as it bounds those of training.
+        """
+        groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
+        return enough if groups is None else min(enough, groups * self.training.group_size)
+
+    def is_last(self, update: int) -> bool:
+        return update >= self.orchestration.updates
+
+    def is_due(self, update: int, every: int | None) -> bool:
+        """Whether the batch that ends with this update reached a multiple of `every`; never for 0 and None."""
+        return bool(every) and update % (every or 1) < self.training.updates_between_publications
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups trained between two weight publications."""
+        return self.training.tasks_per_update * self.training.updates_per_batch
+
+    @property
+    def min_group_size(self) -> int:
+        """Graded attempts that a group needs to be trained; by default 2 with a group baseline, else 1."""
+        return self.training.least_graded(estimators.needs_group(self.algorithm))
+
+
+def recipe_names() -> list[str]:
+    return sorted(Path(str(f)).stem for f in files("treadle.recipes").iterdir() if f.name.endswith(".yaml"))
+
+
+def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError.
+
+    A recipe with `extends: OTHER` holds only what differs from that one, a shipped name or a path relative to the
+    recipe's directory (`core.config.merge`; null takes a key away). A file of tasks, there or in an override, begins
+    without the `options` of the source that it replaces. What is returned, and saved, is whole.
+    """
+    data = {"recipe": Path(recipe).stem, **read_recipe(recipe)}
+    return build(RunConfig, without_source_options(data, overrides), recipe, overrides)
+
+
+_PLAYERS = ("environment", "reward", "agent", "driver")
+PLAYER_OVERRIDES = "reward=module:function, agent=module:function, environment=module:Class, driver=module:Class"
+
+
+def without_player(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a run's data without what plays, and without its options, if the overrides name another kind."""
+    kinds = {override.partition("=")[0].strip() for override in overrides}.intersection(_PLAYERS)
+    others = {kind for kind in _PLAYERS if kinds and kind not in kinds}
+    return {key: value for key, value in data.items() if key.removesuffix("_options") not in others}
+
+
+def without_source_options(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the data without the options of sources of tasks that the overrides replace by files."""
+    named = [o for o in overrides if o.partition("=")[0].strip() in ("data.train.source", "data.held_out.source")]
+    return _without_source_options(data, apply_overrides({}, named))
+
+
+def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` without the options of the sources that are files in `above`, which take none.
+
+    `{"data": {"train": {"source": "lookup", "options": {"count": 9}}}}` below `{"data": {"train": {"source":
+    "my.jsonl"}}}` is without the count.
+    """
+    sections, others = below.get("data"), above.get("data")
+    if not isinstance(sections, Mapping) or not isinstance(others, Mapping):
+        return dict(below)
+
+    def replaced(section: Any, other: Any) -> bool:
+        named = other.get("source") if isinstance(section, Mapping) and isinstance(other, Mapping) else None
+        return isinstance(named, str) and named != section.get("source") and is_file(named)
+
+    kept = {
+        name: {key: value for key, value in section.items() if key != "options"}
+        if replaced(section, others.get(name))
+        else section
+        for name, section in sections.items()
+    }
+    return {**below, "data": kept}
+
+
+def is_registered(config: RunConfig) -> bool:
+    """Whether what plays is named as a recipe can name it: not one that was made in Python."""
+    kind, name = config.player
+    return bool(config.reward) or ":" in name or not name or name in registry.names(f"{kind}s")
+
+
+def read_recipe(recipe: str) -> dict[str, Any]:
+    """Return what a recipe and those that it extends say, as plain data. Raises ConfigError."""
+    return _read(_recipe_path(recipe), ())
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    data = load_yaml(path)
+    if "schema_version" in data:  # a run's config.yaml
+        return without_version(data, str(path))
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: got {base!r}, expected one recipe: a shipped name or a path")
+    chain, base_path = (*below, path.resolve()), _recipe_path(base, path)
+    if base_path.resolve() in chain:
+        names = " -> ".join(p.name for p in (*chain, base_path))
+        raise ConfigError(f"{path}: extends: {names} is a cycle; remove one of them")
+    extended = _without_source_options(_read(base_path, chain), data)
+    return merge({key: value for key, value in extended.items() if key != "recipe"}, data)
+
+
+def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
+    """Find a recipe. extending: the recipe that extends it, whose directory a path is relative to."""
+    names = recipe_names()
+    if recipe in names:
+        return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))
+    where, folder = (f"{extending}: extends: ", extending.parent) if extending else ("", Path())
+    path, shipped = folder / recipe, f"shipped: {', '.join(names)}"
+    if (path / "config.yaml").is_file():
+        saved = path / "config.yaml"
+        raise ConfigError(
+            f"{where}{recipe!r} is a run, not a recipe: continue it with --resume, or give its recipe, {saved}"
+        )
+    if path.suffix not in (".yaml", ".yml"):
+        near = difflib.get_close_matches(recipe, names, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{where}no recipe {recipe!r}; {meant}{shipped}; or give the path of a .yaml file")
+    if not path.is_file():
+        beside = {file.stem: file for file in path.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(path.stem, beside, n=1)
+        meant = f"; did you mean {str(beside[near[0]])!r}?" if near else ""
+        raise ConfigError(f"{where}no file {recipe!r} (it is relative to {folder.absolute()}){meant}; {shipped}")
+    return path

@@ -1,0 +1,130 @@
+"""A dry run tries each part that a recipe needs by itself, trains, writes and downloads nothing, and estimates memory.
+
+    settings -> data -> callbacks -> files of models, engine, demonstrations      in a second, without torch
+    -> device -> tokenizer -> model, reference, teacher -> engine -> drivers -> prompt -> demonstrations -> memory, disk
+
+A part that is missing is named at once; parts that need it are left out, and all others are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from treadle.core.errors import TreadleError
+from treadle.core.registry import extra_of, how_to_install
+from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import FirstPrompt, Inputs, check_demonstration, load_inputs
+from treadle.plan.validation import check_engine_config, check_settings
+from treadle.report.callbacks import load_callbacks
+
+if TYPE_CHECKING:
+    from treadle.plan.dry_run_parts import MemoryPart
+    from treadle.rendering.chat import ChatRenderer
+
+T = TypeVar("T")
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of trying one part: `Check("engine", "no vLLM: ...", is_missing=True)`."""
+
+    name: str
+    text: str
+    is_missing: bool = False
+
+
+@dataclass(slots=True)
+class DryRun:
+    """The result of a dry run. renderer, prompt: None where they could not be made; agents make their own prompts.
+
+    tell: takes each check when it is made.
+    """
+
+    tell: Callable[[Check], object]
+    checks: list[Check] = field(default_factory=list)
+    memory: list[MemoryPart] = field(default_factory=list)
+    renderer: ChatRenderer | None = None
+    prompt: FirstPrompt | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        return [check.name for check in self.checks if check.is_missing]
+
+    def attempt(self, name: str, work: Callable[[], tuple[T, str]]) -> T | None:
+        """Do the work, which returns a part and the check's text; return the part, None if it is missing."""
+        if name in self.missing:
+            return None
+        try:
+            made, text = work()
+        except TreadleError as error:
+            self._add(Check(name, str(error), is_missing=True))
+        except ModuleNotFoundError as error:
+            if error.name is None or extra_of(error.name) is None:
+                raise
+            how = f"{error.name} is not installed; {how_to_install(error.name)}"
+            self._add(Check(name, how, is_missing=True))
+        else:
+            if text:  # else there is more to try of it
+                self._add(Check(name, text))
+            return made
+        return None
+
+    def look(self, name: str, work: Callable[[], object]) -> None:
+        """Do the work, which raises if a part that is tried later is missing."""
+        self.attempt(name, lambda: (work(), ""))
+
+    def _add(self, check: Check) -> None:
+        self.checks.append(check)
+        self.tell(check)
+
+
+def dry_run(config: RunConfig, runs: Path, log: Log, tell: Callable[[Check], object] = lambda check: None) -> DryRun:
+    """Try all that a run of this configuration needs before its first rollout.
+
+    runs: directory that would hold the run's. log: takes lines about environments that block the event loop. tell:
+    takes each check when it is made.
+    """
+    result = DryRun(tell)
+    result.attempt("settings", lambda: _settings(config))
+    inputs = result.attempt("data", lambda: _data(config))
+    if config.callbacks:
+        result.attempt("callbacks", lambda: (None, ", ".join(load_callbacks(config.callbacks))))
+    _look_for_files(result, config)
+    from treadle.plan.dry_run_parts import try_parts  # torch and transformers
+
+    try_parts(result, config, inputs, runs, log)
+    return result
+
+
+def _settings(config: RunConfig) -> tuple[object, str]:
+    check_settings(config)
+    return None, "they fit together"
+
+
+def _data(config: RunConfig) -> tuple[Inputs, str]:
+    """Load tasks and what plays them; the other inputs are checks of their own."""
+    inputs = load_inputs(config.model_copy(update={"warm_start": None, "callbacks": ()}))
+    players = inputs.players
+    names = [*players.environments, *players.agents, *players.drivers]
+    held_out = f", {len(inputs.held_out)} held out" if inputs.held_out else ""
+    return inputs, f"{len(inputs.train)} tasks to train on{held_out}, played by {', '.join(names)}"
+
+
+def _look_for_files(result: DryRun, config: RunConfig) -> None:
+    """Look for what other checks need, before they import what takes seconds."""
+    model, kl, distillation = config.model, config.algorithm.kl, config.algorithm.distillation
+    result.look("tokenizer", lambda: require_template(model.chat_template, "model.chat_template"))
+    result.look("tokenizer", lambda: tokenizer_directory(model))
+    if model.build is None:
+        result.look("model", lambda: base_directory(model))
+    if kl is not None and (reference := kl.model) is not None:
+        result.look("reference", lambda: require_model(reference, "algorithm.kl.model"))
+    if distillation is not None and (teacher := distillation.teacher) is not None and not distillation.is_served:
+        result.look("teacher", lambda: require_model(teacher, "algorithm.distillation.teacher"))
+    result.look("engine", lambda: check_engine_config(config.engine, config.training.routing_replay))
+    result.look("warm start", lambda: check_demonstration(config))

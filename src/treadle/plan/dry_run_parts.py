@@ -1,0 +1,423 @@
+"""The parts of a dry run that need torch: device, models, engine, drivers, the first prompt, memory and disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.api.warm_start import check_demonstrations
+from treadle.core.errors import ConfigError, RunError, TreadleError
+from treadle.core.types import Task
+from treadle.models.chat import load_chat
+from treadle.models.loading import load_frozen, load_teacher, make_model
+from treadle.models.model_files import base_directory, require_model, tokenizer_directory
+from treadle.models.routing import Routers
+from treadle.models.support import require_known_layers, why_not_packable
+from treadle.models.unused import unused_parts
+from treadle.models.weights import published, rest_of, trained, unique_weights
+from treadle.plan.config import RunConfig
+from treadle.plan.device import check_device, describe_device, settled, unused_gpus
+from treadle.plan.dry_run import DryRun, Log
+from treadle.plan.inputs import FirstPrompt, Inputs, first_prompt
+from treadle.plan.validation import check_context
+from treadle.rendering.chat import ChatRenderer
+from treadle.rendering.conversation import Conversation
+from treadle.rollout.attempt import Players, open_drivers
+from treadle.rollout.drivers.driver import AttemptDriver
+from treadle.rollout.isolation.event_loop import run as run_event_loop
+from treadle.training.config import WarmStartConfig
+from treadle.training.learner import check_reference
+from treadle.training.lm_head import CHUNK_BYTES
+from treadle.training.make import reach_teacher
+
+_LOOKED_AT = 1000  # tasks of which the longest prompt is sought
+
+
+def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Path, log: Log) -> None:
+    """Try what `dry_run` has not tried yet.
+
+    inputs: None if they are missing.
+    """
+    config = settled(config)
+    kl_model = None if config.algorithm.kl is None else config.algorithm.kl.model
+    distillation = config.algorithm.distillation
+    served = distillation is not None and distillation.is_served
+    taught_by = None if distillation is None or served else distillation.teacher
+    result.attempt("device", lambda: _device(config))
+    result.renderer = renderer = result.attempt("tokenizer", lambda: _chat(config))
+    model = result.attempt("model", lambda: _model(config, renderer))
+    reference = result.attempt("reference", lambda: _reference(kl_model, config.algorithm, model)) if kl_model else None
+    teacher = result.attempt("teacher", lambda: _teacher(config, taught_by, model)) if taught_by else None
+    if served:
+        result.attempt("teacher", lambda: _served_teacher(config))
+    result.attempt("engine", lambda: _engine(config, model, log))
+    if inputs is not None and inputs.players.drivers and renderer is not None:
+        result.attempt("driver", lambda: _drivers(inputs, renderer, config, log))
+    if inputs is not None and renderer is not None:
+        result.prompt = result.attempt("first prompt", lambda: _prompt(inputs, renderer, config, log))
+    if (section := config.warm_start) is not None and inputs is not None and renderer is not None:
+        result.attempt("warm start", lambda: _demonstrations(config, section, inputs, renderer))
+    if model is not None and (reference is not None or not kl_model) and (teacher is not None or not taught_by):
+        prompt = _longest_prompt(config, inputs, renderer)
+        result.memory = estimate_memory(config, model, reference, teacher, prompt)
+        result.attempt("memory", lambda: _memory(result.memory, config.placement.learner.ranks))
+        result.attempt("disk", lambda: _disk(config, checkpoint_size(config, model, reference), runs))
+
+
+def _device(config: RunConfig) -> tuple[object, str]:
+    ranks = config.placement.learner.ranks
+    if config.placement.kind != "embedded":
+        return None, describe_device(config)
+    check_device(config.device, ranks)
+    return None, "; ".join(filter(None, (describe_device(config), unused_gpus(config.device, config.engine, ranks))))
+
+
+def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRenderer | None) -> int | None:
+    """Tokens of the longest prompt among the first tasks, where an attempt is one reply to it; None if unknown."""
+    if not config.reward or inputs is None or renderer is None:
+        return None
+    longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)
+    with suppress(TreadleError):  # which the first prompt tells of
+        return min(len(Conversation(renderer).render(longest.prompt).ids), config.rollout.max_input_tokens)
+    return None
+
+
+def _characters(task: Task) -> int:
+    return sum(len(message["content"]) for message in task.prompt)
+
+
+def _chat(config: RunConfig) -> tuple[ChatRenderer, str]:
+    directory = tokenizer_directory(config.model)
+    renderer = load_chat(config.model, None)[1]
+    ends = [renderer.decode([ident]) for ident in renderer.stop_ids]
+    verb = "ends" if len(ends) == 1 else "end"
+    return renderer, f"{renderer.vocabulary:,} tokens, {' and '.join(ends)} {verb} a reply; {directory}"
+
+
+def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrainedModel, str]:
+    if renderer is None and "vocab_size" not in (config.model.build or {"vocab_size": 0}):
+        raise ConfigError("model.build has no vocab_size, so that it needs the tokenizer, which is missing")
+    vocabulary = 0 if renderer is None else renderer.vocabulary
+    model = make_model(config.model, vocabulary, config.seed, weights=False, lora=config.training.lora)
+    if config.training.routing_replay:
+        Routers.of(model)
+    text = model.config.get_text_config()
+    check_context(config, int(text.max_position_embeddings))
+    where = "built from the seed" if config.model.build else str(base_directory(config.model))
+    reason = why_not_packable(model.config)
+    packing = f"; trained with packing 'step': {reason}" if reason else ""
+    size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    if config.training.lora is not None:
+        size += f", of which {sum(p.numel() for _, p in trained(model)):,} are trained"
+    unused = "".join(f"; not used: {part}" for part in unused_parts(config.model, config.rollout.model_dump()))
+    return (
+        model,
+        f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}{unused}",
+    )
+
+
+def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
+    directory = str(require_model(kl_model, "algorithm.kl.model"))
+    if model is None:
+        raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
+    reference = load_frozen(kl_model, "algorithm.kl.model", model, weights=False)
+    check_reference(algorithm, reference, model)
+    return reference, directory
+
+
+def _teacher(config: RunConfig, path: str, model: PreTrainedModel | None) -> tuple[PreTrainedModel, str]:
+    if model is None:
+        raise ConfigError("algorithm.distillation.teacher cannot be compared with the model, which is missing")
+    teacher = load_teacher(path, config.model, model, weights=False)
+    directory = require_model(path, "algorithm.distillation.teacher")
+    return teacher, f"{sum(p.numel() for p in teacher.parameters()):,} parameters; {directory}"
+
+
+def _served_teacher(config: RunConfig) -> tuple[object, str]:
+    assert config.algorithm.distillation is not None
+    server = reach_teacher(config.algorithm.distillation, config.model, config.rollout.longest_call)
+    return server, f"{server.url}, up to {server.context} tokens"
+
+
+def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple[object, str]:
+    if config.engine.kind == "vllm":
+        from treadle.engines.vllm.engine import describe_servers  # httpx, which only this needs
+
+        longest = config.rollout.longest_call
+        return None, run_event_loop(describe_servers(config.engine, longest), log)
+    if config.engine.kind == "torch" and model is not None:
+        require_known_layers(model)
+    return None, f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once"
+
+
+def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:
+    """Open the attempt drivers, have each say what plays the first of its tasks, and close them again."""
+    only = Players(drivers=inputs.players.drivers)
+
+    async def opened() -> list[str]:
+        async with open_drivers(renderer, only, config.rollout) as drivers:
+            return [await _described(name, drivers["driver", name], inputs) for name in only.drivers]
+
+    return None, "; ".join(run_event_loop(opened(), log))
+
+
+async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
+    played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
+    describe = getattr(driver, "describe", None)  # a driver need not inherit
+    return (played and describe and await describe(played)) or f"{name} can be started"
+
+
+def _prompt(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[FirstPrompt | None, str]:
+    prompt = first_prompt(inputs, renderer, config, log)
+    if prompt is None:
+        return None, "not known before an agent program, a driver or another role of the policy makes it"
+    limit = config.rollout.max_input_tokens
+    return prompt, f"{len(prompt.ids)} tokens of at most {limit}, of task {prompt.task_id}"
+
+
+def _demonstrations(
+    config: RunConfig, section: WarmStartConfig, inputs: Inputs, renderer: ChatRenderer
+) -> tuple[object, str]:
+    check_demonstrations(config, inputs, renderer)
+    return None, f"{section.steps} steps of {section.batch_size} demonstrations of {section.demonstrations}"
+
+
+def _memory(parts: list[MemoryPart], ranks: int) -> tuple[object, str]:
+    """Compare what is needed with what is here: of this machine, and of the GPUs, if they are."""
+    texts: list[str] = []
+    lacking: MemoryPart | None = None
+    for on_gpu in (True, False):
+        there = [part for part in parts if part.on_gpu is on_gpu]
+        if not there:
+            continue
+        needed = sum(part.bytes for part in there)
+        available = gpu_memory(ranks) if on_gpu else machine_memory()
+        here = "" if available is None else f", of {_size(available)} here"
+        texts.append(f"about {_size(needed)} {'on the GPU ' if on_gpu else ''}at the peak{here}")
+        if available is not None and needed > available:
+            lacking = lacking or max(there, key=lambda part: part.bytes)
+    text = "; ".join(texts)
+    if lacking is not None:
+        raise ConfigError(
+            f"{text}; most for {lacking.name} ({_size(lacking.bytes)}): take a smaller model, or lower "
+            "training.max_tokens_per_microbatch or engine.batch; training.gradient_checkpointing=true needs less, too"
+        )
+    return None, text
+
+
+def _disk(config: RunConfig, checkpoint: int, runs: Path) -> tuple[object, str]:
+    section = config.orchestration
+    number = section.keep_last + (section.keep_best is not None) + 1
+    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
+    free, needed = shutil.disk_usage(folder).free, number * checkpoint
+    text = f"{number} checkpoints of {_size(checkpoint)} each, {_size(free)} free at {folder}"
+    if free < needed:
+        raise RunError(f"{text}; free some space, lower orchestration.keep_last or choose another --runs directory")
+    return None, text
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
+
+
+_FLOAT32 = 4
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
+
+    Letters: P weights of the model, A of its adapters, R of the reference, D of the teacher; T tokens of a micro-batch,
+    L layers, h hidden and i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
+    """
+
+    name: str
+    bytes: int
+    formula: str
+    on_gpu: bool = False
+
+
+def estimate_memory(
+    config: RunConfig,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    teacher: PreTrainedModel | None = None,
+    prompt: int | None = None,
+) -> list[MemoryPart]:
+    """Estimate what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
+
+    model, reference, teacher: shapes suffice. prompt: tokens of the longest one, if an attempt is a reply to it.
+    Weights and optimizer, of all ranks together, are exact, the engine's
+    cache is what it may grow to, micro-batches are as large as settings allow, and activations are an estimate for
+    decoders with gated MLPs (those of Llama and Qwen:
+    2% below to 25% above what autograd keeps).
+    """
+    moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
+    served = sum(t.numel() for _, t in published(model)) * _FLOAT32
+    lora = config.training.lora is not None
+    base = sum(t.numel() for t in unique_weights(model).values()) * _FLOAT32 - served if lora else 0
+    if config.training.precision == "bfloat16_pure":
+        base //= 2
+    weights, letter = base + served, "A" if lora else "P"
+    ranks, resident = config.placement.learner.ranks, _resident_bytes()
+    host = [MemoryPart("Python and libraries", resident, "of this process now")]
+    if ranks > 1:
+        host.append(MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now"))
+    if on_gpu := config.device == "cuda":
+        host.append(MemoryPart("weights while they are read", 2 * weights, "2 x the learner's, before they are moved"))
+    parts = [
+        MemoryPart("weights", weights, "of the base, and 4 bytes x A" if lora else "4 bytes x P"),
+        MemoryPart("gradients", moved, f"4 bytes x {letter}"),
+        MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
+    ]
+    if config.algorithm.kl is not None:
+        other = model if reference is None else reference
+        size = sum(t.numel() for _, t in published(other)) * _FLOAT32
+        parts.append(MemoryPart("reference", size, "4 bytes x R" if reference else f"4 bytes x {letter}, a copy"))
+    if teacher is not None:
+        parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
+    elif _keeps_teacher(config):
+        parts.append(MemoryPart("teacher", served, f"4 bytes x {letter}, a copy"))
+    engine, staged = _engine_parts(config, model, base, served, prompt)
+    parts += [*engine, *_activations(config, model, prompt)]
+    return [*host, *staged, *(replace(part, on_gpu=on_gpu) for part in parts)]
+
+
+def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
+    """About how many bytes a checkpoint takes on disk: weights, two moments, the reference and teacher that it has."""
+    beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
+    modules = (model, *beside, *([model] * _keeps_teacher(config)))
+    moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
+    rest = sum(tensor.nbytes for tensor in rest_of(model).values())
+    return rest + _FLOAT32 * (moments + sum(t.numel() for module in modules for _, t in published(module)))
+
+
+def _keeps_teacher(config: RunConfig) -> bool:
+    """Whether the teacher is an earlier policy, which memory and checkpoints hold."""
+    section = config.algorithm.distillation
+    return section is not None and section.teacher is None and section.weights != "current"
+
+
+def machine_memory() -> int:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(file.read_text()))
+    return min(limits)
+
+
+def gpu_memory(number: int) -> int | None:
+    """Bytes of so many GPUs of this machine together; None if it has fewer."""
+    if torch.cuda.device_count() < number:
+        return None
+    return sum(int(torch.cuda.get_device_properties(n).total_memory) for n in range(number))
+
+
+def _resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _engine_parts(
+    config: RunConfig, model: PreTrainedModel, base: int, served: int, prompt: int | None
+) -> tuple[list[MemoryPart], list[MemoryPart]]:
+    """Return what is where the engine computes, and what is in this machine's memory in any case.
+
+    base: of adapters, which an engine in the learner's process shares if it has the same type.
+    """
+    engine, size = config.engine, 4 if config.engine.dtype_name == "float32" else 2
+    letter, copy = "A" if base else "P", served * size // _FLOAT32
+    if engine.kind != "torch":
+        return [], [MemoryPart("weights on their way to the engine", copy, f"{size} bytes x {letter}")]
+    apart = engine.own_process or config.placement.learner.ranks > 1
+    half = config.training.precision == "bfloat16_pure"
+    if apart or half != (size == 2):
+        copy += base * size // (2 if half else _FLOAT32)
+    parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
+    staged = [MemoryPart("weights on their way to it", served, f"4 bytes x {letter}")] if apart else []
+    widths = _widths(model.config.get_text_config())
+    if widths is not None:
+        longest = config.rollout.longest_call if prompt is None else prompt + config.rollout.max_completion_tokens
+        limit, sessions = int(engine.cache_gib * 2**30), _open_attempts(config)
+        cache = min(limit, sessions * longest * widths.layers * 2 * widths.keys * size)
+        formula = f"at most {sessions} sessions x {longest} tokens x L x 2k x {size} bytes, and {limit / 2**30:g} GiB"
+        parts.append(MemoryPart("the engine's KV cache", cache, formula))
+    return parts, staged
+
+
+def _open_attempts(config: RunConfig) -> int:
+    """The most attempts at a time: in training or an evaluation."""
+    size, groups = config.training.group_size, config.orchestration.max_concurrent_groups
+    evaluated = 0 if config.data.held_out is None else config.evaluated_together
+    wanted = config.groups_per_batch * size
+    training = max(wanted, config.engine.batch) if config.orchestration.max_staleness else wanted
+    return max(training if groups is None else min(training, groups * size), evaluated)
+
+
+def _tokens_of_pass(config: RunConfig, prompt: int | None) -> int:
+    """The most tokens that one pass can have: a full micro-batch, or all attempts of an update or of the warm start."""
+    training, rollout = config.training, config.rollout
+    if config.agent or config.driver:  # makes as many calls as it likes
+        return training.max_tokens_per_microbatch
+    if prompt is None:
+        group = training.group_size * rollout.max_steps * rollout.longest_call
+    else:
+        shared = training.packing == "tree" and training.sharing != "trajectory"
+        prompts = prompt if shared else prompt * training.group_size
+        group = prompts + training.group_size * rollout.max_completion_tokens
+    warm = 0 if config.warm_start is None else config.warm_start.batch_size * rollout.longest_call
+    return min(training.max_tokens_per_microbatch, max(training.tasks_per_update * group, warm))
+
+
+def _activations(config: RunConfig, model: PreTrainedModel, prompt: int | None) -> list[MemoryPart]:
+    text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
+    tokens, each = _tokens_of_pass(config, prompt), f"{ranks} ranks x " if ranks > 1 else ""
+    logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
+    parts = [MemoryPart("logits", logits, f"{each}4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
+    if (widths := _widths(text)) is not None:
+        layer = 8 * widths.hidden + 4 * widths.intermediate + 3 * widths.queries + 4 * widths.keys
+        kept, formula = widths.layers * layer, "T x L x (8h + 4i + 3q + 4k) x 4 bytes"
+        if training.gradient_checkpointing:
+            kept, formula = widths.layers * widths.hidden + layer, "T x (L h + 8h + 4i + 3q + 4k) x 4 bytes"
+        size = ranks * tokens * kept * _FLOAT32
+        parts.append(MemoryPart("activations", size, f"about {each}{formula}, T {tokens}"))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """L, h, i (of all experts of a token), q and k."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+
+
+def _widths(text: PretrainedConfig) -> _Widths | None:
+
+    def number(*names: str) -> int | None:
+        first: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+        return first if isinstance(first, int) else None
+
+    layers, hidden = number("num_hidden_layers"), number("hidden_size")
+    intermediate, heads = number("intermediate_size"), number("num_attention_heads")
+    if layers is None or hidden is None or intermediate is None or not heads:
+        return None
+    if expert := number("moe_intermediate_size"):
+        intermediate = expert * (number("num_experts_per_tok") or 1)
+    head = number("head_dim") or hidden // heads
+    return _Widths(layers, hidden, intermediate, heads * head, (number("num_key_value_heads") or heads) * head)

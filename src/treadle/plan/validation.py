@@ -1,0 +1,217 @@
+"""What can be checked of a configuration by itself, and what may change in it when a run is resumed. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from treadle.algorithms.config import is_url
+from treadle.core.config import as_override, describe
+from treadle.core.errors import ConfigError
+from treadle.core.registry import check_name, how_to_install
+from treadle.engines.config import EngineConfig, VLLMConfig
+from treadle.engines.vllm.launch import check_reports_experts, find_python
+from treadle.models.model_files import check_model_files, require_model
+from treadle.plan.config import RunConfig
+from treadle.plan.other_models import check_models
+from treadle.rendering.replies import AUTO, reply_parser
+from treadle.rollout.config import listen
+from treadle.rollout.rewards import load_group_reward, load_shaping
+from treadle.training.config import check_algorithm
+from treadle.training.teacher_prompts import load_context
+
+
+def check_config(config: RunConfig) -> None:
+    check_settings(config)
+    check_engine_config(config.engine, config.training.routing_replay)
+    check_model_files(config.model)
+    if config.algorithm.kl is not None and config.algorithm.kl.model is not None:
+        require_model(config.algorithm.kl.model, "algorithm.kl.model")
+    section = config.algorithm.distillation
+    if section is not None and section.teacher is not None and not section.is_served:
+        require_model(section.teacher, "algorithm.distillation.teacher")
+    context = (config.model.build or {}).get("max_position_embeddings")
+    if isinstance(context, int):
+        check_context(config, context)
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raise ConfigError for settings that do not fit together, unknown names, or an address that is not free."""
+    if config.placement.colocate:
+        if staleness := config.orchestration.max_staleness:
+            raise ConfigError(
+                f"orchestration.max_staleness is {staleness}, and with placement.colocate nothing is sampled while the "
+                "learner works; set it to 0, or give engines places of their own"
+            )
+        if config.engine.kind != "torch":
+            raise ConfigError(
+                f"engine.kind is {config.engine.kind!r}, and placement.colocate is for engines of kind torch; set one "
+                "of them to another"
+            )
+    check_name("placements", config.placement.kind, "placement.kind")
+    check_algorithm(config.algorithm, config.training, config.rollout.filters)
+    section = config.algorithm.distillation
+    if section is not None and section.context is not None:
+        load_context(section.context)
+    if section is not None and section.is_served and config.rollout.temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature is {config.rollout.temperature:g}, and a vLLM server scores prompts at 1 alone; set "
+            "it to 1, or give algorithm.distillation.teacher as a directory"
+        )
+    if config.rewards.shaping is not None:
+        load_shaping(config.rewards.shaping)
+    check_rollout(config)
+
+
+def check_playing(config: RunConfig) -> None:
+    """Raise ConfigError for unknown names, an engine that could not start, or an address that is not free."""
+    check_rollout(config)
+    check_engine_config(config.engine)
+
+
+def check_rollout(config: RunConfig) -> None:
+    """Raise ConfigError for unknown names, other models that cannot be asked, or an address that is not free."""
+    if config.rewards.group is not None:
+        load_group_reward(config.rewards.group)
+    if config.rollout.reply_parser != AUTO:
+        reply_parser(config.rollout.reply_parser)
+    listen(config.rollout.gateway).close()
+    check_models(config)
+
+
+def check_context(config: RunConfig, context: int) -> None:
+    """Raise ConfigError if the longest prompt and completion together exceed the model's context, in tokens."""
+    prompt = config.rollout.max_input_tokens
+    completion = max(config.rollout.longest_call - prompt, config.evaluation.max_completion_tokens or 0)
+    longest = prompt + completion
+    if longest > context:
+        share = min(completion, context // 4)
+        fitting = {"rollout.max_input_tokens": context - share, "rollout.max_completion_tokens": share}
+        if (config.evaluation.max_completion_tokens or 0) > share:
+            fitting["evaluation.max_completion_tokens"] = share
+        if config.rollout.compaction is not None and config.rollout.compaction.max_tokens > share:
+            fitting["rollout.compaction.max_tokens"] = share
+        raise ConfigError(
+            f"rollout.max_input_tokens {prompt} + max_completion_tokens {completion} = {longest} exceeds the model's "
+            f"context of {context}; set {' and '.join(f'{path}={tokens}' for path, tokens in fitting.items())}"
+        )
+
+
+def check_engine_config(config: EngineConfig, routing: bool = False) -> None:
+    """Raise ConfigError for a configuration with which no engine could be started.
+
+    routing: it is to report the experts it chose.
+    """
+    check_name("engines", config.kind, "engine.kind")
+    if config.kind != "vllm":
+        return
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError(f"engine.kind=vllm needs httpx; {how_to_install('httpx')}")
+    if not config.vllm.urls:
+        python = find_python(config.vllm.python)
+        if routing:
+            check_reports_experts(python)
+
+
+LEARNING_RATE = tuple(f"training.optimizer.{name}" for name in ("learning_rate", "warmup", "decay_from", "final_lr"))
+"""What the learning rate of each update follows from, with `orchestration.updates`."""
+
+CHANGEABLE = (
+    "orchestration.updates",
+    "orchestration.traced_groups",
+    "orchestration.checkpoint_every",
+    "orchestration.ledger_directory",
+    "orchestration.keep_last",
+    "orchestration.keep_every",
+    "orchestration.keep_best",
+    "orchestration.max_concurrent_groups",
+    "evaluation.*",
+    "failures.*",
+    "data.table_by",
+    "engine.in_flight",
+    *(f"engine.options.{name}" for name in VLLMConfig.model_fields),
+    "engine.batch",
+    "engine.kv_budget",
+    "engine.own_process",
+    "rollout.agent_timeout",
+    "rollout.environment_timeout",
+    "rollout.gateway.*",
+    "rollout.trajectory_timeout",
+    *(f"driver_options.{name}" for name in ("concurrency", "trials_per_second", "python", "worker")),
+    *(f"driver_options.{name}" for name in ("trial_directories", "directory")),
+    "callbacks",
+    *(f"models.*.{name}" for name in ("url", "api_key_env", "timeout")),
+    *LEARNING_RATE,
+    "training.threads",
+    "training.packing",
+    "training.sharing",
+    "training.max_tokens_per_microbatch",
+    "training.gradient_checkpointing",
+    "placement.*",
+    "device",
+)
+"""Paths, and sections with all below them: pace, cost, what is stored and shown; how fast is trained, never what."""
+
+_REASONS = {
+    "seed": "it keys every draw",
+    "data": "the data cursor counts its tasks",
+    "model": "the checkpoint is of that model",
+    "algorithm": "a run has one objective",
+    "training": "the optimizer's state belongs to it",
+    "rewards": "rewards on record would no longer compare",
+}
+
+
+class Change(NamedTuple):
+    """One difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.path} {as_override(self.old)} -> {as_override(self.new)}"
+
+
+def changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Differences between two configurations, in order of declaration."""
+    old, new = (leaves(config) for config in (before, after))
+    return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
+
+
+def leaves(config: RunConfig) -> dict[str, Any]:
+    """Path -> value; options of what is registered (`driver_options`) each by itself."""
+    values: dict[str, Any] = {}
+    for line in describe(config):
+        if isinstance(line.value, dict) and line.path.endswith("options"):
+            values |= {f"{line.path}.{name}": value for name, value in line.value.items()}
+        elif line.path == "models":
+            each = ((name, leaf) for name, model in config.models.items() for leaf in describe(model))
+            values |= {f"models.{name}.{leaf.path}": leaf.value for name, leaf in each}
+        else:
+            values[line.path] = line.value
+    return values
+
+
+def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
+    """Raise ConfigError, naming the first one, for changes that would make it another run.
+
+    updates_done: of the checkpoint; 0 if unknown so far.
+    """
+    for path, old, new in changed:
+        if path == "algorithm.distillation.teacher" and is_url(old) and is_url(new):
+            continue  # a server may move
+        if not _may_change(path):
+            reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
+            raise ConfigError(
+                f"{path} is {as_override(new)}, the run was started with {as_override(old)}: {reason}; start a new run "
+                f"(model.path may be an export of this one). What may change: {', '.join(CHANGEABLE)}"
+            )
+        if path == "orchestration.updates" and new < updates_done:
+            raise ConfigError(f"{path} is {new}, but the checkpoint has {updates_done} updates; give at least as many")
+
+
+def _may_change(path: str) -> bool:
+    return any(fnmatchcase(path, changeable) for changeable in CHANGEABLE)

@@ -1,0 +1,1 @@
+"""A run on disk: ledger, token arrays, checkpoints, traces; how they are written and read."""

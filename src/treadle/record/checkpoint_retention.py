@@ -1,0 +1,115 @@
+"""Finding checkpoints, and choosing those that stay on disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from treadle.core.errors import RemovedError, RunError
+from treadle.core.files import Manifest
+from treadle.plan.config import KeepBest, RunConfig
+from treadle.record.ledger_reader import LedgerReader, manifest_name, no_checkpoint
+from treadle.record.run_directory import RunDirectory
+
+T = TypeVar("T")
+_NAME = re.compile(r"step-\d+")
+_FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_reward": "reward_mean"}
+
+
+def checkpoint_name(update: int) -> str:
+    """Directory name of an update's checkpoint: `step-000040`."""
+    return f"step-{update:06d}"
+
+
+def checkpoint_update(checkpoint: Path) -> int:
+    """Update of a checkpoint's directory: 40 of `.../step-000040`."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def checkpoint_updates(checkpoints: Path) -> list[int]:
+    """Updates of the complete checkpoints in a run's `checkpoints` folder, ascending."""
+    return sorted(checkpoint_update(path) for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def find_checkpoint(path: Path, which: str) -> Manifest:
+    """Return the manifest of a run's checkpoint: by name, `latest`, or `best`. The run may be in progress.
+
+    best: by `orchestration.keep_best`, or held-out success. Directories that the ledger does not know were never
+    completed. The manifest is compared with the ledger's record; the files that it lists are not read.
+    Raises RunError, also for a checkpoint that is gone.
+    """
+    return read_checkpoint(path, which, lambda manifest: None)[0]
+
+
+def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
+    """Find a checkpoint (`find_checkpoint`) and apply `read` to it; again if the run removes it meanwhile."""
+    run, missing = RunDirectory.open(path), None
+    while True:
+        ledger = run.ledger()
+        name, others = _choose(run, ledger, which)
+        remedy = f"restore it, or take another checkpoint ({', '.join(others)})" if others else "restore it from a copy"
+        try:
+            manifest = Manifest.load(run.checkpoints / name, ledger.file_sha256(manifest_name(name)), remedy)
+            return manifest, read(manifest)
+        except RemovedError:
+            if name == missing:
+                raise RunError(f"checkpoint {name} of run {str(path)!r} is gone; {remedy}") from None
+            missing = name  # the run has gone on meanwhile
+
+
+def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, list[str]]:
+    """Name of the checkpoint, and names of the others on disk. Raises RunError."""
+    latest = ledger.latest_checkpoint()
+    if latest is None:
+        raise RunError(f"run {str(run.path)!r} {no_checkpoint(run.path)}")
+    name, state = latest
+    on_disk = sorted(each for each in ledger.checkpoint_names() if (run.checkpoints / each).is_dir())
+    if which == "best":
+        config = run.config()
+        metric = config.orchestration.keep_best or "held_out_success"
+        best = best_update(state.evaluations, metric, config.evaluation.temperature)
+        if best is None:
+            raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(on_disk)}")
+        name = checkpoint_name(best)
+        if name not in on_disk:
+            among = [checkpoint_update(Path(each)) for each in on_disk]
+            second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
+            advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
+            why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
+            raise RunError(
+                f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
+                f"it has {', '.join(on_disk) or 'none'}{advice}"
+            )
+    elif which != "latest":
+        name = which
+        if which not in on_disk:
+            raise RunError(f"run {str(run.path)!r} has no checkpoint {which!r}; it has {', '.join(on_disk)}")
+    return name, [each for each in on_disk if each != name]
+
+
+def best_update(
+    evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
+) -> int | None:
+    """Update with the best evaluation at this temperature, the earliest of equals; among: candidates, default all."""
+    figures = [
+        (row[_FIGURES[metric]], -row["update"])
+        for row in evaluations
+        if row["temperature"] == temperature
+        and row[_FIGURES[metric]] is not None
+        and (among is None or row["update"] in among)
+    ]
+    return -max(figures)[1] if figures else None
+
+
+def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the checkpoints to keep: `keep_last` newest ones, multiples of `keep_every`, the best by `keep_best`."""
+    section, batch = config.orchestration, config.training.updates_between_publications
+    keep = set(sorted(updates)[-section.keep_last :])
+    if section.keep_every is not None:
+        keep |= {update for update in updates if update and update % section.keep_every < batch}
+    if section.keep_best is not None:
+        best = best_update(evaluations, section.keep_best, config.evaluation.temperature, updates)
+        keep |= set() if best is None else {best}
+    return [checkpoint_name(update) for update in updates if update in keep]

@@ -1,0 +1,420 @@
+"""Reading the ledger of a run: all queries of the run itself, its reports and its viewer.
+
+Commands prove what they work on once, when they open the run (`prove`). The viewer follows runs in progress, and proves
+only the rows that it shows in full (`rows`). The small tables `checkpoints` and `files` are always proven.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treadle.core.errors import DamageError, RunError
+from treadle.core.files import MANIFEST, WrittenFile
+from treadle.plan.config import SCHEMA_VERSION
+from treadle.record.tables import KEYS, Damaged, check_row, check_table
+
+Row = dict[str, Any]
+
+UNTAKEN = "(idx >= ? OR idx IN (SELECT value FROM json_each(?)))"  # cursor, outstanding
+PLACES = """
+SELECT group_id, row_number() OVER places AS place, lag(group_id) OVER places AS previous, lead(group_id) OVER places
+AS next FROM (
+  SELECT *, iif(split = 'train', idx, min(latest) OVER (PARTITION BY evaluation)) AS after FROM (
+    SELECT group_id, idx, split, rowid AS recorded, max(iif(split = 'train', idx, -1)) OVER (ORDER BY rowid) AS latest,
+    substr(group_id, 1, iif(split = 'train', 0, instr(group_id, '-'))) AS evaluation FROM groups))
+WINDOW places AS (ORDER BY after, evaluation, idx, recorded)"""
+"""Query: each group's place in the order of submission, whichever ended first, and its neighbors there.
+
+An evaluation comes after the groups that were on record before it.
+"""
+_STEPS = "steps JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id)"
+_NOT_UTF8 = "Could not decode to UTF-8"  # SQLite's message
+
+
+def salvage(run: Path) -> str:
+    """Remedy for a run whose ledger cannot be used, for an error message."""
+    checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
+    if not checkpoints:
+        return "restore it from a copy, or start a new run"
+    return (
+        f"restore it from a copy, or start a new run from a checkpoint: model.path={checkpoints[-1]} model.build=null"
+    )
+
+
+def no_checkpoint(run: Path) -> str:
+    """Why a run without a checkpoint on record has none, and what to do, for an error message."""
+    if any((run / "checkpoints").glob("step-*")):
+        return f"has no checkpoint on record, only directories; {salvage(run)}"
+    return "has no checkpoint yet: --resume begins it anew"
+
+
+def trace_file(version: int) -> str:
+    """Name in `traces/` of the file with the traces of groups of this `trained_version`."""
+    return f"v{version:06d}.parquet"
+
+
+def manifest_name(checkpoint: str) -> str:
+    return f"checkpoints/{checkpoint}/{MANIFEST}"
+
+
+class LedgerReader:
+    """Read-only access to the ledger of a run, which may be in progress and never waits for it. Thread-safe.
+
+    Each query opens the file anew, and so sees the newest state. All methods raise RunError if the ledger cannot be
+    read, DamageError if it is not as it was written.
+    """
+
+    def __init__(self, path: Path, remedy: str = "") -> None:
+        self.path, self._remedy = path, remedy
+
+    def signature(self) -> tuple[int, ...]:
+        """Numbers that change whenever the ledger does; none without a ledger."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return tuple(n for f in files if f.is_file() for s in (f.stat(),) for n in (s.st_ino, s.st_mtime_ns, s.st_size))
+
+    def query(self, sql: str, *values: Any) -> list[Row]:
+        with self._reading() as db:
+            return _dicts(db.execute(sql, values))
+
+    def rows(self, table: str, rest: str = "", *values: Any) -> list[Row]:
+        """Whole rows of a table; rest: of the SELECT. Raises DamageError if one of them is not as it was written."""
+        with self._reading() as db:
+            rows = _dicts(db.execute(f"SELECT {table}.* FROM {table} {rest}", values))
+            for row in rows:
+                check_row(table, list(row.values()))
+            return rows
+
+    def prove(self, *tables: str) -> None:
+        """Raise DamageError unless these tables, by default all, are as they were written."""
+        with self._reading() as db:
+            for table in tables or KEYS:
+                check_table(db, table)
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._errors("cannot be read"), self._opened() as db:
+            yield db
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        if not self.path.is_file():
+            raise RunError(f"no ledger at {self.path}; is {self.path.parent} a run directory?")
+        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            self._check_version(db)
+            yield db
+
+    def _check_version(self, db: sqlite3.Connection) -> None:
+        [version] = db.execute("PRAGMA user_version").fetchone()
+        if version != SCHEMA_VERSION:
+            what = f"is of another version of Treadle (schema_version {version})" if version else "is empty"
+            raise RunError(f"the ledger {self.path} {what}; {self.remedy}")
+
+    @contextmanager
+    def _errors(self, what: str, remedy: str = "") -> Iterator[None]:
+        """Raise DamageError if the file is not as it was written, RunError if the disk or a process is the cause."""
+        try:
+            yield
+        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:  # SQLite's message quotes what is damaged
+            no_text = isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8)
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+            is_sql = isinstance(error, sqlite3.Error) and not no_text
+            if not is_sql or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                problem = "a row is not as it was written: its text is not UTF-8" if no_text else error
+                raise DamageError(f"the ledger {self.path} is damaged: {problem}; {self.remedy}") from error
+            if isinstance(error, sqlite3.OperationalError):
+                raise RunError(f"the ledger {self.path} {what}: {error}; {remedy or self.remedy}") from error
+            raise  # a bug
+
+    @property
+    def remedy(self) -> str:
+        return self._remedy or salvage(self.path.parent)
+
+    # --- checkpoints and files ---------------------------------------------------------------------------------------
+
+    def latest_checkpoint(self) -> tuple[str, LoopState] | None:
+        """(directory name, state) of the latest checkpoint, or None before the first."""
+        rows = self.rows("checkpoints", "ORDER BY number")
+        return (rows[-1]["directory"], LoopState.from_json(rows[-1]["state"])) if rows else None
+
+    def checkpoint(self, directory: str) -> LoopState:
+        """Raises RunError if it was not committed, or was rolled back."""
+        rows = self.rows("checkpoints", "WHERE directory = ? ORDER BY number", directory)
+        if not rows:
+            raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
+        return LoopState.from_json(rows[-1]["state"])
+
+    def checkpoint_names(self) -> list[str]:
+        """Directory names of all committed checkpoints, oldest first, without those rolled back."""
+        names = self.query("SELECT directory FROM checkpoints ORDER BY number")
+        return list(dict.fromkeys(row["directory"] for row in names))
+
+    def files(self, prefix: str) -> dict[str, WrittenFile]:
+        """Recorded files whose names in the run directory have this prefix, by the rest of their names."""
+        rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
+        names = [row["name"].removeprefix(prefix) for row in rows]
+        return {name: WrittenFile(name, row["sha256"]) for name, row in zip(names, rows, strict=True)}
+
+    def shards(self) -> dict[str, WrittenFile]:
+        """Files with the tokens of all trajectories on record, by their names in `rollouts/`."""
+        return self.files("rollouts/")
+
+    def traces(self) -> dict[str, WrittenFile]:
+        """Files with the traces of trained groups, by their names in `traces/` (`trace_file`)."""
+        return self.files("traces/")
+
+    def shard(self, name: str) -> WrittenFile:
+        if (sha256 := self.file_sha256(f"rollouts/{name}")) is None:
+            raise DamageError(f"the ledger {self.path} does not know the shard {name}; restore it from a copy")
+        return WrittenFile(name, sha256)
+
+    def traces_of(self, version: int | None) -> WrittenFile | None:
+        """The file with the traces of groups that this version trained; None without any."""
+        return None if version is None else self.traces().get(trace_file(version))
+
+    def file_sha256(self, name: str) -> str | None:
+        """SHA-256 of a file, by its name in the run directory; None if it is not on record."""
+        rows = self.rows("files", "WHERE name = ?", name)
+        if not rows:
+            self.prove("files")  # damage may hide a row
+        return rows[0]["sha256"] if rows else None
+
+    # --- what resuming needs -----------------------------------------------------------------------------------------
+
+    def untaken(self, state: LoopState) -> list[Row]:
+        """Rows of the trajectories on record that are not in the checkpoint, in order of groups.
+
+        Of a group that was sampled several times it is the newest sample. waiting: steps that may still be trained.
+        """
+        return self.query(
+            "SELECT g.*, t.*, (SELECT count(*) FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.state = "
+            f"'recorded') AS waiting FROM trajectories t JOIN groups g USING (group_id) WHERE split = 'train' AND "
+            f"{UNTAKEN} AND g.rowid = (SELECT max(rowid) FROM groups h WHERE h.split = 'train' AND h.idx = g.idx) "
+            "ORDER BY g.idx, t.attempt",
+            *(state.cursor, json.dumps(state.outstanding)),
+        )
+
+    def times_sampled(self) -> dict[int, int]:
+        """Group index -> how often it is on record; a resumed run gives the next sample another id."""
+        rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
+        return {row["idx"]: row["times"] for row in rows}
+
+    def times_evaluated(self, name: str) -> int:
+        """How often an evaluation is on record: `e000120` as `e000120-*`, `e000120r1-*`, `e000120r2-*`."""
+        sql = "SELECT count(*) AS times FROM groups WHERE group_id = ? OR group_id GLOB ?"
+        return int(self.query(sql, f"{name}-0000", f"{name}r*-0000")[0]["times"])
+
+    # --- counts ------------------------------------------------------------------------------------------------------
+
+    def splits(self) -> list[Row]:
+        rows = self.query(
+            "SELECT split, count(DISTINCT group_id) AS groups, count(*) AS trajectories, count(failure_cause) AS "
+            "failed FROM trajectories JOIN groups USING (group_id) GROUP BY 1 ORDER BY 1 DESC"
+        )
+        columns = {"steps": "count", "prompt_tokens": "prompt_tokens", "completion_tokens": "completion_tokens"}
+        states = self.step_states()
+        for row in rows:
+            row |= {k: sum(s[column] for s in states if s["split"] == row["split"]) for k, column in columns.items()}
+        return rows
+
+    def step_states(self) -> list[Row]:
+        """Steps and tokens of each split, state and reason, the most frequent first."""
+        by_trajectory = (  # first, so that each trajectory is looked up once
+            "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
+            "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
+        )
+        return self.query(
+            "SELECT split, state, reason, sum(s.count) AS count, sum(s.prompt_tokens) AS prompt_tokens, "
+            f"sum(s.completion_tokens) AS completion_tokens FROM ({by_trajectory}) s JOIN trajectories USING "
+            "(trajectory_id) JOIN groups USING (group_id) GROUP BY 1, 2, 3 ORDER BY 1 DESC, 4 DESC"
+        )
+
+    def statuses(self) -> list[Row]:
+        return self.query(
+            "SELECT split, status, count(*) AS count FROM trajectories JOIN groups USING (group_id) GROUP BY 1, 2 "
+            "ORDER BY 1 DESC, 3 DESC"
+        )
+
+    def stop_reasons(self) -> list[Row]:
+        return self.query(
+            f"SELECT split, stop_reason, count(*) AS count FROM {_STEPS} GROUP BY 1, 2 ORDER BY 1 DESC, 3 DESC"
+        )
+
+    def failures(self, limit: int = -1) -> list[Row]:
+        """Causes and messages, the most frequent first, each with an example trajectory and its traceback; -1: all."""
+        return self.query(
+            "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
+            "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
+            "trajectory_id FROM trajectories WHERE failure_cause IS NOT NULL GROUP BY 1, 2) "
+            "JOIN trajectories USING (trajectory_id) ORDER BY count DESC, cause, message LIMIT ?",
+            limit,
+        )
+
+    def blocked(self) -> Row:
+        return self.query(
+            "SELECT count(*) AS count, sum(blocked_seconds) AS seconds, min(trajectory_id) AS trajectory_id "
+            "FROM trajectories WHERE blocked_seconds > 0"
+        )[0]
+
+    def warnings(self) -> list[Row]:
+        return self.query(
+            "SELECT warning AS message, count(*) AS count, min(trajectory_id) AS trajectory_id FROM trajectories "
+            "WHERE warning != '' GROUP BY 1 ORDER BY 2 DESC LIMIT 5"
+        )
+
+    def trained_steps(self) -> list[Row]:
+        """Trajectories in order of groups; trained: JSON list of the steps that were trained or still may be."""
+        return self.query(
+            "SELECT split, group_id, trajectory_id, shard, trained_version, (SELECT json_group_array(step) FROM "
+            "steps s WHERE s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM "
+            "groups JOIN trajectories t USING (group_id) ORDER BY split DESC, idx, groups.rowid, attempt"
+        )
+
+    def sampled_once(self) -> list[Row]:
+        """Trajectories with their groups' task and split, in order of groups, without those that were sampled again."""
+        return self.query(
+            "SELECT t.*, g.task, g.split FROM groups g JOIN trajectories t USING (group_id) WHERE NOT EXISTS (SELECT 1 "
+            "FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.reason = 'resampled') "
+            "ORDER BY g.split DESC, g.idx, g.rowid, t.attempt"
+        )
+
+    # --- trajectories and groups -------------------------------------------------------------------------------------
+
+    def newest(self, count: int) -> list[Row]:
+        return self.query(
+            "SELECT t.trajectory_id, g.split, json_extract(g.task, '$.task_id') AS task_id, t.status, t.reward, "
+            "t.advantage, t.steps, t.completion_tokens, t.failure_cause, t.failure_message "
+            "FROM trajectories t JOIN groups g USING (group_id) ORDER BY t.rowid DESC LIMIT ?",
+            count,
+        )
+
+    def trajectory(self, trajectory_id: str) -> Row | None:
+        """A trajectory's row with its group's task, split and trained_version."""
+        rows = self.query(
+            "SELECT t.*, g.task, g.split, g.trained_version FROM trajectories t JOIN groups g USING (group_id) "
+            "WHERE trajectory_id = ?",
+            trajectory_id,
+        )
+        return rows[0] if rows else None
+
+    def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
+        """Attempts at one task in two evaluations, from failure to success if possible. component: judged instead.
+
+        Copies of the policy in other roles (`g000012.3.opponent`) are left out.
+        """
+        judged = "coalesce((SELECT value FROM json_each({0}.components) WHERE key = ?), {0}.reward)"
+        values = (component, success) * 2
+        rows = self.query(
+            "SELECT b.trajectory_id AS before, a.trajectory_id AS after FROM trajectories b JOIN groups gb USING "
+            "(group_id) JOIN groups ga ON ga.position = gb.position JOIN trajectories a ON a.group_id = ga.group_id "
+            "WHERE gb.group_id GLOB ? AND ga.group_id GLOB ? AND a.trajectory_id NOT GLOB '*.*.*' AND b.trajectory_id "
+            f"NOT GLOB '*.*.*' ORDER BY coalesce({judged.format('a')} >= ?, 0) DESC, "
+            f"coalesce({judged.format('b')} < ?, 0) DESC, gb.position LIMIT 1",
+            *(self._last_time(first), self._last_time(last), *values),
+        )
+        return (rows[0]["before"], rows[0]["after"]) if rows else None
+
+    def _last_time(self, evaluation: str) -> str:
+        """Pattern of an evaluation's groups; of one that was repeated, those of the last time."""
+        times = self.times_evaluated(evaluation)
+        return f"{evaluation}r{times - 1}-*" if times > 1 else f"{evaluation}-*"
+
+    def evaluations(self) -> list[str]:
+        rows = self.query(
+            "SELECT substr(group_id, 1, instr(group_id, '-') - 1) AS name FROM groups WHERE split != 'train' "
+            "GROUP BY 1 ORDER BY min(rowid)"
+        )
+        return [row["name"] for row in rows]
+
+    def evaluated_groups(self, evaluation: str) -> list[Row]:
+        return self.rows("groups", "WHERE group_id GLOB ? ORDER BY idx", f"{evaluation}-*")
+
+    def groups_of_task(self, task_id: str, split: str) -> list[Row]:
+        which = "WHERE split = ? AND instr(task, ?) AND json_extract(task, '$.task_id') = ? ORDER BY rowid"
+        return self.rows("groups", which, split, json.dumps(task_id)[1:-1], task_id)
+
+    def attempts(self, groups: Sequence[str]) -> list[Row]:
+        which = "WHERE group_id IN (SELECT value FROM json_each(?)) ORDER BY attempt, rowid"
+        return self.rows("trajectories", which, json.dumps(groups))
+
+    def attempts_states(self, groups: Sequence[str]) -> list[Row]:
+        return self.query(
+            "SELECT trajectory_id, state, reason, count(*) AS count FROM steps WHERE trajectory_id IN (SELECT "
+            "trajectory_id FROM trajectories WHERE group_id IN (SELECT value FROM json_each(?))) GROUP BY 1, 2, 3",
+            json.dumps(groups),
+        )
+
+    def steps(self, trajectory_id: str) -> list[Row]:
+        return self.rows("steps", "WHERE trajectory_id = ? ORDER BY step", trajectory_id)
+
+    def neighbors(self, group_id: str) -> Row:
+        """`previous` and `next` group in the order of `PLACES`; None at the ends."""
+        return self.query(f"SELECT previous, next FROM ({PLACES}) WHERE group_id = ?", group_id)[0]
+
+    def trajectory_neighbors(self, trajectory_id: str, group_id: str) -> Row:
+        """`previous` and `next` trajectory: of the same group, or of a neighbor of it."""
+        around = self.neighbors(group_id)
+        rows = self.query(
+            "SELECT trajectory_id FROM json_each(?) JOIN trajectories ON group_id = value "
+            "ORDER BY json_each.key, attempt, trajectories.rowid",
+            json.dumps([around["previous"], group_id, around["next"]]),
+        )
+        names = [None, *(row["trajectory_id"] for row in rows), None]
+        at = names.index(trajectory_id)
+        return {"previous": names[at - 1], "next": names[at + 1]}
+
+    def trained_by(self, versions: Sequence[int], evaluation: str = "") -> list[Row]:
+        """trajectory_id, shard and reward of what these versions trained, and of evaluations named `evaluation*`."""
+        return self.query(
+            "SELECT trajectory_id, shard, reward FROM trajectories JOIN groups USING (group_id) WHERE trained_version "
+            "IN (SELECT value FROM json_each(?)) OR (?2 != '' AND group_id GLOB ?2 || '*') "
+            "ORDER BY shard, trajectories.rowid",
+            *(json.dumps(versions), evaluation),
+        )
+
+    def training_shards(self) -> list[str]:
+        sql = "SELECT DISTINCT shard FROM trajectories JOIN groups USING (group_id) WHERE split = 'train'"
+        return [row["shard"] for row in self.query(sql)]
+
+    def training(self) -> list[Row]:
+        """Training trajectories in order of groups, with shard, index of the group, reward and seconds."""
+        return self.query(
+            "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward, t.seconds "
+            "FROM groups g JOIN trajectories t USING (group_id) WHERE g.split = 'train' "
+            "ORDER BY g.idx, g.group_id, t.attempt"
+        )
+
+
+def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
+    names = [name for name, *_ in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """All that resuming needs, with the weights and the optimizer.
+
+    cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
+    graded attempts. began: when the run did, in ISO format: the date that templates write.
+    """
+
+    update: int = 0
+    version: int = 0
+    cursor: int = 0
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    evaluations: tuple[dict[str, Any], ...] = ()
+    outstanding: tuple[int, ...] = ()
+    failed_tasks: Mapping[str, int] = field(default_factory=dict)
+    began: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> LoopState:
+        state = json.loads(text)
+        return cls(**{**state, **{name: tuple(state[name]) for name in ("evaluations", "outstanding")}})

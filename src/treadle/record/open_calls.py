@@ -1,0 +1,135 @@
+"""The calls of attempts in progress: made durable as they are answered, so that a run that is killed goes on with them.
+
+    Session -> Replay -> OpenCalls.add -> the ledger's `open_calls` -(--resume)-> OpenCalls.recorded -> Replay
+
+A row goes when its attempt is recorded, or cannot be gone on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from treadle.core.engine import Completion, VersionSpan
+from treadle.core.types import Group, StopReason
+from treadle.record.ledger import AttemptKey, Ledger
+from treadle.rollout.replay import AnsweredCall
+from treadle.rollout.session import Address
+
+
+class OpenCalls:
+    """Records calls of training attempts (a `rollout.attempt.CallLog`). Calls of one moment share a transaction.
+
+    restored: what a killed run left (`restorable_calls`). log: gets a line for each player that did not repeat its
+    requests.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        restored: Mapping[AttemptKey, Sequence[AnsweredCall]] | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._ledger, self._restored, self._log = ledger, dict(restored or {}), log
+        self._pending: list[tuple[AttemptKey, AnsweredCall]] = []
+        self._forgotten: list[AttemptKey] = []
+        self._turn = asyncio.Lock()
+        self._named: set[str] = set()
+
+    def oldest_version(self, group: Group) -> int | None:
+        """Return the oldest policy version among the restored tokens of a group's attempts; None without any."""
+        own = (calls for key, calls in self._restored.items() if key[:2] == (group.epoch, group.position))
+        return min(map(_oldest, own), default=None)
+
+    def recorded(self, address: Address) -> Sequence[AnsweredCall]:
+        return self._restored.pop(_key(address), ())
+
+    def add(self, address: Address, call: AnsweredCall) -> asyncio.Future[None]:
+        self._pending.append((_key(address), call))
+        writing = asyncio.ensure_future(self.settled())
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waits for it sees it
+        return writing
+
+    def forget(self, address: Address) -> None:
+        self._pending = [(key, call) for key, call in self._pending if key != _key(address)]
+        self._forgotten.append(_key(address))
+
+    def restarted(self, address: Address, player: str, what: str) -> None:
+        self.forget(address)
+        if player not in self._named:
+            self._named.add(player)
+            self._log(
+                f"{player} did not repeat its requests when it was played again with the recorded answers ({what}): it "
+                "is not deterministic, or was changed; such attempts start anew. replayable = False on it leaves "
+                "out the try"
+            )
+
+    async def settled(self) -> None:
+        """Wait until everything so far is durable. Raises RunError."""
+        async with self._turn:
+            calls, self._pending = self._pending, []
+            forgotten, self._forgotten = self._forgotten, []
+            if calls or forgotten:
+                rows = [_row(key, call) for key, call in calls]
+                await asyncio.to_thread(self._ledger.record_calls, rows, forgotten)
+
+
+def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) -> dict[AttemptKey, list[AnsweredCall]]:
+    """Return the calls that a run resumed at version `newest` goes on with, by attempt; the others are forgotten.
+
+    An attempt's first calls, up to one that is missing or newer: those weights were lost. None of an attempt with
+    tokens older than `oldest`. repeats: whether the run samples everything again instead.
+    """
+    restored: dict[AttemptKey, list[AnsweredCall]] = {}
+    rows = [] if repeats else ledger.rows("open_calls", "ORDER BY epoch, position, attempt, call")
+    for row in rows:
+        key, call = (row["epoch"], row["position"], row["attempt"]), _call(row)
+        calls = restored.setdefault(key, [])
+        versions = [span.version for span in call.completion.policy_versions]
+        if call.number == len(calls) and max(versions) <= newest:
+            calls.append(call)
+    for key in [key for key, calls in restored.items() if not calls or _oldest(calls) < oldest]:
+        del restored[key]
+    ledger.keep_calls({key: len(calls) for key, calls in restored.items()})
+    return restored
+
+
+def _oldest(calls: Iterable[AnsweredCall]) -> int:
+    return min(span.version for call in calls for span in call.completion.policy_versions)
+
+
+def _key(address: Address) -> AttemptKey:
+    return address.epoch, address.position, address.attempt
+
+
+def _row(key: AttemptKey, call: AnsweredCall) -> dict[str, Any]:
+    made, routing = call.completion, call.completion.routing
+    return {
+        **dict(zip(("epoch", "position", "attempt"), key, strict=True)),
+        "call": call.number,
+        "request": call.request.hex(),
+        "token_ids": made.token_ids.astype("<i4").tobytes(),
+        "logprobs": made.logprobs.astype("<f4").tobytes(),
+        "versions": json.dumps([(span.version, span.start, span.end) for span in made.policy_versions]),
+        "stop_reason": made.stop_reason,
+        "routing": None if routing is None else routing.astype("<i2").tobytes(),
+        "routing_shape": None if routing is None else json.dumps(routing.shape),
+    }
+
+
+def _call(row: Mapping[str, Any]) -> AnsweredCall:
+    routing = row["routing"]
+    completion = Completion(
+        token_ids=np.frombuffer(row["token_ids"], "<i4").astype(np.int32),
+        logprobs=np.frombuffer(row["logprobs"], "<f4").astype(np.float32),
+        stop_reason=StopReason(row["stop_reason"]),
+        policy_versions=tuple(VersionSpan(*span) for span in json.loads(row["versions"])),
+        routing=routing
+        if routing is None
+        else np.frombuffer(routing, "<i2").astype(np.int16).reshape(json.loads(row["routing_shape"])),
+    )
+    return AnsweredCall(row["call"], bytes.fromhex(row["request"]), completion)

@@ -1,0 +1,266 @@
+"""Tokens of finished attempts, and what updates computed of them, in Parquet files that pandas reads: a row a step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from treadle.core.errors import DataError, RunError
+from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
+from treadle.core.outcomes import was_played
+from treadle.core.rewards import Reward
+from treadle.core.trainer import StepTrace
+from treadle.core.types import BreakCause, DropReason, Group, ModelCall, SamplingParams, Step, StopReason
+from treadle.models.model_files import tokenizer_directory
+from treadle.packing.breaks import Decode, Relation, relations
+from treadle.packing.flat import PackedCall
+from treadle.record.checkpoint_retention import read_checkpoint
+from treadle.record.ledger_reader import trace_file
+from treadle.record.run_directory import RunDirectory
+from treadle.rendering.texts import TokenTexts
+
+_STEP = {  # columns that are attributes of the step
+    "prompt_ids": pa.list_(pa.int32()),
+    "completion_ids": pa.list_(pa.int32()),
+    "logprobs": pa.list_(pa.float32()),
+    "mask": pa.list_(pa.bool_()),
+    "policy_versions": pa.list_(pa.int32()),
+    "stop_reason": pa.string(),
+    "reward": pa.float64(),
+    "seconds": pa.float64(),
+    "break_cause": pa.string(),
+    "dropped": pa.string(),
+    "shaping": pa.float64(),
+    "state_key": pa.string(),
+    "started": pa.float64(),
+    "waited": pa.float64(),
+    "summary": pa.bool_(),
+}
+_SAMPLING = {
+    "temperature": pa.float64(),
+    "max_tokens": pa.int32(),
+    "stop": pa.list_(pa.string()),
+    "seed": pa.int64(),
+    "top_k": pa.int32(),
+    "top_p": pa.float64(),
+    "min_p": pa.float64(),
+}
+STEP_SCHEMA = pa.schema(
+    {
+        **_STEP,
+        **_SAMPLING,
+        "routing": pa.binary(),  # int16, little-endian: as a list, reading makes a Python object of every number
+        "routing_shape": pa.list_(pa.int32()),
+        "components": pa.map_(pa.string(), pa.float64()),
+        "token_rewards": pa.list_(pa.float32()),
+        # older runs lack the following
+        "calls": pa.list_(pa.string()),  # of other models, each as JSON
+        "withheld": pa.int32(),
+        "chat": pa.string(),  # of a model behind a URL: the call, as JSON
+    }
+)
+_SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
+_TOKENS: Mapping[str, type[np.generic]] = {
+    "prompt_ids": np.int32,
+    "completion_ids": np.int32,
+    "logprobs": np.float32,
+    "mask": np.bool_,
+    "policy_versions": np.int32,
+}
+
+
+def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
+    """Write the groups' steps durably; return the file. Complete or absent. Raises RunError if the disk refuses."""
+    rows = [
+        {"group_id": group.group_id, "trajectory_id": trajectory.trajectory_id, "step": number, **step_row(step)}
+        for group in groups
+        for trajectory in group.everyone
+        for number, step in enumerate(trajectory.steps)
+    ]
+    return write_table(directory, f"{name}.parquet", pa.Table.from_pylist(rows, schema=_SCHEMA))
+
+
+def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
+    final, sink = directory / name, pa.BufferOutputStream()
+    strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
+    try:
+        return WrittenFile(name, write_atomically(final, bytes(sink.getvalue())))
+    except OSError as error:
+        raise RunError(f"could not write {final}: {refusal(error, 'make it writable')}, then --resume") from error
+
+
+def remove_other_shards(directory: Path, keep: Container[str]) -> None:
+    """Delete all files except `keep`: a process that died before they were on record may have left some."""
+    for file in directory.iterdir():
+        if file.name not in keep:
+            file.unlink()
+
+
+def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
+    """A shard's content, for pyarrow. Raises DamageError if it is missing or not as it was written."""
+    return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
+
+
+def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
+    """Steps of one trajectory, in call order. Raises as `open_shard`."""
+    table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
+    return [step_of(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
+
+
+def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
+    """All steps of a shard, in call order, by trajectory_id. Raises as `open_shard`."""
+    trajectories: dict[str, list[Step]] = {}
+    for row in _rows(pq.read_table(open_shard(directory, shard))):
+        trajectories.setdefault(row["trajectory_id"], []).append(step_of(row))
+    return trajectories
+
+
+def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]:
+    """trajectory_id, step, started, waited and seconds of each step of a shard. Raises as `open_shard`."""
+    columns = ["trajectory_id", "step", "started", "waited", "seconds"]
+    rows: list[dict[str, Any]] = pq.read_table(open_shard(directory, shard), columns=columns).to_pylist()
+    return rows
+
+
+def token_arrays(column: pa.ListArray) -> list[Any]:
+    """Rows of a list column as numpy views, without a Python object for each token."""
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
+
+
+def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.combine_chunks().to_batches():
+        arrays = zip(*(token_arrays(batch.column(name)) for name in _TOKENS), strict=True)
+        for row, tokens in zip(batch.drop_columns(list(_TOKENS)).to_pylist(), arrays, strict=True):
+            yield {**row, **dict(zip(_TOKENS, tokens, strict=True))}
+
+
+def step_row(step: Step) -> dict[str, Any]:
+    """Return a step as a row of `STEP_SCHEMA`; `step_of` reads it."""
+    routing = step.routing
+    return {
+        **{name: getattr(step, name) for name in _STEP},
+        **{name: getattr(step.sampling, name) for name in _SAMPLING},
+        "routing": None if routing is None else routing.astype("<i2").tobytes(),
+        "routing_shape": None if routing is None else routing.shape,
+        "components": list(step.given.components.items()),
+        "token_rewards": step.given.tokens,
+        "calls": [json.dumps(asdict(call)) for call in step.calls],
+        "withheld": step.withheld,
+        "chat": None if step.chat is None else json.dumps(asdict(step.chat)),
+    }
+
+
+def step_of(row: Mapping[str, Any]) -> Step:
+    """Return the step in a row, which may lack its routing."""
+    plain = {name: row[name] for name in _STEP.keys() - _TOKENS.keys()}
+    recorded = row.get("routing")
+    routing = None if recorded is None else np.frombuffer(recorded, "<i2").reshape(row["routing_shape"])
+    converted = {
+        **{name: np.array(row[name], dtype) for name, dtype in _TOKENS.items()},
+        "stop_reason": StopReason(row["stop_reason"]),
+        "break_cause": BreakCause(row["break_cause"]) if row["break_cause"] else None,
+        "dropped": DropReason(row["dropped"]) if row["dropped"] else None,
+    }
+    return Step(
+        **{**plain, **converted},
+        sampling=SamplingParams(**{name: row[name] for name in _SAMPLING if name != "stop"}, stop=tuple(row["stop"])),
+        routing=None if routing is None else routing.astype(np.int16),
+        given=Reward(dict(row["components"]), row["token_rewards"]),
+        calls=tuple(map(_call, row.get("calls") or ())),
+        withheld=row.get("withheld") or 0,
+        chat=_call(row["chat"]) if row.get("chat") else None,
+    )
+
+
+def _call(text: str) -> ModelCall:
+    fields = json.loads(text)
+    return ModelCall(**{**fields, "messages": tuple(fields["messages"]), "tools": tuple(fields.get("tools", ()))})
+
+
+_OF_TOKENS: Mapping[str, type[np.generic]] = {
+    "logprobs": np.float32,
+    "entropy": np.float32,
+    "advantage": np.float32,
+    "ratio": np.float32,
+    "clipped": np.bool_,
+}
+_TRACE_SCHEMA = pa.schema(
+    [
+        ("update", pa.int32()),
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("step", pa.int32()),
+        *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in _OF_TOKENS.items()),
+    ]
+)
+
+
+def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> WrittenFile:
+    """Write the traces of a batch durably; return the file. version: of the policy before. Raises RunError."""
+    rows = [{name: getattr(trace, name) for name in _TRACE_SCHEMA.names} for trace in traces]
+    return write_table(directory, trace_file(version), pa.Table.from_pylist(rows, schema=_TRACE_SCHEMA))
+
+
+def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = None) -> list[StepTrace]:
+    """Traces of one trajectory, or of all, in the order of writing. Raises DamageError."""
+    filters = None if trajectory_id is None else [("trajectory_id", "=", trajectory_id)]
+    traces = []
+    for row in pq.read_table(open_shard(directory, file), filters=filters).to_pylist():
+        arrays = {name: np.array(row[name], dtype) for name, dtype in _OF_TOKENS.items() if row[name] is not None}
+        traces.append(StepTrace(**{**row, **arrays}))
+    return traces
+
+
+def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
+    """A trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
+    ledger = RunDirectory(run).ledger()
+    ledger.prove("groups", "trajectories")
+    row = ledger.trajectory(trajectory_id)
+    if row is None:
+        examples = ", ".join(newest["trajectory_id"] for newest in ledger.newest(3)) or "none yet"
+        raise RunError(f"no trajectory {trajectory_id!r} in {run}; it has for example {examples} (treadle show {run})")
+    return row, read_steps(run / "rollouts", ledger.shard(row["shard"]), trajectory_id)
+
+
+def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
+    """Traces of a trajectory, in order; [] if it is not traced, or not trained yet. Raises DamageError."""
+    ledger = RunDirectory(run).ledger()
+    row = ledger.trajectory(trajectory_id)
+    file = ledger.traces_of(row["trained_version"]) if row else None
+    return [] if file is None else read_traces(run / "traces", file, trajectory_id)
+
+
+def load_run_tokenizer(run: Path) -> Tokenizer:
+    """The tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
+    directory = RunDirectory.open(run)
+    latest = directory.ledger().latest_checkpoint()
+    if latest is not None and (directory.checkpoints / latest[0]).is_dir():
+        checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
+        source = checkpoint.directory
+    else:
+        source = tokenizer_directory(directory.config().model)
+        content = (source / "tokenizer.json").read_bytes()
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
+
+
+def decoder(tokenizer: Tokenizer) -> Decode:
+    return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def step_relations(steps: Sequence[Step], texts: TokenTexts) -> list[Relation]:
+    calls = [PackedCall(*texts.call(step), first=0) for step in steps]
+    return relations(calls, texts.decode, [step.break_cause for step in steps], [was_played(step) for step in steps])

@@ -1,0 +1,357 @@
+"""Files of trajectories: written for others, and read from others.
+
+    what                      ids     as
+    `treadle export-traces`   exact   a line of .jsonl, or a row of .parquet: `as_record`
+    `treadle eval --url`      text    the same, with the messages of each call in place of ids
+    `treadle serve --record`  exact   lines of .jsonl, one a call, that are put together when read (`Recording`)
+    ATIF, Harbor's            text    a .json file, or a line of .jsonl (`atif`)
+    chat logs, OpenAI's       text    {"messages": [...]}: a line of .jsonl, or a row of .parquet
+
+Text is tokenized once, by the template of the model that learns it; its ids need not be those that were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treadle.core.errors import Cause, ConfigError, DataError, RunError, TreadleError
+from treadle.core.files import new_directory, refusal
+from treadle.core.outcomes import NOT_PLAYED, was_played
+from treadle.core.text import read_json
+from treadle.core.types import Failure, Message, Status, Task, Trajectory
+from treadle.record.atif import as_atif, from_atif, is_atif
+from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged
+from treadle.record.rollout_store import STEP_SCHEMA, step_of, step_row
+from treadle.rendering.replies import Tool
+from treadle.rendering.texts import TokenTexts, messages_of
+
+FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet", "atif": "-atif"}
+"""Formats of exports -> how their files end; ATIF is a directory of files."""
+
+_ROUTING = ("routing", "routing_shape")
+_FUNCTION = pa.struct(dict.fromkeys(("name", "arguments"), pa.string()))
+_CALL = pa.struct({"id": pa.string(), "type": pa.string(), "function": _FUNCTION})
+_TEXTS = ("role", "content", "reasoning_content", "tool_call_id", "name")
+_MESSAGES = pa.list_(pa.struct({**dict.fromkeys(_TEXTS, pa.string()), "tool_calls": pa.list_(_CALL)}))
+_STEPS = [field for field in STEP_SCHEMA if field.name not in _ROUTING]
+_SCHEMA = pa.schema(
+    {
+        **dict.fromkeys(("trajectory_id", "group_id", "split"), pa.string()),
+        "attempt": pa.int32(),
+        **dict.fromkeys(("task_id", "task"), pa.string()),
+        "messages": _MESSAGES,
+        "tools": pa.string(),
+        "reward": pa.float64(),
+        "components": pa.map_(pa.string(), pa.float64()),
+        **dict.fromkeys(("status", "failure", "warning"), pa.string()),
+        "seconds": pa.float64(),
+        **dict.fromkeys(("vocabulary", "model"), pa.string()),
+        "steps": pa.list_(pa.struct([*_STEPS, ("prompt", pa.string()), ("completion", pa.string())])),
+    }
+)
+_AS_JSON = ("task", "tools", "failure")  # columns that Parquet has as JSON texts
+
+
+def as_record(
+    recorded: RecordedTrajectory,
+    texts: TokenTexts,
+    messages: Sequence[Message] | None = None,
+    tools: Sequence[Tool] = (),
+    model: str = "",
+) -> dict[str, Any]:
+    """Return a trajectory as plain data, with the exact ids of its steps, and the texts that they are.
+
+    messages: as the last played step ends; default: read off its ids. tools: runs have none on record, as templates
+    write them into messages. model: what sampled it, a run or a model's directory.
+    """
+    t = recorded.trajectory
+    if messages is None:
+        played = [step for step in t.steps if was_played(step)]
+        if played and (chat := played[-1].chat) is not None:
+            messages, tools = [*chat.messages, chat.reply], chat.tools
+        else:
+            messages = messages_of(played[-1].full_ids.tolist(), texts) if played else []
+    return {
+        "trajectory_id": t.trajectory_id,
+        "group_id": recorded.group_id,
+        "split": recorded.split,
+        "attempt": t.attempt,
+        "task_id": t.task_id,
+        "task": asdict(recorded.task),
+        "messages": list(messages),
+        "tools": list(tools),
+        "reward": t.reward,
+        "components": recorded.components,
+        "status": str(t.status),
+        "failure": asdict(t.failure) if t.failure else None,
+        "warning": t.warning,
+        "seconds": t.seconds,
+        "vocabulary": recorded.vocabulary,
+        "model": model,
+        "steps": [
+            {
+                **{name: _plain(value) for name, value in step_row(step).items() if name not in _ROUTING},
+                "components": dict(step.given.components),
+                "prompt": texts.decode(step.prompt_ids),
+                "completion": texts.decode(step.completion_ids),
+            }
+            for step in t.steps
+        ],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def write_trajectories(
+    path: Path, form: str, trajectories: Iterable[RecordedTrajectory], texts: TokenTexts, model: str = ""
+) -> int:
+    """Write a file, or a directory of ATIF files, complete or absent; return of how many trajectories.
+
+    What is there before is replaced. model: what sampled them, a run or a model's directory.
+    Raises RunError where the disk refuses.
+    """
+    if form != "atif":
+        return write_records(path, form, (as_record(t, texts, model=model) for t in trajectories))
+    count = 0
+    with _unless_refused(path), new_directory(path) as directory:
+        for trajectory in trajectories:
+            count += 1
+            if not trajectory.played_steps:
+                continue  # the format has none without a step
+            document = json.dumps(as_atif(trajectory, texts, model), ensure_ascii=False, indent=1)
+            directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
+    return count
+
+
+def write_records(path: Path, form: str, records: Iterable[dict[str, Any]]) -> int:
+    """Write a file of `as_record`s, complete or absent; return how many. form: jsonl or parquet. Raises RunError."""
+    count = 0
+
+    def counted() -> Iterator[dict[str, Any]]:
+        nonlocal count
+        for record in records:
+            count += 1
+            yield record
+
+    with _unless_refused(path), _replacing(path) as temporary:
+        (_write_parquet if form == "parquet" else _write_lines)(temporary, counted())
+    return count
+
+
+@contextmanager
+def _unless_refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"could not write {path}: {refusal(error)}") from error
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def _write_parquet(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    with pq.ParquetWriter(path, _SCHEMA, compression="zstd") as writer:
+        rest = iter(records)
+        while part := list(islice(rest, 64)):
+            rows = [
+                {
+                    **record,
+                    **{name: json.dumps(record[name]) for name in _AS_JSON},
+                    "components": list(record["components"].items()),
+                    "steps": [{**s, "components": list(s["components"].items())} for s in record["steps"]],
+                }
+                for record in part
+            ]
+            writer.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
+
+
+# Reading
+
+
+def read_files(path: Path) -> Iterator[RecordedTrajectory | LoggedConversation]:
+    """Read a .jsonl, .parquet or .json file, or all of them in a directory, in order.
+
+    Raises ConfigError for another path, DataError naming file and line of what is malformed.
+    """
+    if path.is_dir():
+        files = sorted(file for end in _READERS for file in path.rglob(f"*{end}"))
+        if not files:
+            raise ConfigError(f"{str(path)!r} is no run, and has no {', '.join(_READERS)} file")
+        for file in files:
+            yield from read_files(file)
+        return
+    read = _READERS.get(path.suffix)
+    if read is None or not path.is_file():
+        raise ConfigError(f"{str(path)!r} is neither a run nor a {', '.join(_READERS)} file with trajectories")
+    for where, row in read(path):
+        yield _read(row, where, path)
+
+
+def read_records(path: Path) -> Iterator[tuple[RecordedTrajectory, dict[str, Any]]]:
+    """Read each trajectory of a .jsonl file of `as_record`s, and the record. Raises as `read_files`, and for text."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        raise ConfigError(f"{str(path)!r} is neither a run nor a .jsonl file with trajectories")
+    for where, row in _lines(path):
+        recorded = _read(row, where, path)
+        if not isinstance(recorded, RecordedTrajectory):
+            raise DataError(f"{where}: is text, without the ids that were sampled; treadle sft --from reads it so")
+        yield recorded, row
+
+
+def _read(row: Any, where: str, path: Path) -> RecordedTrajectory | LoggedConversation:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: must be a JSON object, got {row!r:.80}")
+    try:
+        if is_atif(row):
+            return from_atif(row, where, path)
+        if isinstance(row.get("steps"), list):
+            return _from_record(row, where)
+        if "messages" in row:
+            return logged(row, where)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TreadleError) and str(error).startswith(where):
+            raise
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{where}: not a trajectory that can be read: {what}") from error
+    raise DataError(f"{where}: no trajectory: it has neither 'steps' nor 'messages', but {', '.join(row) or 'nothing'}")
+
+
+def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
+    task, failure = (read_json(row[name]) if isinstance(row[name], str) else row[name] for name in ("task", "failure"))
+    trajectory = Trajectory(
+        trajectory_id=row["trajectory_id"],
+        task_id=row["task_id"],
+        attempt=row["attempt"],
+        steps=tuple(map(step_of, row["steps"])),
+        reward=row["reward"],
+        status=Status(row["status"]),
+        failure=Failure(Cause(failure["cause"]), failure["message"], failure["traceback"]) if failure else None,
+        warning=row["warning"],
+        seconds=row["seconds"],
+    )
+    return RecordedTrajectory(where, row["split"], row["group_id"], Task(**task), trajectory, row["vocabulary"])
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the objects; one in parts (of a `Recording`) whole, where its first part stands."""
+    places: dict[bytes, list[tuple[int, int]]] = {}  # trajectory in parts -> position and number of its lines
+    with path.open("rb") as file, path.open("rb") as parts:  # bytes: JSON has characters that text takes for line ends
+        at = 0
+        for number, line in enumerate(file, 1):
+            if (part := _PART.match(line)) and not is_torn(line):
+                places.setdefault(part[1], []).append((at, number))
+            at += len(line)
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            if not line.strip() or is_torn(line):
+                continue
+            where = f"{path}:{number}"
+            if (part := _PART.match(line)) is None:
+                yield where, _parsed(line, where)
+            elif (own := places.get(part[1])) and number == own[0][1]:
+                rows = []
+                for at, beginning in own:
+                    parts.seek(at)
+                    rows.append(_parsed(parts.readline(), f"{path}:{beginning}"))
+                try:
+                    whole = _joined(rows)
+                except (LookupError, TypeError) as error:
+                    raise DataError(f"{where}: parts of a trajectory that cannot be put together: {error!r}") from error
+                if whole:
+                    yield where, whole
+
+
+_BEGINNING = b'{"part": '
+_PART = re.compile(rb'\{"part": (?:\d+|null), "trajectory_id": ("[^"]*")')
+
+
+def part(number: int | None, trajectory_id: str, facts: Mapping[str, Any]) -> bytes:
+    """Return what happened to a trajectory as a line: `as_record` with a call, its `dropped`, or reward and status.
+
+    number: of the call, in the order of the trajectory's steps; None for what is of no call. Later lines hold.
+    """
+    return json.dumps({"part": number, "trajectory_id": trajectory_id, **facts}).encode() + b"\n"
+
+
+def is_torn(line: bytes) -> bool:
+    """Return whether a line is a part whose writer was killed meanwhile."""
+    if line.endswith(b"\n") or not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+        return False
+    try:
+        read_json(line.decode())
+    except ValueError:
+        return True
+    return False
+
+
+def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the trajectory that parts add up to; None without a call."""
+    calls: dict[int, dict[str, Any]] = {}
+    facts: dict[str, Any] = {}
+    for row in parts:
+        number = row.pop("part")
+        if number is None:
+            facts |= row
+        elif "steps" in row:
+            calls[number] = row
+        elif number in calls:
+            calls[number]["steps"][0]["dropped"] = row["dropped"]
+    ordered = [calls[number] for number in sorted(calls)]
+    if not ordered:
+        return None
+    played = [row for row in ordered if row["steps"][0]["dropped"] not in NOT_PLAYED]
+    steps = [row["steps"][0] for row in ordered]
+    seconds = max(step["started"] + step["seconds"] for step in steps) - min(step["started"] for step in steps)
+    return {**(played or ordered)[-1], **facts, "seconds": seconds, "steps": steps}
+
+
+def _document(path: Path) -> Iterator[tuple[str, Any]]:
+    yield str(path), _parsed(path.read_bytes(), str(path))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        batches = pq.ParquetFile(path).iter_batches(64)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"{path}:{number}", row
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}: not a Parquet file: {error}") from error
+
+
+def _parsed(content: bytes, where: str) -> Any:
+    try:
+        return read_json(content.decode("utf-8-sig"))
+    except ValueError as error:  # bad UTF-8 or bad JSON
+        raise DataError(f"{where}: not JSON: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _lines,
+    ".parquet": _rows,
+    ".json": _document,
+}

@@ -1,0 +1,347 @@
+"""The curves of runs, as plain data: what `treadle plot` and the picture at the end of a training show.
+
+runs --group_runs--> groups that differ in the seed only --panels--> panels of curves --draw_runs--> PNG
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle.core.config import as_override
+from treadle.core.files import write_atomically
+from treadle.core.text import escape_line
+from treadle.plan.config import RunConfig
+from treadle.plan.validation import changes, leaves
+from treadle.report.metrics import COMPLETION_TOKENS_MEAN, REWARD_MEAN, STEPS_MEAN
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 9  # updates of the moving average
+ALL = "all"  # the label of a curve over all held-out tasks
+_SMOOTHED_FROM = 2 * WIDTH  # an average over nearly all there is would say nothing
+_MAX_KINDS = 7  # curves of success by a key of the tasks: as many colours as can be told apart, beside `all`
+_MAX_KEYS = 3  # in a label, unless more are needed to tell the groups apart
+_MAX_VALUE = 40  # characters of a value in a label
+_Points = Mapping[int, float]  # update -> value
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """One run: its configuration, and the rows of its metrics.jsonl."""
+
+    config: RunConfig
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def updates(self) -> int:
+        """The last update that is logged; 0 without any."""
+        return max((row["update"] for row in self.rows if row["kind"] == "update"), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Runs that differ in the seed only. settings: `training.packing=tree`, those that tell them from the other groups.
+
+    hidden: number of other settings that are not the same in all groups.
+    """
+
+    settings: tuple[str, ...]
+    hidden: int
+    runs: tuple[RunMetrics, ...]
+
+    @property
+    def label(self) -> str:
+        """`training.packing=tree, orchestration.updates=60, 4 more keys`."""
+        more = [f"{self.hidden} more {'key' if self.hidden == 1 else 'keys'}"] if self.hidden else []
+        return ", ".join([*self.settings, *more])
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric of a group's runs at the updates where all of them have it, so that each mean is over all runs.
+
+    group: its index. measured, values [runs, points]: as logged, and as drawn: moving averages in a long run.
+    """
+
+    group: int
+    label: str
+    updates: tuple[int, ...]
+    measured: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64]
+
+    @property
+    def mean(self) -> npt.NDArray[np.float64]:
+        """Mean over the runs, [points]."""
+        return np.asarray(self.values.mean(axis=0))
+
+    @property
+    def is_smoothed(self) -> bool:
+        return self.values is not self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves that share a pair of axes. greedy: of greedy evaluations. is_share: values are between 0 and 1."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    greedy: tuple[Curve, ...] = ()
+    is_share: bool = False
+
+
+def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
+    """Return the centred moving average over `width` values; windows are shorter at the ends."""
+    half = width // 2
+    return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
+
+
+def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
+    """Return the runs in groups that differ in the seed only, in the order of their first runs."""
+    groups = defaultdict[str, list[RunMetrics]](list)
+    for run in runs:
+        groups[run.config.model_copy(update={"seed": 0, "about": ""}).model_dump_json()].append(run)
+    settings, hidden = _told_apart([group[0].config for group in groups.values()])
+    return [RunGroup(own, hidden, tuple(group)) for own, group in zip(settings, groups.values(), strict=True)]
+
+
+def panels(groups: Sequence[RunGroup]) -> list[Panel]:
+    """Return reward, held-out success and lengths over updates; those without a value in any group are left out.
+
+    Of one group, the panel of success also has a curve for each kind of tasks by `data.table_by`; of several, each kind
+    has a panel of its own, with a curve for each group.
+    """
+    kinds = _kinds(groups)
+    by_kind = [_success(groups, [kind], kind) for kind in kinds] if len(groups) > 1 else []
+    success = _success(groups, [ALL] if len(groups) > 1 else [ALL, *kinds], "all tasks" if by_kind else "")
+    candidates = [
+        Panel("training reward", _of_updates(groups, REWARD_MEAN.name)),
+        success,
+        *by_kind,
+        Panel("completion tokens per trajectory, training", _of_updates(groups, COMPLETION_TOKENS_MEAN.name)),
+        Panel("steps per trajectory, training", _of_updates(groups, STEPS_MEAN.name)),
+    ]
+    return [panel for panel in candidates if panel.curves or panel.greedy]
+
+
+def _told_apart(configs: Sequence[RunConfig]) -> tuple[list[tuple[str, ...]], int]:
+    """Return what tells each configuration from the others, and how many more settings differ between any of them."""
+    values = [{path: as_override(value) for path, value in leaves(config).items()} for config in configs]
+    changed = chain.from_iterable(changes(configs[0], other) for other in configs[1:])
+    paths = [path for path in dict.fromkeys(change.path for change in changed) if path not in ("seed", "about")]
+
+    def told_apart(by: Sequence[str]) -> int:
+        return len({tuple(run.get(path) for path in by) for run in values})
+
+    needed: list[str] = []
+    for path in paths:
+        if told_apart([*needed, path]) > told_apart(needed):
+            needed.append(path)
+    others = [path for path in paths if path not in needed]
+    shown = needed + others[: max(0, _MAX_KEYS - len(needed))]
+    settings = [tuple(f"{path}={_short(run.get(path, 'null'))}" for path in shown) for run in values]
+    return settings, len(paths) - len(shown)
+
+
+def _short(value: str) -> str:
+    """Return a long value without its middle: paths differ at their ends."""
+    return value if len(value) <= _MAX_VALUE else f"{value[:10]}...{value[13 - _MAX_VALUE :]}"
+
+
+def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
+    def points(run: RunMetrics) -> _Points:
+        rows = [row for row in run.rows if row["kind"] == "update"]
+        return {row["update"]: row[metric] for row in rows if row.get(metric) is not None}
+
+    return _curves([(n, group.label, [points(run) for run in group.runs]) for n, group in enumerate(groups)], True)
+
+
+def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel:
+    """Return the panel of held-out success of these kinds of tasks. of: what follows in its title."""
+
+    def curves(kinds: Sequence[str], greedy: bool) -> tuple[Curve, ...]:
+        return _curves(
+            [
+                (n, kind if len(kinds) > 1 else group.label, [_evaluated(run, kind, greedy) for run in group.runs])
+                for n, group in enumerate(groups)
+                for kind in kinds
+            ]
+        )
+
+    title = "held-out success" + (f", {of}" if of else "")
+    return Panel(title, curves(kinds, False), curves([kind for kind in kinds if kind == ALL], True), is_share=True)
+
+
+def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
+    """Return held-out success by update. greedy: of the evaluations at temperature 0 beside the sampled ones."""
+    always_greedy = run.config.evaluation.temperature == 0
+    points = {}
+    for row in run.rows:
+        if row["kind"] == "evaluation" and (row["temperature"] == 0 and not always_greedy) == greedy:
+            value = row["success"] if kind == ALL else _by_kind(run, row, "by").get(kind)
+            if value is not None:
+                points[row["update"]] = value
+    return points
+
+
+def _by_kind(run: RunMetrics, row: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return a column of an evaluation, `by` or `by_tasks`, with the kinds' full names: `hops 1`."""
+    return {f"{run.config.data.table_by} {key}": value for key, value in row[column].items()}
+
+
+def _kinds(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the names of the kinds of held-out tasks in order; of many, those with the most tasks."""
+    tasks = Counter[str]()
+    for run in chain.from_iterable(group.runs for group in groups):
+        for row in (row for row in run.rows if row["kind"] == "evaluation"):
+            tasks |= Counter(_by_kind(run, row, "by_tasks"))
+    largest = {kind for kind, _ in sorted(tasks.items(), key=lambda item: (-item[1], item[0]))[:_MAX_KINDS]}
+    return [kind for kind in sorted(tasks) if kind in largest]
+
+
+def _curves(figures: Iterable[tuple[int, str, Sequence[_Points]]], smooth: bool = False) -> tuple[Curve, ...]:
+    """Return the curve of each (group, label, points of its runs), unless its runs have no update in common."""
+    curves = []
+    for group, label, runs in figures:
+        if updates := sorted(set.intersection(*map(set, runs))):
+            measured = np.array([[run[update] for update in updates] for run in runs], dtype=np.float64)
+            is_long = smooth and len(updates) >= _SMOOTHED_FROM
+            values = np.array([smoothed(run.tolist()) for run in measured]) if is_long else measured
+            curves.append(Curve(group, label, tuple(updates), measured, values))
+    return tuple(curves)
+
+
+FORMATS = (".png", ".pdf", ".svg")
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c5a2b", "#000000")
+"""Okabe and Ito's colours, which colour-blind readers tell apart (jfly.uni-koeln.de/color); brown for yellow."""
+_DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")  # for more curves than colours
+_MARKERS = "osD^vP*X"
+_GREY = "#555555"
+
+
+def draw_runs(runs: Sequence[RunMetrics], path: Path) -> list[RunGroup]:
+    """Draw runs to a file, whose name ends in one of `FORMATS`; returns the groups they are in. Raises OSError."""
+    groups = group_runs(runs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # such as those of Chinese
+        content = io.BytesIO()
+        make_figure(groups, panels(groups)).savefig(content, format=path.suffix[1:], dpi=130)
+    write_atomically(path, content.getvalue())
+    return groups
+
+
+def make_figure(groups: Sequence[RunGroup], shown: Sequence[Panel]) -> Figure:
+    """Return a figure of the groups' panels, with one legend for all of them."""
+    from matplotlib.figure import Figure  # half a second of import, only needed here
+
+    columns = max(1, min(len(shown), 2 if len(shown) <= 4 else 3))
+    rows = max(1, math.ceil(len(shown) / columns))
+    entries = _legend(groups, shown, width=60 * columns)
+    lines = sum(1 + label.count("\n") for label, _ in entries)
+    size = (4.6 * columns, 3.1 * rows + 0.5 + 0.22 * lines)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure.suptitle(_text(_title(groups), 42 * columns), fontsize=12)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    last = max((curve.updates[-1] for panel in shown for curve in (*panel.curves, *panel.greedy)), default=1)
+    for pair, panel in zip(axes, shown, strict=False):
+        _draw_panel(pair, panel, one_group=len(groups) == 1)
+        pair.set_xlim(-0.03 * last, 1.03 * last)  # the same updates in all panels
+    for pair in axes[len(shown) :]:
+        pair.set_axis_off()
+    if entries:
+        labels, handles = zip(*entries, strict=True)
+        figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=9)
+    return figure
+
+
+def _title(groups: Sequence[RunGroup]) -> str:
+    recipes = ", ".join(dict.fromkeys(run.config.recipe for group in groups for run in group.runs))
+    if len(groups) > 1:
+        return recipes
+    seeds = [str(run.config.seed) for run in groups[0].runs]
+    return f"{recipes}, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
+
+
+def _draw_panel(axes: Axes, panel: Panel, one_group: bool) -> None:
+    """Draw a panel. one_group: whether colours stand for its curves instead of for groups; then it has a legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, curve in enumerate(panel.curves):
+        _draw_curve(axes, curve, _style(index if one_group else curve.group), has_markers=panel.is_share)
+    for curve in panel.greedy:
+        colour = _style(curve.group)["color"]
+        axes.plot(curve.updates, curve.mean, "s", color=colour, markersize=6, markerfacecolor="white", zorder=3)
+    axes.set_title(_text(panel.title, 50), fontsize=10)
+    axes.set_xlabel("update", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    if panel.is_share:
+        axes.set_ylim(-0.03, 1.03)
+    if one_group and len(panel.curves) > 1:
+        axes.legend(loc="best", fontsize=8, framealpha=0.7, edgecolor="none")
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "markersize": 4,
+        "linewidth": 1.7,
+    }
+
+
+def _draw_curve(axes: Axes, curve: Curve, style: dict[str, Any], has_markers: bool) -> None:
+    """Draw the mean of the runs, with their range behind it; of a single run that is smoothed, what was measured."""
+    if len(curve.values) > 1:
+        band = curve.values.min(axis=0), curve.values.max(axis=0)
+        axes.fill_between(curve.updates, *band, color=style["color"], alpha=0.18, linewidth=0)
+    elif curve.is_smoothed:
+        axes.plot(curve.updates, curve.measured[0], color=style["color"], alpha=0.35, linewidth=0.8)
+    shown = style if has_markers or not curve.is_smoothed else {**style, "marker": ""}
+    axes.plot(curve.updates, curve.mean, label=_text(curve.label, 30), **shown)
+
+
+def _legend(groups: Sequence[RunGroup], shown: Sequence[Panel], width: int) -> list[tuple[str, Artist]]:
+    """Explain the groups, if there are several, and how they are drawn. width: of a line, in characters."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    entries: list[tuple[str, Artist]] = []
+    sizes = [len(group.runs) for group in groups]
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=True) if len(groups) > 1 else ()):
+        label = _text(f"{group.label} ({size} run{'s' if size > 1 else ''})", width)
+        entries.append((label, Line2D([], [], **_style(index))))
+    if max(sizes) > 1:
+        of = f"{sizes[0]} runs" if len(groups) == 1 else "runs"
+        label = f"line: mean over {of} that differ in the seed only; band: from the lowest of them to the highest"
+        entries.append((label, Patch(color=_GREY, alpha=0.3)))
+    if any(curve.is_smoothed for panel in shown for curve in panel.curves):
+        faint = "; faint: each update" if 1 in sizes else ""
+        entries.append((f"training: moving average over {WIDTH} updates{faint}", Line2D([], [], color=_GREY)))
+    if any(panel.greedy for panel in shown):
+        square = Line2D([], [], color=_GREY, marker="s", linestyle="", markerfacecolor="white")
+        entries.append(("greedy, all held-out tasks", square))
+    return entries
+
+
+def _text(text: str, width: int) -> str:
+    """Return lines of `width`, three at most, in which `$` starts no formula and a `_` in front hides no label."""
+    lines = textwrap.wrap(escape_line(text), width, max_lines=3, placeholder=" ...")
+    shown = "\n".join(lines).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown

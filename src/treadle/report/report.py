@@ -1,0 +1,233 @@
+"""What `treadle report` shows, as plain data: counted in the ledger, and token by token in the rollout shards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treadle.core.errors import DamageError, TreadleError
+from treadle.core.files import WrittenFile
+from treadle.core.outcomes import NOT_PLAYED
+from treadle.core.types import BreakCause, role_of
+from treadle.packing.breaks import Decode, Kind, Relation, relations
+from treadle.packing.compactions import CompactionPrice, RecordedCall
+from treadle.packing.flat import PackedCall
+from treadle.packing.layout import Packing, Sharing, arrange
+from treadle.plan.inputs import is_of_python
+from treadle.record.ledger_reader import LedgerReader
+from treadle.record.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
+from treadle.record.run_directory import RunDirectory
+from treadle.report.stalls import stalls
+
+_ROWS = 512  # steps read at a time
+_EXAMPLES = 3  # of the breaks of each cause
+Track = Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]]
+
+
+def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
+    """Return everything the report shows. track: shows the progress of reading. Raises TreadleError."""
+    ledger = run.ledger()
+    ledger.prove()
+    config, log, latest = run.config(), run.metrics_log(), ledger.latest_checkpoint()
+    try:
+        decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
+    except TreadleError as error:
+        decode, no_tokenizer = None, str(error)
+    updates, state = [row for row in log.rows if row["kind"] == "update"], run.state()
+    saved = latest[1].update if latest else 0
+    return {
+        "run": run.recording_file.read_text() if state == "recorded" else str(run.path),
+        "recipe": config.recipe,
+        "is_of_python": is_of_python(config),
+        "seed": config.seed,
+        "state": state,
+        "update": max([saved, *(row["update"] for row in updates)]),
+        "updates": config.orchestration.updates,
+        "last_update": updates[-1] if updates else None,
+        "splits": ledger.splits(),
+        "steps": ledger.step_states(),
+        "statuses": ledger.statuses(),
+        "stop_reasons": ledger.stop_reasons(),
+        "failures": _by_cause(ledger.failures()),
+        "blocked": ledger.blocked(),
+        "warnings": ledger.warnings(),
+        "stalls": stalls(log.rows),
+        **count_tokens(run.rollouts, ledger, decode, no_tokenizer, track),
+        "metrics_problem": log.problem(saved),
+        "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
+        "table_by": config.data.table_by,
+        "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
+        "latest_checkpoint": latest[0] if latest else None,
+    }
+
+
+def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each cause once, with its most frequent message and an example trajectory."""
+    causes: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: str(row["cause"])):
+        first = causes.setdefault(row["cause"], {**row, "count": 0})
+        first.pop("traceback", None)
+        first["count"] += row["count"]
+    return sorted(causes.values(), key=lambda row: -row["count"])
+
+
+# --- token by token ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PackingCount:
+    """Tokens that a forward pass computes for the same training steps, by what it shares."""
+
+    groups: int = 0
+    trajectories: int = 0
+    step: int = 0
+    chain: int = 0
+    tree: int = 0  # within trajectories
+    group_tree: int = 0
+
+    def add_trajectory(self, calls: Sequence[PackedCall]) -> list[PackedCall]:
+        """Count a trajectory's calls; returns those that are no prefix of another one, which hold all of its tree."""
+        tree = arrange(calls, Packing.TREE, Sharing.TRAJECTORY)
+        self.trajectories += 1
+        self.step += int(tree.lengths.sum())
+        self.chain += arrange(calls, Packing.CHAIN).nodes
+        self.tree += tree.nodes
+        following = [*tree.shared[1:].tolist(), 0]
+        return [call for call, shared in zip(tree.calls, following, strict=True) if shared < len(call.token_ids)]
+
+    def add_group(self, ends: Sequence[PackedCall]) -> None:
+        self.groups += bool(ends)
+        self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
+
+    def facts(self) -> dict[str, Any]:
+        """Return the counts, and by which factor each packing is below `step`."""
+        ways = ("chain", "tree", "group_tree")
+        return {**asdict(self), "ratios": {way: self.step / getattr(self, way) if self.step else None for way in ways}}
+
+
+@dataclass(slots=True)
+class RelationCount:
+    """How steps relate to the earlier ones of their trajectories, in each split; breaks by cause."""
+
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)  # split -> kind -> steps
+    extra_tokens: Counter[str] = field(default_factory=Counter)  # of each split
+    breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
+
+    def add(self, split: str, trajectory: str, steps: Mapping[int, Relation]) -> None:
+        """Add a trajectory's played steps, by number."""
+        self.kinds.setdefault(split, Counter()).update(relation.kind for relation in steps.values())
+        for number, relation in steps.items():
+            if relation.cause is not None:
+                self.extra_tokens[split] += relation.extra_tokens
+                row = self.breaks.setdefault(
+                    relation.cause, {"cause": str(relation.cause), "count": 0, "extra_tokens": 0, "examples": []}
+                )
+                row["count"] += 1
+                row["extra_tokens"] += relation.extra_tokens
+                examples = [*row["examples"], {"trajectory_id": trajectory, "step": number, **asdict(relation)}]
+                row["examples"] = sorted(examples, key=lambda example: -example["extra_tokens"])[:_EXAMPLES]
+
+    def facts(self) -> dict[str, Any]:
+        """Return counts by split, and breaks by cause, the costliest first, each with its costliest examples."""
+        splits = [
+            {"split": split, "steps": kinds.total(), **{str(kind): kinds[kind] for kind in Kind}}
+            | {"extra_tokens": self.extra_tokens[split]}
+            for split, kinds in sorted(self.kinds.items(), reverse=True)
+        ]
+        return {"splits": splits, "breaks": sorted(self.breaks.values(), key=lambda row: -row["extra_tokens"])}
+
+
+def count_tokens(
+    rollouts: Path, ledger: LedgerReader, decode: Decode | None, no_tokenizer: str | None, track: Track = iter
+) -> dict[str, Any]:
+    """Return the facts that need every token, read group by group.
+
+    Packing counts the training steps that were trained or still will be, relations and compactions all that is
+    recorded; `by_version` has the first two for the groups that each policy version was trained on. decode: None if
+    there is no tokenizer, for the reason `no_tokenizer`.
+    """
+    rows = ledger.trained_steps()
+    packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
+    extra_tokens, prices = Counter[int | None](), defaultdict[str, CompactionPrice](CompactionPrice)
+    shards, has_ids = _Shards(rollouts, ledger.shards(), rows), not rows
+    for _group, members in itertools.groupby(track(rows), lambda row: row["group_id"]):
+        ends = defaultdict[str, list[PackedCall]](list)  # by role
+        for row in members:
+            calls = shards.take(row["shard"], row["trajectory_id"])
+            version = row["trained_version"]
+            has_ids |= bool(calls)
+            if decode is not None and calls:
+                each = relations([c.call for c in calls], decode, [c.cause for c in calls], [c.played for c in calls])
+                prices[row["split"]].add(calls, each)
+                steps = {c.number: relation for c, relation in zip(calls, each, strict=True) if c.played}
+                related.add(row["split"], row["trajectory_id"], steps)
+                extra_tokens[version] += sum(relation.extra_tokens for relation in steps.values())
+            numbers = set(json.loads(row["trained"]))
+            if trained := [step.call for step in calls if step.number in numbers]:
+                ends[role_of(row["trajectory_id"])] += packing[version].add_trajectory(trained)
+        for calls_of_role in ends.values():
+            packing[version].add_group(calls_of_role)
+    versions = sorted(version for version in packing if version is not None)
+    totals = map(sum, zip(*map(astuple, packing.values()), strict=True))
+    return {
+        "packing": PackingCount(*totals).facts(),
+        "relations": {**related.facts(), "no_tokenizer": no_tokenizer if has_ids else None},
+        "compactions": [{"split": s, **asdict(p)} for s, p in sorted(prices.items(), reverse=True) if p.compactions],
+        "by_version": [{"version": v, **asdict(packing[v]), "extra_tokens": extra_tokens[v]} for v in versions],
+        "missing_shards": shards.missing,
+        "damaged_shards": shards.damaged,
+    }
+
+
+class _Shards:
+    """Calls of trajectories; `take` must be called in the order of `rows`.
+
+    A shard holds attempts that finished together, and a group may lie in several: each is read once, and freed when all
+    of it was taken. missing, damaged: shards that are missing, or not as they were written.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, WrittenFile], rows: Sequence[dict[str, Any]]) -> None:
+        self._folder, self._files = folder, files
+        self._untaken = Counter(row["shard"] for row in rows)
+        self._read: dict[str, dict[str, list[RecordedCall]]] = {}
+        self.missing: list[str] = []
+        self.damaged: list[str] = []
+
+    def take(self, shard: str, trajectory: str) -> list[RecordedCall]:
+        """Return a trajectory's calls in order; none of a shard that cannot be read."""
+        if shard not in self._read:
+            try:
+                self._read[shard] = _calls(open_shard(self._folder, self._files[shard]))
+            except DamageError:
+                self._read[shard] = {}
+                (self.damaged if (self._folder / shard).is_file() else self.missing).append(shard)
+        self._untaken[shard] -= 1
+        steps = self._read[shard].pop(trajectory, [])
+        if not self._untaken[shard]:
+            del self._read[shard]
+        return steps
+
+
+def _calls(shard: pa.BufferReader) -> dict[str, list[RecordedCall]]:
+    columns = ["trajectory_id", "step", "break_cause", "summary", "dropped"]
+    trajectories: dict[str, list[RecordedCall]] = defaultdict(list)
+    with pq.ParquetFile(shard) as file:
+        for batch in file.iter_batches(_ROWS, columns=[*columns, "prompt_ids", "completion_ids"]):
+            rows = zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+            tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
+            for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
+                if not len(prompt):
+                    continue  # a call as text
+                call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
+                known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
+                trajectories[trajectory].append(RecordedCall(number, call, known, summary, played))
+    return trajectories

@@ -1,0 +1,181 @@
+"""What a loop reports: rows of metrics, the progress of phases, each problem once; and the run's summary.json."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treadle.algorithms import estimators
+from treadle.algorithms.estimators import Advantage
+from treadle.core.outcomes import as_played
+from treadle.core.trainer import UpdateResult
+from treadle.core.types import Group
+from treadle.plan.config import RunConfig
+from treadle.record.ledger_reader import LoopState
+from treadle.report.callbacks import Callback
+from treadle.report.metrics import run_metrics, trajectory_metrics
+from treadle.report.rewards import lone_attempts, unknown_components
+from treadle.rollout.isolation.user_code import abandoned_threads
+
+_MOST_COMPLAINTS = 20  # of a run
+_OF_BATCH = ("rollout", "update", "publish")
+
+
+class Reporter:
+    """Turns what happens in the loop into events of `callbacks`. seconds: of the current batch's phases, by name."""
+
+    def __init__(self, config: RunConfig, callbacks: Callback, clock: Clock) -> None:
+        self.callbacks, self.clock = callbacks, clock
+        self.seconds: dict[str, float] = {}
+        self._config = config
+        self._phase, self._done, self._total = "", 0, 0
+        self._reported: set[str] = set()
+
+    def begin(self, phase: str, total: int) -> None:
+        self._phase, self._done, self._total = phase, 0, total
+        self.callbacks.phase(phase, 0, total)
+
+    def advance(self, phase: str) -> None:
+        """Report that another piece of a phase is done, if that is the current one: rollouts may end during updates."""
+        if phase == self._phase:
+            self._done = min(self._done + 1, self._total)
+            self.callbacks.phase(phase, self._done, self._total)
+
+    @contextmanager
+    def timed(self, phase: str, update: int) -> Iterator[None]:
+        """Report the interval inside; if the phase is one of a batch, its seconds are in the rows of the next updates.
+
+        update: the number of the batch's first one, or of the last that was made.
+        """
+        with interval(self.callbacks, phase, update) as row:
+            yield
+        if phase in _OF_BATCH:
+            self.seconds[phase] = row["seconds"]
+
+    def batch(self, groups: Sequence[Group], first: bool) -> None:
+        """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
+        self.failures(groups)
+        for text in reward_notes(groups, self._config, estimators.by_name(self._config.algorithm.advantage), first):
+            self._once(text, text)
+
+    def failures(self, groups: Sequence[Group]) -> None:
+        for trajectory in (t for group in groups for t in group.everyone):
+            text = trajectory.failure.message if trajectory.failure else trajectory.warning
+            self._once(text, f"task {trajectory.task_id}, trajectory {trajectory.trajectory_id}: {text}")
+
+    def refusals(self, refused: Mapping[str, str]) -> None:
+        for why in refused.values():
+            self._once(why, f"not trained: {why}")
+
+    def _once(self, text: str, line: str) -> None:
+        if text and text not in self._reported and len(self._reported) < _MOST_COMPLAINTS:
+            self._reported.add(text)
+            self.callbacks.message(line)
+
+    def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
+        """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
+        training, section = self._config.training, self._config.evaluation
+        phases = {phase: seconds / len(results) for phase, seconds in self.seconds.items()}
+        self.seconds = {}
+        of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
+        for number, result in enumerate(results):
+            first = number * training.tasks_per_update % len(groups)  # each epoch goes through all groups
+            own = groups[first : first + training.tasks_per_update]
+            played = trajectory_metrics(own, training.group_size, section.success_at, state.version, section.success_of)
+            row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
+            self.callbacks.update({**row, **(played + result.metrics + of_run)})
+
+
+@contextmanager
+def interval(callbacks: Callback, phase: str, update: int) -> Iterator[dict[str, Any]]:
+    """Report when the phase inside began and how long it took: the yielded row, complete at the end."""
+    row = {"kind": "interval", "update": update, "phase": phase, "started": time.time()}
+    clock = time.perf_counter()
+    yield row
+    row["seconds"] = time.perf_counter() - clock
+    callbacks.interval(row)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Measures wall and CPU seconds of a run. wall_before, cpu_before: those of the run's earlier processes."""
+
+    wall_before: float = 0.0
+    cpu_before: float = 0.0
+    _wall: float = field(default_factory=time.perf_counter)
+    _cpu: float = field(default_factory=time.process_time)
+
+    def read(self) -> tuple[float, float]:
+        return (
+            self.wall_before + time.perf_counter() - self._wall,
+            self.cpu_before + time.process_time() - self._cpu,
+        )
+
+
+def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
+    """Yield a line for rewards whose detail the advantage ignores; in the run's first batch, for unknown components."""
+    trajectories = [t for group in groups for t in group.everyone]
+    name = config.algorithm.advantage
+    early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
+    if early and not advantage.by_step:
+        yield (
+            f"the environment rewards single steps, of which algorithm.advantage {name} "
+            "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
+        )
+    by_token = any(step.given.tokens is not None for t in trajectories for step in as_played(t).steps)
+    if by_token and not advantage.by_token:
+        yield (
+            f"there are rewards of single tokens, of which algorithm.advantage {name} "
+            f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
+        )
+    if first:
+        yield from unknown_components(trajectories, config, "the first batch")
+    if first and config.data.held_out is not None:
+        yield from lone_attempts(config)
+
+
+def run_summary(
+    config: RunConfig,
+    run: Path,
+    state: LoopState,
+    *,
+    weights_sha256: str,
+    stopped_early: bool,
+    warm_start: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what summary.json holds; held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
+    sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
+    greedy = [e for e in state.evaluations if e["temperature"] == 0]
+
+    last = state.evaluations[-1]["update"] if state.evaluations and not stopped_early else 0
+
+    def before(results: list[dict[str, Any]]) -> float | None:
+        return results[0]["success"] if results and results[0]["update"] == 0 else None
+
+    def after(results: list[dict[str, Any]]) -> float | None:  # none if it was switched off, or changed, on a resume
+        return results[-1]["success"] if results and 0 < results[-1]["update"] == last else None
+
+    return {
+        "run": str(run),
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "updates": state.update,
+        "stopped_early": stopped_early,
+        "held_out_success_before": before(sampled),
+        "held_out_success_after": after(sampled),
+        "held_out_greedy_before": before(greedy),
+        "held_out_greedy_after": after(greedy),
+        "held_out_tasks": sampled[0]["tasks"] if sampled else 0,
+        "evaluations": list(state.evaluations),
+        "warm_start": warm_start,
+        "threads": torch.get_num_threads(),
+        "wall_seconds": round(state.wall_seconds, 1),
+        "cpu_seconds": round(state.cpu_seconds, 1),
+        "weights_sha256": weights_sha256,
+    }

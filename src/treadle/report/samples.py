@@ -1,0 +1,67 @@
+"""Attempts of training as text, for trackers: a few of those of which traces/ keeps the learner's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from treadle.core.draws import Stream, task_uniforms
+from treadle.core.outcomes import rejection
+from treadle.core.text import escape_text, redacted
+from treadle.core.types import Group, Ids, Step, Trajectory, common_prefix
+from treadle.plan.config import RunConfig
+
+MOST = 4  # attempts of a batch
+LONGEST = 4000  # characters of a prompt, and of what follows it
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An attempt as the model read and wrote it, with escapes and without keys; long texts lack their middle.
+
+    reward: None if the attempt failed. prompt: of its first call. completion: all that follows.
+    """
+
+    trajectory: str
+    task: str
+    reward: float | None
+    prompt: str
+    completion: str
+
+
+def sample_attempts(groups: Sequence[Group], config: RunConfig, decode: Callable[[Ids], str]) -> list[Sample]:
+    """Return the first attempts of a batch's first traced group (`orchestration.traced_groups`); none without one."""
+    epochs, positions = [group.epoch for group in groups], [group.position for group in groups]
+    draws = task_uniforms(config.seed, Stream.TRACE, epochs, positions)
+    traced = [group for group, draw in zip(groups, draws, strict=True) if draw < config.orchestration.traced_groups]
+    return [_sample(trajectory, decode) for group in traced[:1] for trajectory in group.trajectories[:MOST]]
+
+
+def _sample(trajectory: Trajectory, decode: Callable[[Ids], str]) -> Sample:
+    steps = trajectory.steps
+    prompt = decode(steps[0].prompt_ids) if steps else ""
+    before = steps[0].prompt_ids if steps else None
+    completion = ""
+    for step in steps:
+        assert before is not None
+        ids = step.full_ids
+        completion += decode(ids[common_prefix(before, ids) :]) + _note(step)
+        before = ids
+    if trajectory.failure is not None:
+        completion += f"\n[{trajectory.failure.cause}: {trajectory.failure.message}]"
+    return Sample(trajectory.trajectory_id, trajectory.task_id, trajectory.reward, _shown(prompt), _shown(completion))
+
+
+def _note(step: Step) -> str:
+    """Return what a reader of a step's text must know, as `treadle show` says it."""
+    notes = [f"not handed out: {step.withheld} tool calls"] if step.withheld else []
+    notes += [f"rejected: {why}"] if (why := rejection(step)) else []
+    return "".join(f"\n[{note}]\n" for note in notes)
+
+
+def _shown(text: str) -> str:
+    text = redacted(text)
+    if len(text) > LONGEST:
+        left_out = len(text) - LONGEST
+        text = f"{text[: LONGEST // 2]}\n[... {left_out:,} characters left out ...]\n{text[-LONGEST // 2 :]}"
+    return escape_text(text)
