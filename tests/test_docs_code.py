@@ -30,9 +30,9 @@ import pytest
 from tests.test_docs import PAGES, run
 from tests.worlds import user
 from treadle.api import public as api
+from treadle.api.evaluate import Subject
 from treadle.data.config import SourceConfig, sources_of
 from treadle.loop import evaluation
-from treadle.loop.evaluation import Subject
 from treadle.plan.config import RunConfig, load_recipe
 from treadle.plan.inputs import IN_MEMORY, Inputs, Split, load_inputs
 from treadle.record import address

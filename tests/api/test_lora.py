@@ -16,12 +16,12 @@ from tests.engines.test_engine_restart import children
 from tests.forks import run
 from tests.runs import check_finished, query, recorded, resume, start
 from tests.worlds import END, ROOT, Quiet, Vowels, tiny, tool
+from treadle.api.evaluate import evaluate_model, find_subject, held_out_inputs
 from treadle.api.export import export_checkpoint
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Ids, SamplingParams
 from treadle.envs.base import EnvStep
-from treadle.loop.evaluation import evaluate_model, find_subject, held_out_inputs
 from treadle.loop.runtime import Runtime
 from treadle.models.model_files import tokenizer_directory
 from treadle.testing import FakeEngine

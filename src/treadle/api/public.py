@@ -12,6 +12,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from treadle.api.evaluate import Evaluation, check_subject, evaluate_model, find_subject, held_out_inputs
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
@@ -29,7 +30,6 @@ from treadle.envs.tasks import (
     load_environment,
     made_class,
 )
-from treadle.loop.evaluation import Evaluation, check_subject, evaluate_model, find_subject, held_out_inputs
 from treadle.plan.config import RunConfig, read_recipe
 from treadle.plan.inputs import (
     IN_MEMORY,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from treadle.api.evaluate import find_subject
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
-from treadle.loop.evaluation import find_subject
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
 from treadle.plan.inputs import IN_MEMORY

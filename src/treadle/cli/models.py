@@ -11,10 +11,7 @@ from pathlib import Path
 
 import rich.table
 
-from treadle.cli.console import Console, Table, make_progress, make_table
-from treadle.core.config import build
-from treadle.core.errors import ConfigError
-from treadle.loop.evaluation import (
+from treadle.api.evaluate import (
     Evaluation,
     check_dump,
     endpoint_inputs,
@@ -26,6 +23,9 @@ from treadle.loop.evaluation import (
     held_out_inputs,
     limited,
 )
+from treadle.cli.console import Console, Table, make_progress, make_table
+from treadle.core.config import build
+from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
 from treadle.plan.config import RunConfig

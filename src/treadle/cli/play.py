@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from treadle.api.evaluate import endpoint_inputs, find_config
 from treadle.cli.commands import INTERRUPTED
 from treadle.cli.console import Console, indented
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.outcomes import as_played
 from treadle.core.types import FunctionCall, Message, StopReason, Task, ToolCall, Trajectory
-from treadle.loop.evaluation import endpoint_inputs, find_config
 from treadle.plan.config import RunConfig
 from treadle.plan.inputs import Inputs, configured_players, load_split, make_held_out
 from treadle.rendering.replies import Tool

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from treadle.api.evaluate import find_subject
 from treadle.cli.console import Console
 from treadle.cli.options import address_of
 from treadle.core.config import Config, build
@@ -26,7 +27,6 @@ from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import Device, EngineConfig
-from treadle.loop.evaluation import find_subject
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
 from treadle.plan.validation import check_engine_config

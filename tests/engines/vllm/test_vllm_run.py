@@ -15,9 +15,9 @@ from tests.engines.vllm.conftest import SIZES, Servers, python_with_vllm, starte
 from tests.runs import check_finished, query, start, updates
 from tests.until import CEILING, wait_until
 from tests.worlds import Quiet, Vowels, tiny
+from treadle.api.evaluate import Subject, evaluate_model
 from treadle.core.errors import ConfigError
 from treadle.envs.base import EnvStep
-from treadle.loop.evaluation import Subject, evaluate_model
 from treadle.plan.inputs import load_held_out
 
 pytestmark = pytest.mark.xdist_group("vllm")
