@@ -23,7 +23,7 @@ from treadle.core.files import WrittenFile
 from treadle.core.trainer import Trainer, UpdateResult
 from treadle.core.types import Group, SamplingParams, Status, Step, StopReason, Task, Trajectory
 from treadle.packing.layout import Packing
-from treadle.plan.config import RunConfig, load_recipe
+from treadle.plan.config import RunConfig, config_of, load_recipe
 from treadle.record.rollout_store import read_shard
 from treadle.record.run_directory import RunDirectory
 from treadle.training.make import make_trainer
@@ -64,7 +64,7 @@ def replayed_batches(run: Path, count: int) -> list[list[Group]]:
     rows = [row for row in ledger.training() if row["reward"] is not None]
     if not rows:
         raise SystemExit(f"run {str(run)!r} has no training batch to replay")
-    size = directory.config().groups_per_batch
+    size = config_of(directory).groups_per_batch
     batches = list(dict.fromkeys(row["idx"] // size for row in rows))
     chosen = [batches[i] for i in np.unique(np.linspace(0, len(batches) - 1, count).astype(int))]
     return [
@@ -116,7 +116,7 @@ def measure(groups: Sequence[Group], repeats: int) -> Table:
 
 def replay(run: Path, repeats: int) -> Table:
     """Measure some of a run's updates under each packing, in turn; medians over updates."""
-    config = RunDirectory.open(run).config()
+    config = config_of(RunDirectory.open(run))
     budget = config.training.max_tokens_per_microbatch
     trainers = {packing: _trainer(config, packing, budget) for packing in Packing}
     batches = replayed_batches(run, 5 * repeats)

@@ -17,7 +17,7 @@ from treadle.core.draws import Stream, task_uniforms
 from treadle.core.files import WrittenFile, write_atomically
 from treadle.core.types import Step
 from treadle.loop.runtime import Runtime
-from treadle.plan.config import RunConfig
+from treadle.plan.config import RunConfig, config_of
 from treadle.plan.inputs import Inputs, load_inputs, record_data
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LedgerReader
@@ -58,7 +58,7 @@ def resume(
     progress: Quiet | None = None,
     runtime: Runtime | None = None,
 ) -> Summary:
-    config = config or RunDirectory.open(path).config()
+    config = config or config_of(RunDirectory.open(path))
     return train_run(config, inputs or load_inputs(config), path, progress or Quiet(), runtime=runtime, resume=True)
 
 
@@ -141,7 +141,7 @@ _UNTRAINED = (
 
 def check_finished(path: Path) -> None:
     """Conservation, one line an update, an engine that samples from what is trained, and nothing older than allowed."""
-    config = RunDirectory.open(path).config()
+    config = config_of(RunDirectory.open(path))
     rows = updates(path)
     assert [row["update"] for row in rows] == list(range(1, config.orchestration.updates + 1))
     if not config.orchestration.max_staleness:

@@ -18,7 +18,7 @@ from tests.worlds import CHATML, Quiet, user
 from treadle.api.train import train_run
 from treadle.core.errors import ConfigError, DataError, TrainingStopped
 from treadle.core.types import Task
-from treadle.plan.config import RunConfig, load_recipe
+from treadle.plan.config import RunConfig, config_of, load_recipe
 from treadle.plan.inputs import load_inputs, make_inputs
 from treadle.record.run_directory import RunDirectory
 from treadle.rollout.attempt import Players
@@ -86,7 +86,7 @@ def test_an_agent_program_trains_as_the_environment_does_also_resumed(
     path = tmp_path / "run"
     stopped = started(config, path, Interrupting())
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
-    saved = RunDirectory.open(path).config()
+    saved = config_of(RunDirectory.open(path))
     summary = train_run(saved, load_inputs(saved), path, Quiet(), resume=True)
     check_finished(path)
     expected = query(by_environment, SAME)
@@ -128,7 +128,7 @@ def test_an_agent_can_be_trained_from_python(tmp_path: Path) -> None:
     assert summary["updates"] == 1
     [line] = [line for line in said.lines if "tools" in line]
     assert line.startswith(f"agents' calls with tools will be refused: the chat template '{template}' does not write")
-    assert RunDirectory.open(run).config().agent == "solve"
+    assert config_of(RunDirectory.open(run)).agent == "solve"
     with pytest.raises(ConfigError, match="too many positional arguments"):
         treadle.train(too_few, tasks, model=MODEL, run=tmp_path / "other", settings=ONCE)  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from treadle import ConfigError, Environment, EnvStep, Message, Reward, Task, Tr
 from treadle.cli.main import main
 from treadle.core.errors import DataError, RunError, TrainingStopped
 from treadle.data.table import rows_of
+from treadle.plan.config import config_of
 from treadle.record.recorded import RecordedTrajectory
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callbacks import NotebookProgress
@@ -90,7 +91,7 @@ def test_tools_of_ones_own_need_no_demonstrations(tmp_path: Path, monkeypatch: p
 
     first = run("first")
     check_finished(tmp_path / "first")
-    config = RunDirectory.open(tmp_path / "first").config()
+    config = config_of(RunDirectory.open(tmp_path / "first"))
     assert (config.recipe, config.environment, config.model.tokenizer) == ("first", "Shop", "tools-small")
     assert config.data.table_by is None  # it is of the recipe's own tasks
     second = run("second")
@@ -309,7 +310,7 @@ def test_a_checkpoint_of_a_run_is_a_model_to_train(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
     for address in ("run", "run@2"):
         train(tmp_path / f"of-{address}", model=f"{tmp_path}/{address}", settings={"orchestration.updates": 1})
-        assert RunDirectory.open(tmp_path / f"of-{address}").config().model.path == str(checkpoint)
+        assert config_of(RunDirectory.open(tmp_path / f"of-{address}")).model.path == str(checkpoint)
     with pytest.raises(RunError, match="step-000009"):
         train(tmp_path / "none", model=f"{tmp_path}/run@9")
     with pytest.raises(ConfigError, match=f"is a run; take one of its checkpoints, such as {checkpoint},"):

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from tests.cli.worlds import treadle
 from tests.judge.servers import JudgeServer, judging
-from treadle.record.file_as_run import file_as_run
+from treadle.plan.file_as_run import file_as_run
 from treadle.view.app import make_app
 
 RECIPE = ("tools-small", "model.path=/nowhere", "model.build=null", "data.held_out.options.count=8")

@@ -22,6 +22,7 @@ from tests.worlds import tiny
 from treadle.cli.train import before_after_table, one_line, print_result
 from treadle.core.registry import names
 from treadle.packing.layout import Packing
+from treadle.plan.config import config_of
 from treadle.record.run_directory import RunDirectory
 
 # --- a run that goes well ---------------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def test_the_two_trajectories_are_a_task_that_was_learned(
         "UPDATE trajectories SET reward = 1 WHERE trajectory_id = 'e000004-0003.0'",
         "UPDATE trajectories SET reward = 1 WHERE trajectory_id GLOB 'e00000[04]-0002.0'",
     )
-    print_result(json.loads((run / "summary.json").read_text()), run, RunDirectory.open(run).config())
+    print_result(json.loads((run / "summary.json").read_text()), run, config_of(RunDirectory.open(run)))
     assert re.findall(r"treadle show \S+ (e\S+)", capsys.readouterr().out) == ["e000000-0003.0", "e000004-0003.0"]
 
 

@@ -51,7 +51,7 @@ def in_directory(path: Path) -> None:
 
 WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a run": (lambda place: RunDirectory.create(place / "run", tiny()), r"run'.*; choose another place \(--runs"),
-    "a run of any name": (lambda place: make_directory(place, tiny()), "; choose other --runs"),
+    "a run of any name": (lambda place: make_directory(place, "tiny", 0), "; choose other --runs"),
     "the lock": (lambda place: RunDirectory(place).lock(), "place': .*; make it writable, or go on in a copy"),
     "metrics": (lambda place: RunDirectory(place).log({"update": 1}), "metrics.jsonl: .*make it writable, then --res"),
     "an export": (lambda place: in_directory(place / "out"), "out: .*; choose another place, or make it writable"),

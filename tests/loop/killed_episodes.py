@@ -26,6 +26,7 @@ from treadle.core.engine import Completion
 from treadle.core.types import Ids, Message, SamplingParams
 from treadle.envs.base import EnvStep
 from treadle.loop.runtime import Runtime
+from treadle.plan.config import config_of
 from treadle.record.run_directory import RunDirectory
 from treadle.testing import FakeEngine
 
@@ -116,7 +117,7 @@ def main(folder: Path, kills: str, *options: str) -> None:
         ended = in_child(partial(go, run, left, *options))
         assert ended == -signal.SIGKILL, (number, ended)
     assert in_child(partial(go, run, None, *options)) == 0
-    config = RunDirectory.open(run).config()
+    config = config_of(RunDirectory.open(run))
     if config.orchestration.max_staleness:
         check_finished(run)
     else:  # which would compare the engine's logprobs

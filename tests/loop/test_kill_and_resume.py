@@ -20,8 +20,9 @@ from tests.runs import check_finished, put_config, put_data, query, resume, star
 from tests.until import CEILING, wait_until
 from tests.worlds import ROOT, Quiet, tiny
 from treadle.core.config import dump_yaml
-from treadle.plan.config import SCHEMA_VERSION
+from treadle.plan.config import config_of
 from treadle.plan.device import settled
+from treadle.record.ledger_reader import SCHEMA_VERSION
 from treadle.record.run_directory import RunDirectory
 
 SLOWLY = "data.train.options.seconds=0.03"  # each reply; leaves time to be killed in
@@ -241,5 +242,5 @@ def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, batch: int
         "SELECT count(*) AS n FROM trajectories JOIN groups USING (group_id) WHERE trained_version IS NOT NULL AND "
         "reward IS NOT NULL GROUP BY group_id",
     )
-    assert {row["n"] for row in graded} == {RunDirectory.open(path).config().training.group_size}
+    assert {row["n"] for row in graded} == {config_of(RunDirectory.open(path)).training.group_size}
     assert not children() and not staged()

@@ -29,10 +29,10 @@ from treadle.envs.base import EnvStep
 from treadle.loop.loop import Checkpointer
 from treadle.models.chat import load_chat
 from treadle.packing.checks import split_untrainable
-from treadle.plan.config import SCHEMA_VERSION
 from treadle.plan.device import settled
 from treadle.plan.inputs import Inputs, make_inputs
 from treadle.record.ledger import Ledger
+from treadle.record.ledger_reader import SCHEMA_VERSION
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callbacks import RunStatus
 from treadle.report.metrics import DECLARED

@@ -10,7 +10,7 @@ from tests.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
 from treadle.api.train import train_run
 from treadle.core.errors import ConfigError, RunError
-from treadle.plan.config import load_recipe
+from treadle.plan.config import config_of, load_recipe
 from treadle.plan.device import settled
 from treadle.plan.inputs import load_inputs
 from treadle.plan.validation import Change, changes, check_changes
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("orchestration_config_diff")  # what its te
 
 
 def go_on(path: Path, *overrides: str, checkpoint: str | None = None) -> tuple[dict[str, Any], Quiet]:
-    config, progress = RunDirectory.open(path).config(overrides), Quiet()
+    config, progress = config_of(RunDirectory.open(path), overrides), Quiet()
     return train_run(config, load_inputs(config), path, progress, checkpoint=checkpoint, resume=True), progress
 
 

@@ -11,6 +11,7 @@ from tests.runs import resume, start
 from tests.worlds import Quiet, tiny
 from treadle.core.errors import ConfigError
 from treadle.plan import device
+from treadle.plan.config import config_of
 from treadle.plan.device import check_device, settled, unused_gpus
 from treadle.plan.dry_run import dry_run
 from treadle.plan.dry_run_parts import estimate_memory
@@ -117,7 +118,7 @@ def test_a_run_uses_the_gpu_for_learner_and_engine_and_says_so_first(
     start(path, "orchestration.updates=1", *defaults, progress=said)
     assert moved == ["cuda", "cuda"] and not torch.are_deterministic_algorithms_enabled()
     assert said.lines[0] == f"run directory: {path} (cuda, learner bfloat16, engine bfloat16, 1 thread)"
-    stored = RunDirectory.open(path).config()
+    stored = config_of(RunDirectory.open(path))
     assert (stored.device, stored.training.precision, stored.engine.dtype) == ("cuda", "bfloat16", "bfloat16")
     fake_gpus(monkeypatch, 0)
     with pytest.raises(ConfigError, match="device is 'cuda'"):
@@ -125,7 +126,7 @@ def test_a_run_uses_the_gpu_for_learner_and_engine_and_says_so_first(
     said = Quiet()
     resume(path, config=tiny(*defaults, "device=cpu", "orchestration.updates=2"), progress=said)
     assert "changed: device cuda -> cpu" in said.lines
-    assert RunDirectory.open(path).config().training.precision == "bfloat16"
+    assert config_of(RunDirectory.open(path)).training.precision == "bfloat16"
 
 
 def test_a_dry_run_names_the_device_that_is_not_there_and_what_is_on_it(tmp_path: Path) -> None:

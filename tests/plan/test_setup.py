@@ -28,6 +28,7 @@ from treadle.loop.engines import EngineSpec, check_engine, embedded_engine
 from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.flat import flatten
+from treadle.plan.config import config_of
 from treadle.plan.inputs import Inputs, check_first_prompts, make_inputs
 from treadle.plan.thread_count import SMALL, default_threads
 from treadle.plan.validation import check_context
@@ -267,7 +268,7 @@ def test_a_run_stores_its_threads_says_them_first_and_takes_them_when_it_is_resu
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     start(path, *given, progress=said)
     assert said.lines[0].startswith(f"run directory: {path} (cpu, 2 threads")  # a note follows where there is one core
-    stored = RunDirectory.open(path).config()
+    stored = config_of(RunDirectory.open(path))
     assert (stored.training.threads, stored.device) == (2, "cpu")
     assert (stored.training.precision, stored.engine.dtype) == ("float32", "float32")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -275,7 +276,7 @@ def test_a_run_stores_its_threads_says_them_first_and_takes_them_when_it_is_resu
         summary = resume(path, config=tiny("training.threads=null", "orchestration.updates=2", "warm_start=null"))
     finally:
         torch.set_num_threads(threads)  # of the tests that follow
-    assert summary["threads"] == 2 and RunDirectory.open(path).config().training.threads == 2
+    assert summary["threads"] == 2 and config_of(RunDirectory.open(path)).training.threads == 2
 
 
 WARM = (

@@ -51,7 +51,7 @@ def test_the_best_is_the_earliest_of_equals_at_the_evaluations_temperature() -> 
     ],
 )
 def test_what_is_retained(options: tuple[str, ...], kept: list[int]) -> None:
-    names = retained(range(11), tiny(*options), SEEN)
+    names = retained(range(11), tiny(*options).retention, SEEN)
     assert names == [f"step-{update:06d}" for update in kept]
 
 

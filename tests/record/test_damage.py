@@ -17,6 +17,7 @@ from tests.worlds import Quiet, make_group, make_step
 from treadle.core.errors import Cause, DamageError
 from treadle.core.metrics import Metric, measured
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
+from treadle.plan.config import config_of
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LoopState
 from treadle.record.resume import restorable_groups
@@ -95,7 +96,7 @@ def test_a_shard_that_was_trained_changes_nothing(staleness: int, tmp_path: Path
     [name, *_] = shards(run, "trained")
     good, progress = damage(run / "rollouts" / name), Quiet()
     before = states(run, name)
-    resume(run, config=RunDirectory.open(run).config(["orchestration.updates=3"]), progress=progress)
+    resume(run, config=config_of(RunDirectory.open(run), ["orchestration.updates=3"]), progress=progress)
     assert not any(name in line for line in progress.lines)
     assert states(run, name) == before
     (run / "rollouts" / name).write_bytes(good)
@@ -118,17 +119,17 @@ def test_a_change_of_configuration_that_was_cut_short_is_none(run: Path) -> None
     """The ledger knows the new one already, the file is still the old one."""
     directory = RunDirectory.open(run)
     before = directory.config_file.read_bytes()
-    changed = directory.config(["orchestration.updates=6"])
+    changed = config_of(directory, ["orchestration.updates=6"])
     with closing(Ledger(directory.ledger_file)) as ledger:
         directory.change_config(changed, ledger)
-    assert directory.config() == changed and (run / "config-1.yaml").read_bytes() == before
+    assert config_of(directory) == changed and (run / "config-1.yaml").read_bytes() == before
     directory.config_file.write_bytes(before)
-    assert directory.config().orchestration.updates == 5
+    assert config_of(directory).orchestration.updates == 5
     directory.config_file.write_bytes(before.replace(b"updates: 5", b"updates: 4"))
     with pytest.raises(
         DamageError, match=r"config\.yaml is damaged, or was changed by hand: .*--resume key.path=value"
     ):
-        directory.config()
+        config_of(directory)
 
 
 def attempt(number: int, version: int, dropped: DropReason | None = None) -> Trajectory:

@@ -21,7 +21,7 @@ from tests.worlds import plain_renderer
 from treadle.core.draws import Stream
 from treadle.core.errors import ConfigError
 from treadle.core.types import SamplingParams
-from treadle.record.file_as_run import file_as_run
+from treadle.plan.file_as_run import file_as_run
 from treadle.record.recorded import RecordedTrajectory
 from treadle.record.recording import Recorder, Recording
 from treadle.record.trajectory_files import read_files, read_records, write_records

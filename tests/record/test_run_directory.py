@@ -20,6 +20,7 @@ from tests.worlds import ROOT, Quiet, make_group, make_step, tiny
 from treadle.core.errors import RunError
 from treadle.core.files import new_directory
 from treadle.core.types import Group, Status, Trajectory
+from treadle.plan.config import config_of
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory, find_run, make_directory
@@ -41,7 +42,7 @@ def test_a_new_run_keeps_its_configuration(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "a" / "b", config)
     assert run.rollouts.is_dir()
     assert run.checkpoints.is_dir()
-    assert RunDirectory.open(tmp_path / "a" / "b").config() == config
+    assert config_of(RunDirectory.open(tmp_path / "a" / "b")) == config
     assert "# torch " in run.config_file.read_text()
     run.close()
 
@@ -70,7 +71,7 @@ def test_a_run_that_has_recorded_nothing_is_begun_anew(tmp_path: Path) -> None:
     again.close()
     names = ["checkpoints", "config.yaml", "lock", "notes.txt", "rollouts", "traces"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert again.config().seed == 5
+    assert config_of(again).seed == 5
 
 
 @pytest.mark.parametrize("left", ["", "checkpoints/step-000000/model.safetensors", "metrics.jsonl"])
@@ -91,14 +92,14 @@ def test_a_run_without_a_checkpoint_on_record_is_begun_anew(left: str, tmp_path:
         "rollouts",
         "traces",
     ]
-    assert run.config().seed == 5
+    assert config_of(run).seed == 5
 
 
 def test_a_run_killed_while_it_made_its_ledger_is_begun_anew(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", tiny("recipe=tiny"))
     run.close()
     run.ledger_file.touch()
-    assert run.config().recipe == "tiny" and find_run(tmp_path, "tiny") == run.path
+    assert config_of(run).recipe == "tiny" and find_run(tmp_path, "tiny") == run.path
     RunDirectory.create(run.path, tiny()).close()
     assert not run.ledger_file.exists()
 
@@ -137,7 +138,7 @@ def test_a_run_that_has_recorded_something_is_left_alone(recorded: str, advice: 
     (tmp_path / recorded).touch()
     with pytest.raises(RunError, match=f"already in use; .*{advice}"):
         RunDirectory.create(tmp_path, tiny("seed=5"))
-    assert run.config().seed == 0
+    assert config_of(run).seed == 0
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
@@ -265,14 +266,14 @@ def test_runs_that_start_in_the_same_second_get_names_of_their_own(
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
     with ThreadPoolExecutor(16) as threads:
-        made = list(threads.map(lambda _: make_directory(tmp_path / "runs", tiny("seed=7")), range(40)))
+        made = list(threads.map(lambda _: make_directory(tmp_path / "runs", "tiny", 7), range(40)))
     name = "tiny-seed7-20260102-030405"
     assert sorted(path.name for path in made) == sorted([name, *(f"{name}-{n}" for n in range(2, 41))])
     (tmp_path / "file").touch()
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for place in ("file", "nowhere"):
         with pytest.raises(RunError, match=f"could not create run directory '.*/{place}/.*; choose other --runs"):
-            make_directory(tmp_path / place, tiny())
+            make_directory(tmp_path / place, "tiny", 0)
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[]"])

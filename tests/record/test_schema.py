@@ -15,9 +15,9 @@ from treadle.core.config import Config
 from treadle.core.errors import ConfigError, RunError
 from treadle.core.registry import names, resolve
 from treadle.engines.config import VLLMConfig
-from treadle.plan.config import SCHEMA_VERSION, RunConfig
+from treadle.plan.config import RunConfig, config_of
 from treadle.record.ledger import Ledger
-from treadle.record.ledger_reader import LedgerReader
+from treadle.record.ledger_reader import SCHEMA_VERSION, LedgerReader
 from treadle.record.run_directory import RunDirectory
 
 
@@ -30,7 +30,7 @@ def test_a_run_of_another_version_is_refused_in_one_sentence(version: str, tmp_p
     number = version.strip()[16:] or "None"
     message = rf"config\.yaml: the run has schema_version {number}, and this Treadle reads {SCHEMA_VERSION} only; use"
     with pytest.raises(RunError, match=message):
-        RunDirectory.open(path).config()
+        config_of(RunDirectory.open(path))
 
 
 def test_a_ledger_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:

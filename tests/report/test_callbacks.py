@@ -17,7 +17,7 @@ from treadle.api.train import train_run
 from treadle.core.errors import ConfigError, RunError, TrainingStopped
 from treadle.core.registry import names
 from treadle.core.types import Group, Trajectory
-from treadle.plan.config import RunConfig
+from treadle.plan.config import RunConfig, config_of
 from treadle.plan.inputs import Inputs, load_inputs
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callbacks import EVENTS, Callback, RunStart, load_callbacks
@@ -85,7 +85,7 @@ def go(path: Path, *callbacks: Callback, overrides: Sequence[str] = (), progress
 
 
 def go_on(path: Path, *callbacks: Callback) -> Summary:
-    config = RunDirectory.open(path).config()
+    config = config_of(RunDirectory.open(path))
     return train_run(config, given(config, callbacks), path, Quiet(), resume=True)
 
 

@@ -14,6 +14,7 @@ from treadle.core.errors import CheckpointError, ConfigError
 from treadle.models.loading import load_tokenizer
 from treadle.models.model_files import ADAPTER_CONFIG, tokenizer_directory
 from treadle.models.weights import convert_rest
+from treadle.plan.config import config_of
 from treadle.record.checkpoint_retention import checkpoint_update, read_checkpoint
 from treadle.record.run_directory import JsonLog, RunDirectory
 from treadle.rendering.chat import ChatRenderer
@@ -36,7 +37,7 @@ def export_checkpoint(
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
     place = RunDirectory.open(run)
-    config = place.config()
+    config = config_of(place)
     checkpoint, files = read_checkpoint(run, which, read_model_files)
     if config.model.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_directory(config.model))

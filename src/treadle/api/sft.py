@@ -11,9 +11,9 @@ from treadle.api.evaluate import find_subject
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
-from treadle.plan.config import RunConfig, load_recipe, recipe_names
+from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
 from treadle.plan.inputs import IN_MEMORY
-from treadle.record.address import began_of, find_address, with_model_of_run
+from treadle.record.address import began_of, find_address
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory, read_run
 from treadle.record.selection import Selection
 from treadle.record.trajectory_files import read_files

@@ -30,7 +30,7 @@ from treadle.loop.stopping import StopRequest, stop_on_signals
 from treadle.models.chat import load_chat
 from treadle.models.model_files import base_directory
 from treadle.models.unused import unused_parts
-from treadle.plan.config import RunConfig
+from treadle.plan.config import RunConfig, config_of
 from treadle.plan.device import check_device, describe_device, settled, unused_gpus
 from treadle.plan.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.plan.other_models import judging_models
@@ -185,7 +185,7 @@ def _find_checkpoint(
     """Check that a locked run can go on with this configuration and tasks; returns from where, and the configuration
     with the threads, device and precisions that the run was started with, where no others are configured.
     """
-    recover_ledger(run, run.config().orchestration.ledger_directory)
+    recover_ledger(run, config_of(run).orchestration.ledger_directory)
     ledger = run.ledger()
     ledger.prove()
     checkpoint = find_checkpoint(run.path, name or "latest")
@@ -195,7 +195,7 @@ def _find_checkpoint(
             f"run {str(run.path)!r} is finished ({state.update} updates); nothing to resume; "
             "give it more orchestration.updates"
         )
-    before = run.config()
+    before = config_of(run)
     config = _with_threads(settled(config, before), config.training.threads or before.training.threads)
     check_changes(changes(before, config), state.update)
     check_same_data(run, inputs)
@@ -273,13 +273,21 @@ class _Run:
         """Bring directory and ledger back to the checkpoint; returns groups and calls that are not sampled again."""
         config, directory = self.config, self.directory
         directory.summary_file.unlink(missing_ok=True)
-        if changes(directory.config(), config):
+        if changes(config_of(directory), config):
             directory.change_config(config, ledger)
         ledger.note_files(directory.written)
         remove_other_shards(directory.rollouts, ledger.shards())
-        repeats = config.repeats(self.inputs.players.may_wait)
-        name, log = checkpoint.directory.name, self.progress.log
-        restored = roll_back(config, directory, ledger, name, self.state, repeats, log)
+        restored = roll_back(
+            directory,
+            ledger,
+            checkpoint.directory.name,
+            self.state,
+            keeping=config.retention,
+            max_staleness=config.orchestration.max_staleness,
+            pinned=config.pinned is not None,
+            repeats=config.repeats(self.inputs.players.may_wait),
+            log=self.progress.log,
+        )
         remove_other_shards(directory.traces, ledger.traces())
         return restored
 

@@ -445,7 +445,7 @@ def record_argument(text: str) -> Path:
     if path.suffix != ".jsonl" or not path.is_file():
         return run_argument(text)
     from treadle.core.errors import TreadleError
-    from treadle.record.file_as_run import file_as_run
+    from treadle.plan.file_as_run import file_as_run
 
     try:
         return file_as_run(path)

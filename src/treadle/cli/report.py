@@ -14,6 +14,7 @@ import rich.progress
 from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.show import shown_tokens
 from treadle.core.errors import ConfigError, DamageError, RunError
+from treadle.plan.config import config_of
 from treadle.record.ledger_reader import no_checkpoint
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callbacks import update_line
@@ -264,7 +265,7 @@ def read_run(path: Path) -> RunMetrics:
 
     directory = RunDirectory.open(path)
     log = directory.metrics_log()
-    run = RunMetrics(directory.config(), log.rows)
+    run = RunMetrics(config_of(directory), log.rows)
     problem = log.problem(run.updates)
     if not run.updates:
         if problem:

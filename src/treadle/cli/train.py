@@ -17,11 +17,11 @@ from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
 from treadle.models.model_files import check_model_files
-from treadle.plan.config import RunConfig, load_recipe, recipe_names
+from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
 from treadle.plan.dry_run import Check, DryRun, dry_run
 from treadle.plan.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.plan.validation import check_config
-from treadle.record.address import checkpoint_named, find_address, with_model_of_run
+from treadle.record.address import checkpoint_named, find_address
 from treadle.record.run_directory import RunDirectory, find_run, make_directory, no_run
 from treadle.report.callbacks import loading
 from treadle.report.metrics import shown
@@ -85,7 +85,9 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 @contextmanager
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
     """Yield a new path for the run, which is removed if the run ends before it recorded anything to resume."""
-    path: Path = options.runs / options.name if options.name else make_directory(options.runs, config)
+    path: Path = (
+        options.runs / options.name if options.name else make_directory(options.runs, config.recipe, config.seed)
+    )
     new = not path.exists() or not any(path.iterdir())
     try:
         yield path

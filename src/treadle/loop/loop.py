@@ -205,7 +205,7 @@ class Checkpointer:
             self._store.ledger.copy_out()  # before older checkpoints are removed
         self._batches.clear()
         self.saved = state.update
-        remove_others(folder, retained(checkpoint_updates(folder), self._config, state.evaluations))
+        remove_others(folder, retained(checkpoint_updates(folder), self._config.retention, state.evaluations))
         if new:
             self._reporter.callbacks.checkpoint(folder / name, state.update)
         return state

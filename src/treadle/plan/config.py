@@ -17,12 +17,16 @@ from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core import registry
 from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
-from treadle.core.errors import Cause, ConfigError, RunError
+from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import SamplingParams, named_players
 from treadle.data.config import DataConfig, is_file
 from treadle.engines.config import Device, EngineConfig
 from treadle.loop.failures import FailuresConfig
 from treadle.models.config import ModelConfig
+from treadle.models.model_files import is_adapter, located
+from treadle.record.address import find_address
+from treadle.record.checkpoint_retention import KeepBest, Retention
+from treadle.record.run_directory import RunDirectory, without_version
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.other_models import POLICY, OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig
@@ -67,23 +71,7 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
 """Full path of a key -> what to do instead, for errors."""
 
 
-SCHEMA_VERSION = 3
-"""`schema_version` in config.yaml, `user_version` of the ledger."""
-
-
-def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
-    version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise RunError(
-            f"{source}: the run has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the "
-            "version of Treadle that wrote it"
-        )
-    return {key: value for key, value in data.items() if key != "schema_version"}
-
-
 StalePolicy = Literal["mask_steps", "wait", "drop_group"]
-KeepBest = Literal["held_out_success", "held_out_reward"]
 
 
 class EvaluationConfig(Config):
@@ -426,6 +414,17 @@ class RunConfig(Config):
         return bool(every) and update % (every or 1) < self.training.updates_between_publications
 
     @property
+    def retention(self) -> Retention:
+        section = self.orchestration
+        return Retention(
+            section.keep_last,
+            section.keep_every,
+            section.keep_best,
+            self.training.updates_between_publications,
+            self.evaluation.temperature,
+        )
+
+    @property
     def groups_per_batch(self) -> int:
         """Groups trained between two weight publications."""
         return self.training.tasks_per_update * self.training.updates_per_batch
@@ -449,6 +448,25 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = {"recipe": Path(recipe).stem, **read_recipe(recipe)}
     return build(RunConfig, without_source_options(data, overrides), recipe, overrides)
+
+
+def config_of(run: RunDirectory, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a run's resolved configuration, as last changed. Raises as `RunDirectory.config_data`, and ConfigError."""
+    return build(RunConfig, run.config_data(), str(run.config_file), overrides)
+
+
+def with_model_of_run(config: RunConfig) -> RunConfig:
+    """Return the configuration with the checkpoint that `model.path` addresses (`RUN`, `RUN@best`, `RUN@40`), if any.
+
+    Raises RunError for one that is not there.
+    """
+    address = None if config.model.path is None or config.model.adapter else find_address(config.model.path)
+    if address is None or (Path(config.model.path or "") / "config.json").is_file():
+        return config
+    directory = address.model()
+    base = config_of(RunDirectory.open(address.run)).model.path if is_adapter(directory) else None
+    model = ModelConfig.model_validate({**config.model.model_dump(), **located(directory, base)})
+    return config.model_copy(update={"model": model})
 
 
 _PLAYERS = ("environment", "reward", "agent", "driver")

@@ -17,7 +17,7 @@ from treadle.data.config import SourceConfig, sources_of
 from treadle.data.load import LoadContext, load_tasks
 from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, with_players
 from treadle.envs.tasks import load_environment, load_reward
-from treadle.plan.config import RunConfig, is_registered
+from treadle.plan.config import RunConfig, config_of, is_registered
 from treadle.plan.other_models import make_models
 from treadle.plan.validation import changes, check_changes, check_context
 from treadle.record.checkpoint_retention import find_checkpoint
@@ -84,9 +84,9 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
             f"run {str(path)!r} is finished; nothing to resume (see treadle report {path}); "
             "give it more orchestration.updates, or --resume-from an earlier checkpoint"
         )
-    config = run.config(overrides)
+    config = config_of(run, overrides)
     if checkpoint is not None or not run.is_unsaved:  # which is begun anew
-        check_changes(changes(run.config(), config))
+        check_changes(changes(config_of(run), config))
         find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
     if is_in_memory(config.data.train):
         raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")

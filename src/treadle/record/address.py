@@ -6,9 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from treadle.models.config import ModelConfig
-from treadle.models.model_files import is_adapter, located
-from treadle.plan.config import RunConfig
+from treadle.models.model_files import is_adapter
 from treadle.record.checkpoint_retention import checkpoint_name, find_checkpoint
 from treadle.record.run_directory import RunDirectory
 
@@ -72,17 +70,3 @@ def model_path(text: str | Path) -> Path:
     path = Path(text)
     address = None if (path / "config.json").is_file() or is_adapter(path) else find_address(text)
     return path if address is None else address.model()
-
-
-def with_model_of_run(config: RunConfig) -> RunConfig:
-    """Return the configuration with the checkpoint that `model.path` addresses (`RUN`, `RUN@best`, `RUN@40`), if any.
-
-    Raises RunError for one that is not there.
-    """
-    address = None if config.model.path is None or config.model.adapter else find_address(config.model.path)
-    if address is None or (Path(config.model.path or "") / "config.json").is_file():
-        return config
-    directory = address.model()
-    base = RunDirectory.open(address.run).config().model.path if is_adapter(directory) else None
-    model = ModelConfig.model_validate({**config.model.model_dump(), **located(directory, base)})
-    return config.model_copy(update={"model": model})

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from treadle.core.errors import RemovedError, RunError
 from treadle.core.files import Manifest
-from treadle.plan.config import KeepBest, RunConfig
 from treadle.record.ledger_reader import LedgerReader, manifest_name, no_checkpoint
 from treadle.record.run_directory import RunDirectory
 
 T = TypeVar("T")
+KeepBest = Literal["held_out_success", "held_out_reward"]
 _NAME = re.compile(r"step-\d+")
 _FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_reward": "reward_mean"}
 
@@ -67,17 +68,18 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
     name, state = latest
     on_disk = sorted(each for each in ledger.checkpoint_names() if (run.checkpoints / each).is_dir())
     if which == "best":
-        config = run.config()
-        metric = config.orchestration.keep_best or "held_out_success"
-        best = best_update(state.evaluations, metric, config.evaluation.temperature)
+        config = run.config_data()
+        kept, temperature = config["orchestration"]["keep_best"], config["evaluation"]["temperature"]
+        metric: KeepBest = kept or "held_out_success"
+        best = best_update(state.evaluations, metric, temperature)
         if best is None:
             raise RunError(f"no checkpoint of run {str(run.path)!r} was evaluated; it has {', '.join(on_disk)}")
         name = checkpoint_name(best)
         if name not in on_disk:
             among = [checkpoint_update(Path(each)) for each in on_disk]
-            second = best_update(state.evaluations, metric, config.evaluation.temperature, among)
+            second = best_update(state.evaluations, metric, temperature, among)
             advice = "" if second is None else f"; of those there are, {checkpoint_name(second)} is best"
-            why = "it was removed" if config.orchestration.keep_best else "orchestration.keep_best was not set"
+            why = "it was removed" if kept else "orchestration.keep_best was not set"
             raise RunError(
                 f"run {str(run.path)!r} was best at update {best}, whose checkpoint is gone: {why}; "
                 f"it has {', '.join(on_disk) or 'none'}{advice}"
@@ -103,13 +105,26 @@ def best_update(
     return -max(figures)[1] if figures else None
 
 
-def retained(updates: Sequence[int], config: RunConfig, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the checkpoints to keep: `keep_last` newest ones, multiples of `keep_every`, the best by `keep_best`."""
-    section, batch = config.orchestration, config.training.updates_between_publications
-    keep = set(sorted(updates)[-section.keep_last :])
-    if section.keep_every is not None:
-        keep |= {update for update in updates if update and update % section.keep_every < batch}
-    if section.keep_best is not None:
-        best = best_update(evaluations, section.keep_best, config.evaluation.temperature, updates)
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay: the newest `last`, multiples of `every`, the best by `best` at `temperature`.
+
+    batch: updates between two publications, of which one may be a multiple.
+    """
+
+    last: int
+    every: int | None
+    best: KeepBest | None
+    batch: int
+    temperature: float
+
+
+def retained(updates: Sequence[int], keeping: Retention, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the checkpoints that stay."""
+    keep = set(sorted(updates)[-keeping.last :])
+    if keeping.every is not None:
+        keep |= {update for update in updates if update and update % keeping.every < keeping.batch}
+    if keeping.best is not None:
+        best = best_update(evaluations, keeping.best, keeping.temperature, updates)
         keep |= set() if best is None else {best}
     return [checkpoint_name(update) for update in updates if update in keep]

@@ -20,8 +20,7 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
-from treadle.plan.config import SCHEMA_VERSION
-from treadle.record.ledger_reader import UNTAKEN, LedgerReader, LoopState, manifest_name, trace_file
+from treadle.record.ledger_reader import SCHEMA_VERSION, UNTAKEN, LedgerReader, LoopState, manifest_name, trace_file
 from treadle.record.tables import SCHEMA, insert, journal_mode, update
 
 AttemptKey = tuple[int, int, int]

@@ -16,8 +16,10 @@ from typing import Any
 
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import MANIFEST, WrittenFile
-from treadle.plan.config import SCHEMA_VERSION
 from treadle.record.tables import KEYS, Damaged, check_row, check_table
+
+SCHEMA_VERSION = 3
+"""`schema_version` in config.yaml, `user_version` of the ledger."""
 
 Row = dict[str, Any]
 

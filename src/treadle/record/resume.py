@@ -12,8 +12,7 @@ from typing import Any
 from treadle.core.errors import DamageError
 from treadle.core.outcomes import interrupted_reason
 from treadle.core.types import DropReason, Group, Step, Task
-from treadle.plan.config import RunConfig
-from treadle.record.checkpoint_retention import checkpoint_name, checkpoint_updates, retained
+from treadle.record.checkpoint_retention import Retention, checkpoint_name, checkpoint_updates, retained
 from treadle.record.ledger import AttemptKey, Ledger
 from treadle.record.ledger_reader import LedgerReader, LoopState
 from treadle.record.open_calls import restorable_calls
@@ -57,18 +56,21 @@ def restorable_groups(
 
 
 def roll_back(
-    config: RunConfig,
     run: RunDirectory,
     ledger: Ledger,
     name: str,
     state: LoopState,
+    *,
+    keeping: Retention,
+    max_staleness: int,
+    pinned: bool,
     repeats: bool,
     log: Callable[[str], None],
 ) -> tuple[dict[int, Group], dict[AttemptKey, list[AnsweredCall]]]:
     """Roll the run back to the checkpoint `name`, whose state this is; return the restored groups, by index, and the
     restored calls of attempts that had not ended.
 
-    repeats: whether nothing is restored (`RunConfig.repeats`).
+    pinned: whether an attempt keeps its first version. repeats: whether nothing is restored.
     """
     latest = ledger.latest_checkpoint()
     if latest is not None and latest[0] != name:
@@ -77,11 +79,11 @@ def roll_back(
         log(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
     committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
     on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
-    remove_others(run.checkpoints, {name, *retained(on_disk, config, state.evaluations)})
-    staleness = config.orchestration.max_staleness
-    pinned = config.pinned is not None
-    restored, unreadable = ({}, {}) if repeats else restorable_groups(ledger, run.rollouts, state, staleness, pinned)
-    oldest = state.version if pinned else state.version - staleness  # engines have no other version to go on with
+    remove_others(run.checkpoints, {name, *retained(on_disk, keeping, state.evaluations)})
+    restored, unreadable = (
+        ({}, {}) if repeats else restorable_groups(ledger, run.rollouts, state, max_staleness, pinned)
+    )
+    oldest = state.version if pinned else state.version - max_staleness  # engines have no other version to go on with
     calls = restorable_calls(ledger, oldest, state.version, repeats)
     for shard, damaged in unreadable.items():
         steps = ledger.note_damaged(damaged)

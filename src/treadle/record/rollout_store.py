@@ -20,6 +20,7 @@ from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, ModelCall, SamplingParams, Step, StopReason
+from treadle.models.config import ModelConfig
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.breaks import Decode, Relation, relations
 from treadle.packing.flat import PackedCall
@@ -249,7 +250,7 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
         checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
         source = checkpoint.directory
     else:
-        source = tokenizer_directory(directory.config().model)
+        source = tokenizer_directory(ModelConfig.model_validate(directory.config_data()["model"]))
         content = (source / "tokenizer.json").read_bytes()
     try:
         return Tokenizer.from_buffer(content)

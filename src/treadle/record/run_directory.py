@@ -22,13 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from treadle.core.config import build, dump_yaml, parse_yaml
+from treadle.core.config import Config, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
 from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.text import checked_json, is_unfinished, parse_checked_json
-from treadle.plan.config import SCHEMA_VERSION, RunConfig, without_version
 from treadle.record.ledger import Ledger
-from treadle.record.ledger_reader import LedgerReader, no_checkpoint, salvage
+from treadle.record.ledger_reader import SCHEMA_VERSION, LedgerReader, no_checkpoint, salvage
 
 _LOCK_ATTEMPTS = 5
 _FIRST = "step-000000"  # checkpoint
@@ -60,6 +59,17 @@ class JsonLog:
         problems = [f"cannot be read in line {_listed(self.unreadable)}"] if self.unreadable else []
         problems += [f"has no line of update {_listed(missing)}"] if missing else []
         return f"metrics.jsonl {' and '.join(problems)}" if problems else None
+
+
+def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{source}: the run has schema_version {version!r}, and this Treadle reads {SCHEMA_VERSION} only; use the "
+            "version of Treadle that wrote it"
+        )
+    return {key: value for key, value in data.items() if key != "schema_version"}
 
 
 def no_run(address: str | Path) -> RunError:
@@ -95,7 +105,7 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig) -> RunDirectory:
+    def create(cls, path: Path, config: Config) -> RunDirectory:
         """Create a new run's directory and lock it. Raises RunError as `check_free`."""
         run = cls(path)
         run.check_free()
@@ -193,10 +203,6 @@ class RunDirectory:
         latest = self.ledger().latest_checkpoint() if self.ledger_file.is_file() else None
         return datetime.fromisoformat(latest[1].began) if latest and latest[1].began else None
 
-    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """The run's resolved configuration, as last changed. Raises as `config_data`, and ConfigError."""
-        return build(RunConfig, self.config_data(), str(self.config_file), overrides)
-
     def config_data(self) -> dict[str, Any]:
         """Content of config.yaml, not validated.
 
@@ -214,7 +220,7 @@ class RunDirectory:
         source = str(self.config_file)
         return without_version(parse_yaml(content, source), source)
 
-    def change_config(self, config: RunConfig, ledger: Ledger) -> None:
+    def change_config(self, config: Config, ledger: Ledger) -> None:
         """Replace the run's configuration; the old one stays as config-1.yaml, config-2.yaml, ..."""
         older = f"config-{1 + len(list(self.path.glob('config-*.yaml')))}.yaml"
         before, after = self.config_file.read_bytes(), _config_content(config)
@@ -356,9 +362,9 @@ def find_run(runs: Path, recipe: str) -> Path:
     return max(ready, key=lambda run: run.config_file.stat().st_mtime).path
 
 
-def make_directory(runs: Path, config: RunConfig) -> Path:
+def make_directory(runs: Path, recipe: str, seed: int) -> Path:
     """Make an empty directory for a run: `runs/demo-seed0-20260102-030405`; `...-2` if that is taken."""
-    name = f"{config.recipe}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{recipe}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     while True:
         path = runs / next(names)
@@ -371,7 +377,7 @@ def make_directory(runs: Path, config: RunConfig) -> Path:
                 raise RunError(f"could not create run directory {str(path)!r}: {what}") from error
 
 
-def _config_content(config: RunConfig) -> bytes:
+def _config_content(config: Config) -> bytes:
     return f"{_versions_header()}schema_version: {SCHEMA_VERSION}\n{dump_yaml(config)}".encode()
 
 

@@ -22,6 +22,7 @@ from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.compactions import CompactionPrice, RecordedCall
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
+from treadle.plan.config import config_of
 from treadle.plan.inputs import is_of_python
 from treadle.record.ledger_reader import LedgerReader
 from treadle.record.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
@@ -37,7 +38,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
     """Return everything the report shows. track: shows the progress of reading. Raises TreadleError."""
     ledger = run.ledger()
     ledger.prove()
-    config, log, latest = run.config(), run.metrics_log(), ledger.latest_checkpoint()
+    config, log, latest = config_of(run), run.metrics_log(), ledger.latest_checkpoint()
     try:
         decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
     except TreadleError as error:

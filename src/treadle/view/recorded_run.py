@@ -13,7 +13,7 @@ from fastapi import Path as InPath
 
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
-from treadle.plan.config import RunConfig
+from treadle.plan.config import RunConfig, config_of
 from treadle.record.group_search import LARGEST
 from treadle.record.ledger_reader import LedgerReader, salvage
 from treadle.record.rollout_store import load_run_tokenizer
@@ -81,11 +81,12 @@ class RecordedRun:
         return value
 
     def config(self) -> RunConfig:
+        """Return the run's configuration. Raises RunError or DamageError."""
         try:
             content = self.directory.config_file.read_bytes()
         except OSError as error:
             raise RunError(f"{self.directory.config_file} cannot be read: {error.strerror or error}") from error
-        return self.kept("config", content, self.directory.config)
+        return self.kept("config", content, lambda: config_of(self.directory))
 
     def log(self, file: Path) -> tuple[str, JsonLog]:
         """Return metrics.jsonl or intervals.jsonl, and a name that changes when the file is rewritten."""
