@@ -16,7 +16,7 @@ from treadle.core.types import Group, Message, SamplingParams, Step, StopReason,
 from treadle.envs.base import Environment, EnvStep
 from treadle.plan.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
-from treadle.report.callbacks import Progress
+from treadle.report.progress import Progress
 from treadle.rollout.attempt import Rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentDriver, EnvironmentFactory

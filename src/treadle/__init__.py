@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from treadle.core.types import Group, Message, SamplingParams, Step, Task, Trajectory
     from treadle.envs.base import Environment, EnvStep, Finish, Reply
     from treadle.envs.tools import ToolEnvironment
-    from treadle.report.callbacks import Callback
+    from treadle.report.callback import Callback
     from treadle.rollout.agents.agent import Recovered
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Callback": "treadle.report.callbacks",
+    "Callback": "treadle.report.callback",
     "ConfigError": "treadle.core.errors",
     "EnvStep": "treadle.envs.base",
     "Environment": "treadle.envs.base",

@@ -22,7 +22,7 @@ from treadle.data.table import rows_of
 from treadle.plan.config import config_of
 from treadle.record.recorded import RecordedTrajectory
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import NotebookProgress
+from treadle.report.progress import NotebookProgress
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import Outcome
 from treadle.rollout.isolation.user_code import UserCode
@@ -170,7 +170,7 @@ class Impatient(Interrupting):
 def test_a_notebook_has_a_line_that_is_written_over_and_one_for_every_tenth_update(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treadle.report.callbacks._REFRESH", 0.0)
+    monkeypatch.setattr("treadle.report.progress._REFRESH", 0.0)
     names = ("reward_mean", "success", "steps_mean", "completion_tokens_mean", "entropy", "seconds_rollout")
     row = {**dict.fromkeys(names, 0.5), "seconds_update": 1.0, "trajectories": 4, "failed": 0}
     progress = NotebookProgress(40)

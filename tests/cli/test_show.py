@@ -22,7 +22,7 @@ from treadle.cli.main import main
 from treadle.plan.inputs import load_inputs
 from treadle.record.rollout_store import load_run_tokenizer, load_traces
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import Callback
+from treadle.report.callback import Callback
 
 
 def test_json_is_what_the_shard_holds(finished: Trained) -> None:

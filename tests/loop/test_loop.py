@@ -34,8 +34,8 @@ from treadle.plan.inputs import Inputs, make_inputs
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import SCHEMA_VERSION
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import RunStatus
 from treadle.report.metrics import DECLARED
+from treadle.report.status import RunStatus
 from treadle.rollout.attempt import Players
 
 pytestmark = pytest.mark.xdist_group("orchestration_loop")  # what its tests share is made once

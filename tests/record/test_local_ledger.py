@@ -20,7 +20,7 @@ from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LedgerReader, LoopState
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import local_file, open_ledger, recover_ledger
-from treadle.report.callbacks import Callback
+from treadle.report.callback import Callback
 
 
 class Killed(Callback):

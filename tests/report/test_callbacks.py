@@ -20,7 +20,8 @@ from treadle.core.types import Group, Trajectory
 from treadle.plan.config import RunConfig, config_of
 from treadle.plan.inputs import Inputs, load_inputs
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import EVENTS, Callback, RunStart, load_callbacks
+from treadle.report.callback import EVENTS, Callback, RunStart
+from treadle.report.callbacks import load_callbacks
 from treadle.report.metrics import EvaluationResult
 
 pytestmark = pytest.mark.xdist_group("orchestration_callbacks")  # what its tests share is made once

@@ -21,7 +21,6 @@ from treadle.core.outcomes import as_played
 from treadle.core.rewards import Reward
 from treadle.core.types import DropReason, Failure, Status, Task, Trajectory
 from treadle.packing.flat import flatten
-from treadle.report.callbacks import PlainProgress, evaluation_lines, loading, update_line
 from treadle.report.metrics import (
     DECLARED,
     evaluation_result,
@@ -29,6 +28,7 @@ from treadle.report.metrics import (
     run_metrics,
     trajectory_metrics,
 )
+from treadle.report.progress import PlainProgress, evaluation_lines, loading, update_line
 
 
 def attempt(reward: float | None, steps: int = 1, warning: str = "") -> Trajectory:

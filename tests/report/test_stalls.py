@@ -8,7 +8,7 @@ import pytest
 
 from tests.worlds import tiny
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import RunStart
+from treadle.report.callback import RunStart
 from treadle.report.metrics import EvaluationResult
 from treadle.report.stalls import UPDATES, StallWarnings, stalls
 

@@ -20,7 +20,7 @@ from tests.runs import check_finished, query, updates
 from tests.worlds import Quiet
 from treadle.core.errors import ConfigError, RunError, TrainingStopped
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import Callback, RunStart
+from treadle.report.callback import Callback, RunStart
 from treadle.report.samples import Sample
 from treadle.report.trackers import Outcome, Tracker
 

@@ -11,7 +11,7 @@ import pytest
 from tests.view.conftest import asking
 from treadle.core.engine import ProcessId
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import LiveStatus, RunStatus
+from treadle.report.status import LiveStatus, RunStatus
 from treadle.view.recorded_run import RecordedRun
 
 STATUS = RunStatus(

@@ -35,8 +35,8 @@ from treadle.plan.validation import check_playing, check_rollout
 from treadle.record.address import began_of, find_address, model_path
 from treadle.record.checkpoint_retention import checkpoint_update
 from treadle.record.run_directory import RunDirectory, no_run
-from treadle.report.callbacks import Progress, loading
 from treadle.report.metrics import EvaluationResult, kind_of
+from treadle.report.progress import Progress, loading
 from treadle.report.rewards import lone_attempts, unknown_components
 from treadle.rollout.attempt import Rollouts, open_rollouts
 from treadle.rollout.isolation.event_loop import run as run_event_loop

@@ -47,14 +47,9 @@ from treadle.plan.thread_count import wait_passively
 from treadle.plan.validation import check_config
 from treadle.record.address import RunAddress, checkpoint_named, find_address, run_path
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import (
-    Callback,
-    NotebookProgress,
-    PlainProgress,
-    Progress,
-    load_callbacks,
-    loading,
-)
+from treadle.report.callback import Callback
+from treadle.report.callbacks import load_callbacks
+from treadle.report.progress import NotebookProgress, PlainProgress, Progress, loading
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver

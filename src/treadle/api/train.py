@@ -46,10 +46,13 @@ from treadle.record.rollout_store import remove_other_shards
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import RunStore, open_ledger, recover_ledger
 from treadle.rendering.chat import ChatRenderer
-from treadle.report.callbacks import Callbacks, JsonLines, LiveStatus, Progress, RunStart
+from treadle.report.callback import RunStart
+from treadle.report.callbacks import Callbacks, JsonLines
 from treadle.report.curve import RunMetrics, draw_runs
+from treadle.report.progress import Progress
 from treadle.report.reporter import Clock, interval, run_summary
 from treadle.report.stalls import StallWarnings
+from treadle.report.status import LiveStatus
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.rollout.replay import AnsweredCall
 from treadle.training.make import load_model

@@ -39,7 +39,7 @@ from treadle.plan.device import check_device, settled
 from treadle.plan.inputs import Inputs
 from treadle.record.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
 from treadle.rendering.chat import ChatRenderer
-from treadle.report.callbacks import Progress
+from treadle.report.progress import Progress
 from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, calls_of_tools, play_all_at_random
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import (

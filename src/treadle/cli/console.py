@@ -17,8 +17,8 @@ from rich.text import Text
 
 from treadle.core.text import escape_line, escape_text
 from treadle.plan.config import RunConfig
-from treadle.report.callbacks import EVERY, PlainProgress, Progress, evaluation_lines, update_line
 from treadle.report.metrics import EvaluationResult, shown
+from treadle.report.progress import EVERY, PlainProgress, Progress, evaluation_lines, update_line
 
 _PLAIN_WIDTH = 1000  # a pipe has no width: tables are as wide as what they hold
 Part = str | tuple[str, str]  # some text; or some text and its style

@@ -17,8 +17,8 @@ from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.plan.config import config_of
 from treadle.record.ledger_reader import no_checkpoint
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import update_line
 from treadle.report.metrics import shown, shown_passes
+from treadle.report.progress import update_line
 
 if TYPE_CHECKING:
     from treadle.report.curve import RunGroup, RunMetrics

@@ -322,7 +322,7 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
-    from treadle.report.callbacks import RunStatus
+    from treadle.report.status import RunStatus
 
     state, status = directory.state(), RunStatus.read(directory.status_file)
     if status is None:

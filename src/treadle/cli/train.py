@@ -23,8 +23,8 @@ from treadle.plan.inputs import Inputs, has_held_out, is_of_python, load_inputs,
 from treadle.plan.validation import check_config
 from treadle.record.address import checkpoint_named, find_address
 from treadle.record.run_directory import RunDirectory, find_run, make_directory, no_run
-from treadle.report.callbacks import loading
 from treadle.report.metrics import shown
+from treadle.report.progress import loading
 from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.demonstrations import load_demonstrations
 

@@ -25,7 +25,8 @@ from treadle.record.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation, check_turns
 from treadle.rendering.replies import Tool
-from treadle.report.callbacks import Callback, load_callbacks
+from treadle.report.callback import Callback
+from treadle.report.callbacks import load_callbacks
 from treadle.rollout.agents.agent import load_agent
 from treadle.rollout.attempt import CHECK, Players, open_drivers, user_code
 from treadle.rollout.drivers.driver import load_driver

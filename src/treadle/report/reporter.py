@@ -18,7 +18,7 @@ from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
 from treadle.plan.config import RunConfig
 from treadle.record.ledger_reader import LoopState
-from treadle.report.callbacks import Callback
+from treadle.report.callback import Callback
 from treadle.report.metrics import run_metrics, trajectory_metrics
 from treadle.report.rewards import lone_attempts, unknown_components
 from treadle.rollout.isolation.user_code import abandoned_threads

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from treadle.record.run_directory import RunDirectory
-from treadle.report.callbacks import Callback, RunStart
+from treadle.report.callback import Callback, RunStart
 from treadle.report.metrics import EvaluationResult
 
 UPDATES = 8

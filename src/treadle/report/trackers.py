@@ -22,7 +22,7 @@ from treadle.core.files import write_atomically
 from treadle.core.registry import how_to_install
 from treadle.core.text import checked_json, parse_checked_json
 from treadle.core.types import Group
-from treadle.report.callbacks import Callback, RunStart
+from treadle.report.callback import Callback, RunStart
 from treadle.report.metrics import EvaluationResult
 from treadle.report.samples import Sample, sample_attempts
 from treadle.rollout.isolation.user_code import raised

@@ -19,8 +19,8 @@ from treadle.record.ledger_reader import LedgerReader, salvage
 from treadle.record.rollout_store import load_run_tokenizer
 from treadle.record.run_directory import JsonLog, RunDirectory
 from treadle.rendering.texts import TokenTexts
-from treadle.report.callbacks import RunStatus, duration
 from treadle.report.stalls import stalls
+from treadle.report.status import RunStatus, duration
 from treadle.view.texts import Json
 
 T = TypeVar("T")
