@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from treadle.core.errors import Cause
 from treadle.core.types import (
@@ -170,6 +170,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "lfm2-moe": {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], **_EXPERTS},
 }
+# Their chunked rule rounds otherwise than the recurrent one, and otherwise where a segment begins elsewhere.
+DELTA = ["qwen3-5", "qwen3-next", "olmo-hybrid", "kimi-linear"]
 _INDEXED: dict[str, Any] = dict(index_topk=4, index_head_dim=8, index_n_heads=32)  # fewer heads often tie at 0
 # Their layers cannot share prefixes: each step is a row of its own.
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
@@ -440,6 +442,20 @@ def step_logprobs(model: PreTrainedModel, step: Step) -> tuple[Tensor, Tensor]:
     distribution = (logits / temperature).log_softmax(-1)
     chosen = distribution.gather(1, torch.from_numpy(step.completion_ids.astype(np.int64))[:, None])[:, 0]
     return chosen, -(distribution.exp() * distribution).sum(-1)
+
+
+def cached_logits(model: PreTrainedModel, pieces: Sequence[Tensor]) -> Tensor:
+    """Return logits [T, V] of a sequence that transformers computes piece by piece int64[1, n], by its own cache."""
+    parameters = inspect.signature(model.forward).parameters
+    name = next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
+    more: dict[str, Any] = {name: DynamicCache(config=model.config), "use_cache": True}
+    found, start = [], 0
+    for piece in pieces:
+        if "position_ids" in parameters:  # some count from 0 again
+            more["position_ids"] = torch.arange(start, start + piece.shape[1])[None]
+        found.append(model(input_ids=piece, **more).logits[0])
+        start += piece.shape[1]
+    return torch.cat(found)
 
 
 def drawn_token(logits: NDArray[np.float64], temperature: float, draw: float) -> tuple[int, float, float]:

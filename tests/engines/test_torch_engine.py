@@ -175,21 +175,6 @@ def test_recorded_logprobs_are_the_learners(family: str, seed: int, max_batch: i
     np.testing.assert_allclose(batch.logp_rollout, learner.logprobs(batch), atol=limit, rtol=0)
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-@pytest.mark.parametrize("family", ["qwen3-5", "lfm2", "falcon-h1"])
-def test_keys_and_values_without_a_state_are_no_hit(family: str, mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions that go back to the middle of what was said, where no state was kept."""
-    model, random = exact(family), np.random.default_rng(5)
-    scripts = [random_script(random, random_ids(random, 8, 14), 4, forks=True) for _ in range(6)]
-    if mutant:
-        monkeypatch.setattr("treadle.engines.torch.kv_cache._with_state", lambda _, length: length)
-    played, engine = recorded(model, scripts)
-    assert engine.counters.reused > 0
-    batch = flatten(as_groups(played))
-    gap = np.abs(batch.logp_rollout - Learner(model, TrainingConfig(), AlgorithmConfig(), 1).logprobs(batch)).max()
-    assert gap > 1e-3 if mutant else gap < 1e-5
-
-
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL])
 def test_recorded_logprobs_are_those_of_a_plain_forward_pass(family: str) -> None:
