@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.models import FAMILIES, MORE_FAMILIES, make_group, make_step
+from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, make_group, make_step
 from tests.models import tiny as tiny_model
 from tests.worlds import tiny
 from treadle.core.errors import ConfigError
+from treadle.engines.torch.model import CachedModel
 from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
+from treadle.models.states import state_memory
 from treadle.models.weights import published
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
 from treadle.plan.dry_run import DryRun, dry_run
@@ -213,9 +215,57 @@ def test_a_teacher_is_counted_by_its_weights() -> None:
     assert with_teacher.keys() - without.keys() == {"teacher"} and with_teacher["teacher"] == tensor_bytes(teacher)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: str) -> None:
-    model = tiny_model(family, hidden_size=64, intermediate_size=256, head_dim=16)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_are_counted_as_the_engine_counts_them(family: str) -> None:
+    """It keeps two of each sequence, behind its prompt and its last token."""
+    model = tiny_model(family)
+    positions, states = CachedModel(model, torch.float32, 64).cache_bytes()
+    assert 2 * state_memory(model).state == states
+    config = tiny("rollout.max_input_tokens=90", "rollout.max_completion_tokens=6")
+    parts = {part.name: part for part in estimate_memory(config, model, None)}
+    cache = parts["the engine's KV cache"]
+    sessions = int(cache.formula.split()[2])
+    latent = family == "kimi-linear"  # its values are smaller than its keys
+    assert latent or cache.bytes == sessions * (96 * positions + states)
+
+
+def test_states_at_the_ends_of_calls_are_counted() -> None:
+    wide = "training.max_tokens_per_microbatch=600", "rollout.max_completion_tokens=6"
+    kinds = ["linear_attention"] * 2 + ["full_attention"]
+    model = tiny_model("qwen3-5", num_hidden_layers=3, layer_types=kinds, linear_value_head_dim=8)
+    config = tiny(*wide)
+    most = config.training.tasks_per_update * config.training.group_size * config.rollout.max_steps
+    state = 4 * (4 * 4 * 8 + 4 * (2 * 2 * 4 + 4 * 8))  # heads x keys x values, and 4 inputs of the convolution
+    for overrides, ends, layers in (
+        ((), most, 2),
+        (("training.gradient_checkpointing=true",), most, 1),
+        (("training.max_tokens_per_microbatch=31",), 5, 2),
+    ):
+        parts = {part.name: part.bytes for part in estimate_memory(tiny(*wide, *overrides), model, None)}
+        assert parts["states"] == ends * 2 * layers * state, overrides
+    assert "states" not in {part.name for part in estimate_memory(config, tiny_model(), None)}
+
+
+DELTA = dict(linear_key_head_dim=16, linear_value_head_dim=16)
+MAMBA = dict(mamba_d_head=32)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3-5", DELTA),
+        ("olmo-hybrid", DELTA),
+        ("bamba", MAMBA),
+        ("granite-hybrid", MAMBA),
+        ("falcon-h1", {**MAMBA, "mamba_d_ssm": 128}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    ],
+)
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: str, fields: dict[str, Any]) -> None:
+    model = tiny_model(family, hidden_size=64, intermediate_size=256, head_dim=16, **fields)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, tuple[int, Any]] = {}
 

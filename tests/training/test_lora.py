@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models import (
+    FAMILIES,
+    HYBRIDS,
+    MORE_FAMILIES,
+    ROW_FAMILIES,
+    VOCABULARY,
     distance,
     exact,
     full,
@@ -34,7 +39,7 @@ from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import make_model
-from treadle.models.lora import adapt, target_names
+from treadle.models.lora import adapt, add_adapters, target_names
 from treadle.models.weights import adapter_weights, trained
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import export_model, load_checkpoint, save_checkpoint
@@ -230,3 +235,27 @@ def test_targets() -> None:
     assert target_names(tiny("qwen3-5"), "mlp") == ["down_proj", "gate_proj", "up_proj"]
     with pytest.raises(ConfigError, match=r"no linear layers named \['gate'\]; it has .*experts, routers and the head"):
         target_names(model, ("q_proj", "gate"))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *HYBRIDS, *ROW_FAMILIES])
+def test_every_adapter_of_every_family_takes_part(family: str) -> None:
+    """Some layers read the weights of a projection past it; some names peft takes for those of experts."""
+    model = tiny(family)
+    wanted = set(target_names(model, "all-linear"))
+    add_adapters(model, LoraConfig(rank=2), 0)
+    adapted = [name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
+    assert {name.rpartition(".")[2] for name in adapted} == wanted and len(set(adapted)) == len(adapted)
+    ids = torch.arange(12)[None] % VOCABULARY
+    model.train()(ids, use_cache=False).logits.log_softmax(-1)[..., 0].sum().backward()
+    still = [n for n, p in model.named_parameters() if ".lora_B." in n and (p.grad is None or not p.grad.any())]
+    chooses = {"deepseek-indexed": "indexer", "glm-indexed": "indexer"}  # which has no gradient
+    small = {"deepseek-compressed": "compressor", "doge": "dt_proj", "xlstm": "ffn.proj_"}  # unused at these sizes
+    assert not [name for name in still if (chooses | small).get(family, "-") not in name]
+
+
+@pytest.mark.parametrize("family", ["bamba", "granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"])
+def test_projections_that_fused_kernels_take_over_get_no_adapters(family: str) -> None:
+    assert "in_proj" in target_names(tiny(family), "all-linear")
+    assert "out_proj" not in target_names(tiny(family), "all-linear")
+    with pytest.raises(ConfigError, match=r"no linear layers named \['out_proj'\]"):
+        target_names(tiny(family), ("out_proj",))

@@ -10,6 +10,7 @@ An adapter's directory is in peft's own format, beside it the base it belongs to
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -79,9 +81,31 @@ def _inject(model: PreTrainedModel, config: peft.LoraConfig) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of the linear layers that `training.lora` can adapt: all but the head."""
-    head = model.get_output_embeddings()
-    return {name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head}
+    """Return the names of the linear layers that `training.lora` can adapt.
+
+    All but the head, those whose weights another layer reads past them, and with that past an adapter, and those
+    whose names peft takes for the model's experts.
+    """
+    head, named = model.get_output_embeddings(), dict(model.named_modules())
+    linear = {name for name, module in named.items() if type(module) is nn.Linear and module is not head}
+    read = {kind: _weights_read_by(kind) for kind in {type(module) for module in named.values()}}
+    linear -= {f"{name}.{part}" for name, module in named.items() for part in read[type(module)]}
+    experts = _taken_for_experts(model, {name.rpartition(".")[2] for name in linear})
+    return {name for name in linear if name.rpartition(".")[2] not in experts}
+
+
+def _weights_read_by(layer: type) -> set[str]:
+    """Return the parts of a layer whose weights its code reads by itself, as Mamba 2 that of `out_proj`."""
+    if not layer.__module__.startswith("transformers."):
+        return set()
+    return set(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))", inspect.getsource(layer)))
+
+
+def _taken_for_experts(model: PreTrainedModel, names: Set[str]) -> Set[str]:
+    """Return the names that peft replaces by those of the experts' fused weights, in whatever layer they are."""
+    config = peft.LoraConfig(target_modules=sorted(names))
+    convert_peft_config_for_transformers(config, model, None)
+    return names - set(config.target_modules or ())
 
 
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:

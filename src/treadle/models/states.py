@@ -6,18 +6,22 @@ first token and hands it the one behind its last, for any number of tokens. `Sta
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 State = Mapping[tuple[str, int], Tensor]
 """What a layer keeps of a sequence, by name and number: `("conv", 0)`, `("recurrent", 0)`; without the batch."""
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
+_MEASURED = 256  # tokens: several chunks, in which recurrences are scored
 _CACHE = ("cache", "cache_params", "past_key_values")
 
 
@@ -34,6 +38,56 @@ def stateful_layers(model: nn.Module) -> dict[nn.Module, str]:
 def _keeps_state(kind: type) -> bool:
     methods = (inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each))
     return any(_UPDATES & set(method.__code__.co_names) for method in methods)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Bytes that layers with states need, in float32.
+
+    state: of one sequence, in all layers. kept: by autograd, of one token in all layers. one_state, one_kept: in the
+    largest layer.
+    """
+
+    state: int = 0
+    kept: int = 0
+    one_state: int = 0
+    one_kept: int = 0
+
+
+def state_memory(model: PreTrainedModel, device: torch.device | str = "meta") -> StateMemory:
+    """Measure what a model's layers with states need, by a pass of one layer of each type. device: to compute on.
+
+    The meta device, on which no memory is needed, has no fused kernels; they keep less.
+    """
+    layers, measured = stateful_layers(model), dict[type, tuple[int, int]]()
+    width: int = model.config.get_text_config().hidden_size
+    for layer, argument in layers.items():
+        if type(layer) not in measured:
+            one = copy.deepcopy(layer).to_empty(device=torch.device(device))
+            measured[type(layer)] = _measure(one, argument, width)
+    states = [measured[type(layer)][0] for layer in layers]
+    kept = [measured[type(layer)][1] for layer in layers]
+    return StateMemory(sum(states), sum(kept), max(states, default=0), max(kept, default=0))
+
+
+def _measure(layer: nn.Module, argument: str, width: int) -> tuple[int, int]:
+    """Return the bytes of a sequence's state, and those that autograd keeps of a token."""
+    weights, kept = {p.untyped_storage()._cdata for p in layer.parameters()}, dict[int, Tensor]()
+    device = next(layer.parameters()).device
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage()._cdata) not in weights:
+            kept[storage] = tensor
+        return tensor
+
+    states = States()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        row = torch.zeros(1, _MEASURED, width, device=device, requires_grad=True)
+        layer(row, **{argument: states, "attention_mask": None})
+    return (
+        sum(tensor.nbytes for tensor in states.now.values()),
+        sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) // _MEASURED,
+    )
 
 
 class States:

@@ -21,14 +21,14 @@ def require_known_layers(model: PreTrainedModel) -> None:
         raise ConfigError(f"model type {model.config.model_type!r} cannot be sampled here: {why}; sample it with vLLM")
 
 
-def _layer_kinds(text: PretrainedConfig) -> list[str]:
+def layer_kinds(text: PretrainedConfig) -> list[str]:
     """Return the kinds of layers that a configuration names, in order."""
     return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 def stateful_kinds(config: PretrainedConfig) -> set[str]:
     """Return the kinds of a model's layers that go from token to token with a state."""
-    return set(_layer_kinds(config.get_text_config())) & _STATEFUL
+    return set(layer_kinds(config.get_text_config())) & _STATEFUL
 
 
 def decoding_gap(config: PretrainedConfig) -> tuple[float, str] | None:
@@ -49,8 +49,14 @@ def decoding_gap(config: PretrainedConfig) -> tuple[float, str] | None:
 def mixing_layers(config: PretrainedConfig) -> set[int]:
     """Return the numbers of the layers in which tokens see others."""
     text = config.get_text_config()
-    kinds = _layer_kinds(text) or [""] * text.num_hidden_layers
+    kinds = layer_kinds(text) or [""] * text.num_hidden_layers
     return {number for number, kind in enumerate(kinds) if kind not in _NO_MIXER}
+
+
+def attending_layers(config: PretrainedConfig) -> set[int]:
+    """Return the numbers of the layers that keep keys and values."""
+    kinds = layer_kinds(config.get_text_config())
+    return {n for n in mixing_layers(config) if not kinds or kinds[n] == "hybrid" or kinds[n] not in _STATEFUL}
 
 
 def why_not_packable(config: PretrainedConfig) -> str | None:
@@ -59,7 +65,7 @@ def why_not_packable(config: PretrainedConfig) -> str | None:
     Such a model keeps its own attention and computes every step as a row of its own.
     """
     text = config.get_text_config()
-    if strange := set(_layer_kinds(text)) - _ATTENTION - _STATEFUL - _NO_MIXER:
+    if strange := set(layer_kinds(text)) - _ATTENTION - _STATEFUL - _NO_MIXER:
         return f"it has {', '.join(sorted(strange))} layers"
     if text.model_type in _MAMBA_1:
         return "its Mamba layers do not go on from a state with several tokens"

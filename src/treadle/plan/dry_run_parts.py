@@ -23,7 +23,8 @@ from treadle.models.chat import load_chat
 from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.routing import Routers
-from treadle.models.support import require_known_layers, why_not_packable
+from treadle.models.states import StateMemory, state_memory
+from treadle.models.support import attending_layers, layer_kinds, require_known_layers, why_not_packable
 from treadle.models.unused import unused_parts
 from treadle.models.weights import published, rest_of, trained, unique_weights
 from treadle.plan.config import RunConfig
@@ -240,7 +241,9 @@ class MemoryPart:
     """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
 
     Letters: P weights of the model, A of its adapters, R of the reference, D of the teacher; T tokens of a micro-batch,
-    L layers, h hidden and i intermediate size, q and k widths of all query and of all key heads, V vocabulary.
+    L layers, a of them with attention, m with an MLP, h hidden and i intermediate size, q and k widths of all query and
+    of all key heads, V vocabulary. Of layers with states, in all (the largest) of them: S (s) bytes of a sequence's
+    states, C (c) bytes that autograd keeps of a token.
     """
 
     name: str
@@ -262,7 +265,7 @@ def estimate_memory(
     Weights and optimizer, of all ranks together, are exact, the engine's
     cache is what it may grow to, micro-batches are as large as settings allow, and activations are an estimate for
     decoders with gated MLPs (those of Llama and Qwen:
-    2% below to 25% above what autograd keeps).
+    2% below to 25% above what autograd keeps). Layers with states are measured (`states.state_memory`).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
     served = sum(t.numel() for _, t in published(model)) * _FLOAT32
@@ -290,8 +293,9 @@ def estimate_memory(
         parts.append(MemoryPart("teacher", sum(p.numel() for p in teacher.parameters()) * _FLOAT32, "4 bytes x D"))
     elif _keeps_teacher(config):
         parts.append(MemoryPart("teacher", served, f"4 bytes x {letter}, a copy"))
-    engine, staged = _engine_parts(config, model, base, served, prompt)
-    parts += [*engine, *_activations(config, model, prompt)]
+    states = state_memory(model, "cuda" if on_gpu and torch.cuda.is_available() else "meta")
+    engine, staged = _engine_parts(config, model, base, served, prompt, states)
+    parts += [*engine, *_activations(config, model, prompt, states)]
     return [*host, *staged, *(replace(part, on_gpu=on_gpu) for part in parts)]
 
 
@@ -331,7 +335,7 @@ def _resident_bytes() -> int:
 
 
 def _engine_parts(
-    config: RunConfig, model: PreTrainedModel, base: int, served: int, prompt: int | None
+    config: RunConfig, model: PreTrainedModel, base: int, served: int, prompt: int | None, states: StateMemory
 ) -> tuple[list[MemoryPart], list[MemoryPart]]:
     """Return what is where the engine computes, and what is in this machine's memory in any case.
 
@@ -347,12 +351,14 @@ def _engine_parts(
         copy += base * size // (2 if half else _FLOAT32)
     parts = [MemoryPart("the engine's weights", copy, "its base and adapters" if base else f"{size} bytes x P")]
     staged = [MemoryPart("weights on their way to it", served, f"4 bytes x {letter}")] if apart else []
-    widths = _widths(model.config.get_text_config())
+    widths = _widths(model.config)
     if widths is not None:
         longest = config.rollout.longest_call if prompt is None else prompt + config.rollout.max_completion_tokens
         limit, sessions = int(engine.cache_gib * 2**30), _open_attempts(config)
-        cache = min(limit, sessions * longest * widths.layers * 2 * widths.keys * size)
-        formula = f"at most {sessions} sessions x {longest} tokens x L x 2k x {size} bytes, and {limit / 2**30:g} GiB"
+        cache = min(limit, sessions * (longest * widths.cached * size + 2 * states.state))
+        each = f"{longest} tokens x a x 2k x {size} bytes"
+        each = f"({each} + 2 S)" if states.state else each
+        formula = f"at most {sessions} sessions x {each}, and {limit / 2**30:g} GiB"
         parts.append(MemoryPart("the engine's KV cache", cache, formula))
     return parts, staged
 
@@ -381,43 +387,80 @@ def _tokens_of_pass(config: RunConfig, prompt: int | None) -> int:
     return min(training.max_tokens_per_microbatch, max(training.tasks_per_update * group, warm))
 
 
-def _activations(config: RunConfig, model: PreTrainedModel, prompt: int | None) -> list[MemoryPart]:
+def _activations(
+    config: RunConfig, model: PreTrainedModel, prompt: int | None, states: StateMemory
+) -> list[MemoryPart]:
     text, training, ranks = model.config.get_text_config(), config.training, config.placement.learner.ranks
     tokens, each = _tokens_of_pass(config, prompt), f"{ranks} ranks x " if ranks > 1 else ""
     logits = ranks * 4 * min(CHUNK_BYTES, tokens * int(text.vocab_size) * _FLOAT32)
     parts = [MemoryPart("logits", logits, f"{each}4 x min(T x V x 4 bytes, {CHUNK_BYTES / 2**20:g} MiB)")]
-    if (widths := _widths(text)) is not None:
-        layer = 8 * widths.hidden + 4 * widths.intermediate + 3 * widths.queries + 4 * widths.keys
-        kept, formula = widths.layers * layer, "T x L x (8h + 4i + 3q + 4k) x 4 bytes"
+    if (widths := _widths(model.config)) is not None:
+        block, mlp = 8 * widths.hidden, 4 * widths.intermediate
+        attention = [3 * queries + 4 * keys for queries, keys in widths.attention]
+        kept = _FLOAT32 * (widths.layers * block + widths.mlps * mlp + sum(attention)) + states.kept
+        formula = "T x ((8 L h + 4 m i + a (3q + 4k)) x 4 bytes + C)"
         if training.gradient_checkpointing:
-            kept, formula = widths.layers * widths.hidden + layer, "T x (L h + 8h + 4i + 3q + 4k) x 4 bytes"
-        size = ranks * tokens * kept * _FLOAT32
-        parts.append(MemoryPart("activations", size, f"about {each}{formula}, T {tokens}"))
+            one = max(_FLOAT32 * max(attention, default=0), states.one_kept)
+            kept = _FLOAT32 * (widths.layers * widths.hidden + block + mlp) + one
+            formula = "T x ((L h + 8h + 4i) x 4 bytes + the larger of (3q + 4k) x 4 bytes and c)"
+        parts.append(MemoryPart("activations", ranks * tokens * kept, f"about {each}{formula}, T {tokens}"))
+    if states.state and why_not_packable(model.config) is None:
+        ends = _ends_of_pass(config, tokens)
+        state = states.one_state if training.gradient_checkpointing else states.state
+        formula = f"at most {each}{ends} ends of calls x 2 {'s' if training.gradient_checkpointing else 'S'}"
+        parts.append(MemoryPart("states", ranks * ends * 2 * state, formula))
     return parts
+
+
+def _ends_of_pass(config: RunConfig, tokens: int) -> int:
+    """Return how many calls a pass has whose states others begin with, if completions are as long as they may be."""
+    training, rollout = config.training, config.rollout
+    calls = training.tasks_per_update * training.group_size * rollout.max_steps
+    return min(calls, max(1, tokens // rollout.max_completion_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """L, h, i (of all experts of a token), q and k."""
+    """L, m, h and i (of all experts of a token); q and k of each layer with attention."""
 
     layers: int
+    mlps: int
     hidden: int
     intermediate: int
-    queries: int
-    keys: int
+    attention: list[tuple[int, int]]
+
+    @property
+    def cached(self) -> int:
+        """Numbers that the engine's cache has of a token."""
+        return sum(2 * keys for _, keys in self.attention)
 
 
-def _widths(text: PretrainedConfig) -> _Widths | None:
-
-    def number(*names: str) -> int | None:
-        first: Any = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
-        return first if isinstance(first, int) else None
-
-    layers, hidden = number("num_hidden_layers"), number("hidden_size")
-    intermediate, heads = number("intermediate_size"), number("num_attention_heads")
-    if layers is None or hidden is None or intermediate is None or not heads:
+def _widths(config: PretrainedConfig) -> _Widths | None:
+    text, attending = config.get_text_config(), sorted(attending_layers(config))
+    layers, hidden = _number(text, "num_hidden_layers"), _number(text, "hidden_size")
+    intermediate = _number(text, "intermediate_size")
+    heads = [_heads(text.per_layer_config[layer]) for layer in attending]
+    attention = [each for each in heads if each is not None]
+    if layers is None or hidden is None or (intermediate is None and attending) or len(attention) < len(attending):
         return None
-    if expert := number("moe_intermediate_size"):
-        intermediate = expert * (number("num_experts_per_tok") or 1)
-    head = number("head_dim") or hidden // heads
-    return _Widths(layers, hidden, intermediate, heads * head, (number("num_key_value_heads") or heads) * head)
+    blocks = [kind for kind in layer_kinds(text) if kind in ("mlp", "moe")]  # of Nemotron-H: an MLP alone
+    expert = _number(text, "moe_intermediate_size") or (_number(text, "num_local_experts") and intermediate)
+    if expert and set(blocks) != {"mlp"}:
+        shared = _number(text, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size") or 0
+        intermediate = expert * (_number(text, "num_experts_per_tok", "top_k_experts") or 1) + shared
+    return _Widths(layers, len(blocks) or layers, hidden, intermediate or 0, attention)
+
+
+def _heads(layer: PretrainedConfig) -> tuple[int, int] | None:
+    """Return q and k of a layer, whose configuration may differ from the others'."""
+    heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size") or 0
+    if not heads:
+        return None
+    size = _number(layer, "head_dim") or hidden // heads
+    return heads * size, (_number(layer, "num_key_value_heads") or heads) * size
+
+
+def _number(config: PretrainedConfig, *names: str) -> int | None:
+    """Return the first of these that a configuration has."""
+    first: Any = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return first if isinstance(first, int) else None
