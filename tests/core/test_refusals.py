@@ -57,7 +57,7 @@ WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an export": (lambda place: in_directory(place / "out"), "out: .*; choose another place, or make it writable"),
     "traces": (lambda place: write_records(place / "t.jsonl", "jsonl", []), r"t\.jsonl: .*; choose another place"),
     "ATIF": (lambda place: write_trajectories(place / "t", "atif", [], None), "place/t: .*; choose another pl"),  # type: ignore[arg-type]
-    "the cache": (lambda place: make_room_in_cache(place / "a" / "b"), r"place/a': .*; set TREADLE_CACHE to a dir"),
+    "the cache": (lambda place: make_room_in_cache(place / "a" / "b"), r"place/a': .*; set TREADLE_CACHE to a wri"),
     "an index": (lambda place: _cached(place / "a" / "b", lambda path: None), "place/a': .*; set TREADLE_CACHE"),
 }
 

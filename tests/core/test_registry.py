@@ -146,7 +146,7 @@ def test_the_smallest_extra_is_named(module: str, extra: str | None) -> None:
     assert extra_of(module) == extra
     package = module.partition(".")[0]
     assert how_to_install(module) == (
-        f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {package!r}"
+        f"pip install 'treadle[{extra}]'" if extra else f"install the package with {package!r}"
     )
 
 
@@ -155,7 +155,7 @@ def test_a_source_tree_that_is_not_installed_has_no_extras(monkeypatch: pytest.M
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert how_to_install("torch") == "install the package that has 'torch'"
+    assert how_to_install("torch") == "install the package with 'torch'"
 
 
 def test_every_extra_that_is_mentioned_exists() -> None:

@@ -92,9 +92,9 @@ def sources(*without: Callable[..., Any]) -> pytest.MarkDecorator:
 @sources()
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_none(tmp_path: Path, load: Any, where: str, number: float) -> None:
-    with pytest.raises(DataError, match=f"{where}.*a.value.* is {number}, which no JSON file holds; write null"):
+    with pytest.raises(DataError, match=f"{where}.*a.value.* is {number}, which JSON cannot represent; write null"):
         load(tmp_path, row(a={"value": number}))
-    with pytest.raises(DataError, match=rf"{where}.*meta.level.1.* is {number}, which no JSON"):
+    with pytest.raises(DataError, match=rf"{where}.*meta.level.1.* is {number}, which JSON can"):
         load(tmp_path, row(meta={"level": [1.5, number]}))
 
 
@@ -217,5 +217,5 @@ def test_the_place_of_a_problem() -> None:
     problem = json_problem({"a": [1, {"b": [1, float("inf")]}]})
     assert problem is not None and problem.path == "a.1.b.1"
     for text in ('{"a": 1e400}', '{"a": -1e400}', '{"a": NaN}'):
-        with pytest.raises(ValueError, match=r"'a' is -?(inf|nan), which no JSON file holds"):
+        with pytest.raises(ValueError, match=r"'a' is -?(inf|nan), which JSON cannot represent"):
             read_json(text)

@@ -67,7 +67,7 @@ def test_odd_line_ends_inside_strings_and_byte_order_marks_are_harmless(tmp_path
     ("row", "message"),
     [
         ("{", "not JSON"),
-        ('{"prompt": [], "extras": {"x": NaN}}', "'extras.x' is nan, which no JSON file holds; write null"),
+        ('{"prompt": [], "extras": {"x": NaN}}', "'extras.x' is nan, which JSON cannot represent; write null"),
         ("[1]", "a row must be a JSON object, got list"),
         ({"promt": HELLO}, "unknown key 'promt'; keys are task_id, prompt"),
         ({"prompt": 3}, "prompt must be text or a JSON array of messages, got 3; write"),

@@ -596,7 +596,7 @@ def test_filters_of_sampling_are_those_of_training_and_refuse_what_compares_with
     assert {(k, p) for k, p, group in zip(rows.top_k, rows.top_p, rows.group_id, strict=True) if group[0] == "e"} == {
         (0, 1.0)
     }
-    with pytest.raises(ConfigError, match="of a truncated distribution"):
+    with pytest.raises(ConfigError, match="refer to a truncated distribution"):
         start(tmp_path / "not", "rollout.min_p=0.1", "algorithm.correction.token_tis=2.0")
     assert not (tmp_path / "not").exists()
 

@@ -227,9 +227,9 @@ def with_routing(routing: list[list[list[int]]]) -> Step:
 @pytest.mark.parametrize(
     ("routing", "fault"),
     [
-        ([[[0, 1]]], "its routing is of 1 layers and 2 experts up to 1, the model has 2 layers with 2 of 4 experts"),
-        ([[[0], [1]]], "its routing is of 2 layers and 1 experts up to 1"),
-        ([[[0, 1], [2, 4]]], "its routing is of 2 layers and 2 experts up to 4"),
+        ([[[0, 1]]], "its routing has 1 layers and 2 experts up to 1, the model has 2 layers with 2 of 4 experts"),
+        ([[[0], [1]]], "its routing has 2 layers and 1 experts up to 1"),
+        ([[[0, 1], [2, 4]]], "its routing has 2 layers and 2 experts up to 4"),
     ],
 )
 def test_routing_of_another_model_costs_its_trajectory_alone(routing: list[list[list[int]]], fault: str) -> None:

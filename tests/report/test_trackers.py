@@ -246,6 +246,6 @@ def test_a_missing_package_is_refused_naming_the_extra(tmp_path: Path, monkeypat
     here = "callbacks=['tests.report.test_trackers:Missing']"
     (tmp_path / "nobody_has_this").mkdir()  # what a tracker leaves where it ran is no package
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="'nobody_has_this' is not installed; install the package that has 'nobody"):
+    with pytest.raises(ConfigError, match="'nobody_has_this' is not installed; install the package with 'nobody"):
         go(tmp_path / "run", overrides=[here])
     assert not (tmp_path / "run").exists()

@@ -584,7 +584,7 @@ def test_what_is_no_agent_is_refused(found: Any, message: str) -> None:
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_a_package.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="No module named 'no_such_package'; install the package that has 'no_such"):
+    with pytest.raises(ConfigError, match="No module named 'no_such_package'; install the package with 'no_such"):
         load_agent("needs_a_package:solve")
     monkeypatch.setattr("treadle.rollout.agents.agent._PACKAGES", ("openai", "no_such_package"))
     with pytest.raises(ConfigError, match=r"needs no_such_package; pip install 'treadle\[train\]'"):

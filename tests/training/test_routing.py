@@ -280,6 +280,6 @@ def test_experts_of_another_model_are_refused_by_name() -> None:
     learner = make_learner(exact("qwen3-moe"), routing_replay=True, min_group_size=1)
     [result] = learner.train_batch(groups)
     assert list(result.refused) == [first.trajectory_id]
-    assert "its routing is of 2 layers and 1 experts up to 3" in result.refused[first.trajectory_id]
+    assert "its routing has 2 layers and 1 experts up to 3" in result.refused[first.trajectory_id]
     [result] = make_learner(exact("qwen3-moe")).train_batch(groups)
     assert not result.refused

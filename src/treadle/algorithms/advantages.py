@@ -1,6 +1,6 @@
 """Advantage estimators: pure functions from rewards to advantages, in float64.
 
-Shapes: J graded trajectories, S steps, N completion tokens, all in canonical order. Ids say what belongs to what:
+Shapes: J graded trajectories, S steps, N completion tokens, all in canonical order. Ids map each to its owner:
 trajectory_of_step int64[S], group int64[J]. Packing does not matter here; masks are per step.
 
 A group whose returns are all equal gets exactly 0 from the estimators with a group baseline, and so does a group of
@@ -24,7 +24,7 @@ def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
     """Return the group-relative advantage A_i = (R_i - mean) / (std + 1e-6) over i's group, std unbiased.
 
     rewards float64[J], group int64[J]; both hold graded trajectories only. Returns float64[J].
-    A group of one, or with equal rewards, gets exactly 0. `norm_by_std=False` leaves the division out.
+    A group of one, or with equal rewards, gets exactly 0. `norm_by_std=False` skips the division.
     Source: Shao et al. 2024, "DeepSeekMath", eq. 10-12; without std: Liu et al. 2025, "Dr. GRPO".
     """
     advantages = np.zeros(len(rewards))
@@ -35,7 +35,7 @@ def grpo(rewards: Doubles, group: Indices, norm_by_std: bool = True) -> Doubles:
 
 
 def rloo(rewards: Doubles, group: Indices) -> Doubles:
-    """Return the leave-one-out advantage A_i = R_i - mean of the others of i's group.
+    """Return the leave-one-out advantage A_i = R_i - mean of the other rewards in i's group.
 
     rewards float64[J], group int64[J]; returns float64[J]. A group of one, or with equal rewards, gets exactly 0.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models: Ahmadian et al.
@@ -52,8 +52,8 @@ def maxrl(rewards: Doubles, group: Indices) -> Doubles:
     """Return A_i = (R_i - mean) / mean over i's group; 0 where all rewards are equal.
 
     rewards float64[J], group int64[J]; returns float64[J].
-    With rewards of 0 and 1 this is the gradient of log pass rate, to the order that the group's size allows.
-    Raises DataError for a reward below 0, with which the mean is no scale. Source: Tajwar et al. 2026, "Maximum
+    For rewards of 0 and 1 this is the gradient of log pass rate, up to the order that the group's size allows.
+    Raises DataError for a negative reward, because the mean is then no scale. Source: Tajwar et al. 2026, "Maximum
     likelihood reinforcement learning".
     """
     if (rewards < 0).any():
@@ -68,15 +68,15 @@ def maxrl(rewards: Doubles, group: Indices) -> Doubles:
 def step_return(
     rewards: Doubles, step_rewards: Doubles, trajectory_of_step: Indices, group: Indices, gamma: float
 ) -> Doubles:
-    """Return a step's return to go less the mean return to go of the group's other trajectories at the same step.
+    """Return a step's return-to-go less the mean return-to-go of the group's other trajectories at the same step.
 
     G_t = sum_{k >= t} gamma^(k-t) r_k. A_t = G_t - mean of G_t over the group's other trajectories that reached step t.
-    If none did, their returns from the start less this trajectory's own rewards so far stand in:
+    If none did, their returns from the start less this trajectory's own rewards so far serve as the baseline:
     A_t = G_t - (mean of others' G_0 - sum_{k < t} gamma^k r_k) = (1 - gamma^t) G_t + (G_0 - mean of others' G_0).
-    Every baseline is of other trajectories or of the past, so that it does not bias the gradient.
+    Baselines depend only on other trajectories or the past, so they do not bias the gradient.
 
     rewards float64[J]: G_0 of a trajectory without steps. step_rewards float64[S]. Returns float64[S].
-    A group of one gets 0. Source: policy gradient theorem with a leave-one-out baseline, here by step.
+    A group of one gets 0. Source: policy gradient theorem with a leave-one-out baseline, applied per step.
     """
     togo = returns(step_rewards, trajectory_of_step, gamma)
     advantages = np.zeros(len(togo))
@@ -109,8 +109,8 @@ def gigpo(
 ) -> Doubles:
     """Return the group-in-group advantage A_t = episode advantage + weight * step advantage.
 
-    The episode advantage is `grpo` of R over the group; the step advantage is `grpo` of the return to go G_t over the
-    steps that share a state. state int64[S]: equal where the steps of one group met the same state of the environment.
+    The episode advantage is `grpo` of R over the group; the step advantage is `grpo` of the return-to-go G_t over the
+    steps that share a state. state int64[S]: equal for steps of one group in the same state of the environment.
     rewards float64[J], step_rewards float64[S]; returns float64[S].
     Source: Feng et al. 2025, "Group-in-group policy optimization for LLM agent training".
     """
@@ -121,11 +121,11 @@ def gigpo(
 def reinforce_plus_plus(
     token_rewards: Doubles, mask: NDArray[np.bool_], trajectory: Indices, gamma: float, source: Indices | None = None
 ) -> Doubles:
-    """Return the discounted return to go of each trainable token, whitened over all trainable tokens of the update.
+    """Return the discounted return-to-go of each trainable token, whitened over all trainable tokens of the update.
 
     token_rewards float64[N] (see `paid_to_tokens`), mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
-    The discount counts trainable tokens only, across the steps of a trajectory. source int64[N]: the token whose return
-    each token takes, itself by default; the reward of a token that takes another's return is added to that other token.
+    The discount counts trainable tokens only, across the steps of a trajectory. source int64[N]: token from which each
+    token takes its return, itself by default; the reward of a token with another source is added to that source.
     Source: Hu 2025, "REINFORCE++".
     """
     itself = np.arange(len(mask))
@@ -140,11 +140,11 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards: Doubles, group: Indices, mask: NDArray[np.bool_], trajectory: Indices
 ) -> Doubles:
-    """Return R less the group's mean on each trainable token, whitened over those of the update: its baseline form.
+    """Return R less the group's mean on each trainable token, whitened over the trainable tokens of the update.
 
     rewards float64[J], group int64[J], mask bool[N], trajectory int64[N]. Returns float64[N].
-    A group with equal rewards gets exactly 0 and is left out of mean and standard deviation: whitening would give it
-    an advantage. Source: Hu 2025, "REINFORCE++", the variant with several samples for a prompt.
+    A group with equal rewards gets exactly 0 and is excluded from mean and standard deviation: whitening would give it
+    an advantage. Source: Hu 2025, "REINFORCE++", the baseline variant with several samples per prompt.
     """
     centered, informative = np.zeros(len(rewards)), np.zeros(len(rewards), np.bool_)
     for members in _unequal_groups(rewards, group):
@@ -167,7 +167,7 @@ def gae(
     """Return generalized advantage estimates over a trajectory's trainable tokens, across its steps.
 
     delta_i = r_i + gamma V_{i+1} - V_i, A_i = sum_l (gamma lambda)^l delta_{i+l}; V is 0 after the last one.
-    Observations between steps are no actions: they are skipped and cost no discount. A value head learns A + V.
+    Observations between steps are no actions: they are skipped and not discounted. A value head learns A + V.
     token_rewards, values float64[N], mask bool[N], trajectory int64[N]. Returns float64[N], 0 elsewhere.
     Source: Schulman et al. 2015, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
     """
@@ -204,11 +204,11 @@ def whiten(values: Doubles) -> Doubles:
 def paid_to_tokens(
     step_rewards: Doubles, trajectory_of_step: Indices, step: Indices, mask: NDArray[np.bool_]
 ) -> Doubles:
-    """Return float64[N] with the reward of each step on its last trainable token.
+    """Return float64[N] with each step's reward on its last trainable token.
 
-    step_rewards float64[S], trajectory_of_step int64[S], step int64[N], mask bool[N]. The reward of a step without one
-    (greedy, masked) goes to the trajectory's last trainable token before it, and to no token if there is none: no
-    trainable token earned it.
+    step_rewards float64[S], trajectory_of_step int64[S], step int64[N], mask bool[N]. The reward of a step without
+    trainable tokens (greedy, masked) moves to the trajectory's last trainable token before it; it is dropped if there
+    is none, because no trainable token earned it.
     """
     paid = np.zeros(len(mask))
     trained = np.flatnonzero(mask)
@@ -220,10 +220,10 @@ def paid_to_tokens(
 
 
 def moved_to_trainable(token_rewards: Doubles, trajectory: Indices, mask: NDArray[np.bool_]) -> Doubles:
-    """Return the reward of each token on the last trainable token at or before it, like `paid_to_tokens` for steps.
+    """Move each token's reward to the last trainable token at or before it, like `paid_to_tokens` for steps.
 
     token_rewards float64[N], trajectory int64[N], mask bool[N]; returns float64[N]. An untrainable token (masked, the
-    tail of a stop string) is a consequence of what was sampled before it: the trainable token there earned its reward.
+    tail of a stop string) is a consequence of earlier samples: the trainable token there earned its reward.
     """
     moved = np.zeros(len(mask))
     at = np.maximum.accumulate(np.where(mask, np.arange(len(mask)), -1))
@@ -234,7 +234,7 @@ def moved_to_trainable(token_rewards: Doubles, trajectory: Indices, mask: NDArra
 
 
 def _is_last(owner: Indices) -> NDArray[np.bool_]:
-    """bool[n]: the last of each run of equal owners."""
+    """Return bool[n]: whether each element is the last in its run of equal owners."""
     last = np.ones(len(owner), np.bool_)
     last[:-1] = owner[1:] != owner[:-1]
     return last
@@ -246,5 +246,5 @@ def _groups(group: Indices) -> Iterator[Indices]:
 
 
 def _unequal_groups(values: Doubles, group: Indices) -> Iterator[Indices]:
-    """The members of each group whose values are not all equal; a group of one has equal values."""
+    """Yield the members of each group with unequal values; a group of one has equal values."""
     yield from (members for members in _groups(group) if values[members].min() < values[members].max())

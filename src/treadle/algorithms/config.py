@@ -19,7 +19,7 @@ class NormConfig(Config):
 
 
 class DiscountConfig(Config):
-    """Options of advantage reinforce++, whose returns are discounted."""
+    """Options of advantage reinforce++, which discounts returns."""
 
     gamma: float = Field(1.0, gt=0, le=1, description="discount per step or segment, or trained token (reinforce++)")
 
@@ -27,7 +27,9 @@ class DiscountConfig(Config):
 class StepReturnConfig(DiscountConfig):
     """Options of advantage step_return, discounted per step or segment."""
 
-    scope: Literal["step", "segment"] = Field("step", description="what shares a return; compactions part segments")
+    scope: Literal["step", "segment"] = Field(
+        "step", description="unit that shares a return; compactions separate segments"
+    )
 
 
 class GigpoConfig(NormConfig, DiscountConfig):
@@ -47,7 +49,7 @@ class PpoClipConfig(Config):
 
     eps_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - eps_low")
     eps_high: float = Field(0.28, gt=0, description="the ratio is clipped above 1 + eps_high")
-    dual_clip: float | None = Field(None, gt=1, description="with a negative advantage the ratio counts at most this")
+    dual_clip: float | None = Field(None, gt=1, description="cap of the ratio for negative advantages")
 
     @property
     def bounds(self) -> tuple[float, float, float | None]:
@@ -95,42 +97,38 @@ Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
 class CorrectionConfig(Config):
-    """Configures corrections by rho = exp(logp_old - logp_rollout), the learner's policy over the engine's; all off."""
+    """Corrections by rho = exp(logp_old - logp_rollout), learner's policy over the engine's; all off by default."""
 
     token_tis: float | None = Field(None, ge=1, description="weigh each token by min(rho, this)")
     sequence_tis: float | None = Field(None, ge=1, description="weigh each unit by min(product of its rho, this)")
     token_mask: Bounds | None = Field(None, description="[low, high]: leave out tokens with rho outside (IcePop)")
     geometric_mask: Bounds | None = Field(
-        None, description="[low, high]: leave out units whose geometric mean of rho is outside"
+        None, description="[low, high]: leave out units with a geometric mean of rho outside"
     )
-    product_mask: Bounds | None = Field(
-        None, description="[low, high]: leave out units whose product of rho is outside"
-    )
-    outlier_mask: Bounds | None = Field(
-        None, description="[low, high]: leave out units with a single token whose rho is outside"
-    )
+    product_mask: Bounds | None = Field(None, description="[low, high]: leave out units with a product of rho outside")
+    outlier_mask: Bounds | None = Field(None, description="[low, high]: leave out units with any token's rho outside")
     scope: Scope = Field("trajectory", description="unit of the sequence-level corrections")
     renormalize: bool = Field(False, description="take the reduction's denominators over the tokens kept")
 
     @property
     def active(self) -> bool:
-        """Return whether anything is corrected."""
+        """Return whether any correction is on."""
         return self.weighs or self.masks
 
     @property
     def weighs(self) -> bool:
-        """Return whether policy losses are weighed by a ratio."""
+        """Return whether policy losses are weighted by a ratio."""
         return self.token_tis is not None or self.sequence_tis is not None
 
     @property
     def masks(self) -> bool:
-        """Return whether tokens are left out."""
+        """Return whether any mask leaves out tokens."""
         masks = (self.token_mask, self.geometric_mask, self.product_mask, self.outlier_mask)
         return any(mask is not None for mask in masks)
 
     @property
     def by_unit(self) -> bool:
-        """Return whether anything is decided over a unit, so that `scope` matters."""
+        """Return whether any correction works per unit, so that `scope` matters."""
         units = (self.sequence_tis, self.geometric_mask, self.product_mask, self.outlier_mask)
         return any(option is not None for option in units)
 
@@ -145,14 +143,16 @@ class KlConfig(Config):
 
     coef: float = Field(gt=0, description="coefficient; with a target, the first one")
     estimator: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="estimator of KL for each token")
-    where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the tokens' rewards")
-    target: float | None = Field(None, gt=0, description="mean KL per token that the coefficient is steered to")
-    horizon: float = Field(10000.0, gt=0, description="trajectories that steering takes, about")
+    where: Literal["loss", "reward"] = Field(
+        "loss", description="added to the loss, or subtracted from the tokens' rewards"
+    )
+    target: float | None = Field(None, gt=0, description="mean KL per token to steer the coefficient towards")
+    horizon: float = Field(10000.0, gt=0, description="approximate number of trajectories for steering")
     model: str | None = Field(
-        None, description="directory of the reference model; default: the trained model as it is before RL"
+        None, description="directory of the reference model; default: the trained model before RL"
     )
     reset_every: int | None = Field(
-        None, ge=1, description="updates after which the reference becomes the policy as it is then; null: never"
+        None, ge=1, description="updates between copies of the policy to the reference; null: never"
     )
 
 
@@ -161,34 +161,34 @@ def is_url(teacher: str | None) -> bool:
 
 
 class DistillationConfig(Config):
-    """Configures on-policy distillation: a teacher scores each sampled token that is trained."""
+    """Configures on-policy distillation: a teacher scores each trained sampled token."""
 
     teacher: str | None = Field(
         None,
-        description="directory of the teacher, or URL of a vLLM server; its ids of the model's tokens must be the "
-        "model's; null: the policy itself, with a context",
+        description="directory of the teacher, or URL of a vLLM server; with the model's token ids; null: the "
+        "policy itself, with a context",
     )
     context: str | None = Field(
-        None, description="module:function that makes the teacher's prompt of each step; null: the policy's own prompt"
+        None, description="module:function that builds the teacher's prompts; null: the policy's own prompt"
     )
     weights: Literal["current", "start", "ema"] = Field(
-        "current", description="without teacher: the policy as it is, as it was before RL, or its moving average"
+        "current", description="without teacher: the current policy, the policy before RL, or its moving average"
     )
-    ema_decay: float = Field(0.99, ge=0, lt=1, description="share of the moving average that an update keeps")
+    ema_decay: float = Field(0.99, ge=0, lt=1, description="decay of the moving average per update")
     coef: NonNegative | tuple[NonNegative, NonNegative] = Field(
-        1.0, description="weight of the teacher's part; or [from, to], linearly over the run"
+        1.0, description="weight of the teacher's term; or [from, to], linearly over the run"
     )
     form: Literal["advantage", "loss", "reverse_top_k", "forward_top_k"] = Field(
         "advantage",
-        description="what is learned from: the log-ratio of teacher to policy, added to each token's advantage, or "
-        "half its square, added to its loss; or KL over the teacher's most probable tokens (docs/teachers.md)",
+        description="learning signal: the log-ratio of teacher to policy, added to each token's advantage, or half its "
+        "square, added to its loss; or KL over the teacher's most probable tokens (docs/teachers.md)",
     )
-    top_k: int = Field(32, ge=1, description="how many of these tokens reverse_top_k and forward_top_k compare")
-    rewards: NonNegative = Field(1.0, description="weight of the advantage from rewards; 0: the teacher alone")
+    top_k: int = Field(32, ge=1, description="number of these tokens for reverse_top_k and forward_top_k")
+    rewards: NonNegative = Field(1.0, description="weight of the advantage from rewards; 0: teacher only")
 
     @property
     def coefs(self) -> tuple[float, float]:
-        """Return the weight at the first update, and after the last one."""
+        """Return the weight at the first update and after the last one."""
         return self.coef if isinstance(self.coef, tuple) else (self.coef, self.coef)
 
     @property
@@ -198,17 +198,15 @@ class DistillationConfig(Config):
 
     @property
     def by_top_k(self) -> bool:
-        """Return whether the teacher's most probable tokens are compared, not only the sampled one."""
+        """Return whether the teacher's most probable tokens are compared, instead of the sampled one only."""
         return self.form in ("reverse_top_k", "forward_top_k")
 
 
 class ValueConfig(Config):
-    """Configures the value head of an advantage that needs one; it is trained along with the policy."""
+    """Configures the value head of an advantage that needs one; it is trained together with the policy."""
 
     coef: float = Field(0.5, gt=0, description="coefficient of the value loss, half the squared error")
-    clip: float | None = Field(
-        None, gt=0, description="values gain nothing by moving further than this from those at the batch's start"
-    )
+    clip: float | None = Field(None, gt=0, description="clip range of values around the values at the batch's start")
 
 
 class AlgorithmConfig(Config):
@@ -224,26 +222,26 @@ class AlgorithmConfig(Config):
         default_factory=dict, description="options of the loss: {eps_high: 0.28} (docs/algorithms.md)"
     )
     correction: CorrectionConfig = Field(CorrectionConfig(), description="off-policy corrections")
-    kl: KlConfig | None = Field(None, description="KL from a reference model; null: there is none")
-    distillation: DistillationConfig | None = Field(None, description="learning from a teacher; null: there is none")
+    kl: KlConfig | None = Field(None, description="KL from a reference model; null: none")
+    distillation: DistillationConfig | None = Field(None, description="learning from a teacher; null: none")
     reduction: Literal["token_mean", "trajectory_mean", "step_mean", "task_mean", "seq_mean_token_sum_norm"] = Field(
-        "token_mean", description="how the losses of tokens add up"
+        "token_mean", description="how token losses are averaged"
     )
     scope: Scope = Field("trajectory", description="unit of seq_mean_token_sum_norm")
     length_norm: float | None = Field(None, gt=0, description="constant of seq_mean_token_sum_norm, in tokens")
     entropy_coef: NonNegative | tuple[NonNegative, NonNegative] = Field(
-        0.0, description="entropy bonus, which moves linearly from this to 0 by the end of the run; or [from, to]"
+        0.0, description="entropy bonus, linearly from this to 0 by the end of the run; or [from, to]"
     )
 
     dynamic_sampling: Literal["off", "filter", "replace"] = Field(
         "off",
-        description="groups whose advantages are all 0: off keeps them, filter samples others in their place, replace "
-        "gives their weight to the other groups of the update",
+        description="groups with all advantages 0: off keeps them, filter samples replacements, replace gives their "
+        "weight to the other groups of the update",
     )
 
     @property
     def entropy_bonus(self) -> tuple[float, float]:
-        """Return the entropy bonus at the first update, and after the last one."""
+        """Return the entropy bonus at the first update and after the last one."""
         return self.entropy_coef if isinstance(self.entropy_coef, tuple) else (self.entropy_coef, 0.0)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Off-policy corrections: what the learner's policy and the engine's disagree about is weighed down or left out.
+"""Off-policy corrections: tokens on which the learner's policy and the engine's disagree are down-weighted or left out.
 
     rho = exp(logp_old - logp_rollout) of a token; of a unit (trajectory or step), over its trainable tokens, either the
     product of its tokens' rho or their geometric mean
@@ -37,7 +37,7 @@ def token_mask(log_rho: Tensor, low: float, high: float) -> Tensor:
 
 
 def geometric_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
-    """Return bool[N], whether the geometric mean of the unit's rho, whatever its length, lies in [low, high]."""
+    """Return bool[N], whether the length-normalized (geometric) mean of the unit's rho lies in [low, high]."""
     return _between(unit_mean(log_rho, mask, unit).exp(), low, high)
 
 
@@ -47,7 +47,7 @@ def product_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: 
 
 
 def outlier_mask(log_rho: Tensor, mask: Tensor, unit: Tensor, low: float, high: float) -> Tensor:
-    """Return bool[N], false for all tokens of a unit of which one trainable token has a rho outside [low, high]."""
+    """Return bool[N], false for all tokens of a unit with any trainable token's rho outside [low, high]."""
     outside = (~_between(log_rho.exp(), low, high)).to(log_rho.dtype)
     return unit_sum(outside, mask, unit) == 0
 
@@ -58,10 +58,10 @@ def _between(value: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """What corrections make of the weights of a loss.
+    """Corrected weights of a loss.
 
-    weight [N]: of each token's loss, 0 where it is left out. factor [N]: of its policy loss alone. keep bool[N]: tokens
-    that no mask leaves out.
+    weight [N]: weight of each token's loss, 0 if left out. factor [N]: further factor of its policy loss alone. keep
+    bool[N]: tokens kept by every mask.
     """
 
     weight: Tensor
@@ -75,11 +75,11 @@ class Corrected:
 def corrected(
     tokens: Tokens, weight: Tensor, config: CorrectionConfig, reduction: Callable[[Tensor], Tensor]
 ) -> Corrected:
-    """Apply the corrections that the section sets.
+    """Apply the configured corrections.
 
-    weight [N]: the reduction's. reduction: mask bool[N] -> weights [N] of the tokens in it.
-    Tokens left out weigh 0 also for KL and entropy; truncated ratios weigh the policy loss alone. `renormalize` takes
-    the reduction's denominators over the tokens kept.
+    weight [N]: weights of the reduction. reduction: mask bool[N] -> weights [N] of the tokens in it.
+    Masked tokens also weigh 0 for KL and entropy; truncated ratios weigh only the policy loss. `renormalize` takes the
+    reduction's denominators over the kept tokens.
     """
     log_rho = tokens.logp_old - tokens.logp_rollout
     unit, mask = tokens.unit(config.scope), tokens.mask

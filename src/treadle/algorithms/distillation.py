@@ -1,8 +1,8 @@
-"""On-policy distillation: a teacher scores each token that the policy sampled; the reverse KL to it is the lesson.
+"""On-policy distillation: a teacher scores each token sampled by the policy; the objective is the reverse KL to it.
 
     d = logp - logp_teacher of a token that the policy sampled; its mean over samples is KL(policy || teacher)
 
-Shapes: tensors [N] in, [N] out; k tokens that the teacher finds most probable.
+Shapes: tensors [N] in, [N] out; k most probable tokens of the teacher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 def distilled(advantage: Tensor, logp_old: Tensor, logp_teacher: Tensor | None, coef: float, rewards: float) -> Tensor:
     """Return rewards * advantage + coef * (logp_teacher - logp_old), the second term only with log-probabilities.
 
-    Each token is credited with its own -d alone, not with that of later tokens, as a penalty in the reward would be.
+    Each token is credited only with its own -d, not with those after it, unlike a penalty in the reward.
     Source: Lu and Thinking Machines Lab 2025, "On-policy distillation"; the objective: Gu et al. 2024, "MiniLLM", and
     Agarwal et al. 2024, "GKD" (on-policy data, reverse KL).
     """
@@ -23,10 +23,11 @@ def distilled(advantage: Tensor, logp_old: Tensor, logp_teacher: Tensor | None, 
 
 
 def top_k_divergence(logp: Tensor, logp_teacher: Tensor, reverse: bool) -> Tensor:
-    """Return KL(policy || teacher) if reverse, else KL(teacher || policy), [N], of k + 1 outcomes.
+    """Return KL(policy || teacher) if reverse, else KL(teacher || policy), [N], over k + 1 outcomes.
 
-    logp, logp_teacher [N, k]: of the teacher's k most probable tokens; "any other token" is the last outcome. So it is
-    never below 0, never above the KL of the whole distributions, and equal to it if k is the vocabulary.
+    logp, logp_teacher [N, k]: log-probabilities of the teacher's k most probable tokens; "any other token" is the last
+    outcome. The result is at least 0, at most the KL of the whole distributions, and equal to it if k is the
+    vocabulary.
     """
     policy, teacher = _with_rest(logp), _with_rest(logp_teacher)
     of, to = (policy, teacher) if reverse else (teacher, policy)

@@ -2,7 +2,7 @@
 
     FlatBatch, Signals -Rewards-> trajectory [J], step [K], token [N] -estimator-> advantage [N]
 
-Shapes: J graded trajectories, K steps as they were played, N completion tokens that are trained.
+Shapes: J graded trajectories, K played steps, N trained completion tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from treadle.packing.flat import Doubles, FlatBatch, Indices, flatten
 class Signals:
     """Inputs of an estimator beside the batch.
 
-    penalty float64[N]: subtracted from each token's reward (KL in the reward). values float64[N]: of the value head.
+    penalty float64[N]: subtracted from each token's reward (KL in the reward). values float64[N]: output of the value
+    head.
     """
 
     penalty: Doubles | None = None
@@ -59,9 +60,9 @@ class Signals:
 class Rewards:
     """The same rewards at three levels: trajectory float64[J], step float64[K], token float64[N].
 
-    The rewards of a trajectory's steps sum up to its own. `token` holds the rewards given to single tokens, and the
-    rest of each step's reward on its last trainable token. Rewards of untrainable tokens and steps go to the
-    trajectory's last trainable token before them, if any.
+    Step rewards of a trajectory sum to its own. `token` has the rewards given to single tokens, plus the rest of each
+    step's reward on its last trainable token. Rewards of untrainable tokens and steps go to the trajectory's last
+    trainable token before them, if any.
     """
 
     trajectory: Doubles
@@ -92,11 +93,12 @@ class Advantage:
     """A registered advantage estimator (entry points `treadle.advantages`).
 
     per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens have no effect; J, K
-    and N may be 0.
-    options_type: the type of `options`, into which a recipe's `algorithm.advantage_options` are built.
-    needs_values: reads `Signals.values`, of a value head, which learns values + advantage: do not whiten the advantage.
-    by_group: has a baseline over the group, so that a group of one trains nothing.
-    by_step, by_token: uses the rewards of single steps, of single tokens; otherwise only a trajectory's sum.
+    per_token: (batch, signals, options) -> advantage float64[N]; values at untrainable tokens have no effect; J, K and
+    N may be 0.
+    options_type: type of `options`, built from a recipe's `algorithm.advantage_options`.
+    needs_values: uses `Signals.values`. The value head learns values + advantage, so do not whiten the advantage.
+    by_group: compares attempts within a group, so that a group of one trains nothing.
+    by_step, by_token: uses rewards of single steps or tokens; otherwise only a trajectory's sum.
     """
 
     per_token: Estimator
@@ -139,7 +141,7 @@ def needs_group(config: AlgorithmConfig) -> bool:
 def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | None = None) -> Doubles:
     """Return float64[N], the advantage of each token, by the configured estimator.
 
-    Raises ConfigError unless that is one floating-point number a token, finite for each trainable one.
+    Raises ConfigError unless the result is one floating-point number per token, finite for each trainable one.
     """
     estimate, where = by_name(config.advantage).per_token, f"algorithm.advantage: {config.advantage!r}"
     advantage = call(estimate, where, ADVANTAGE_FUNCTION, batch, signals or Signals(), options_of(config))
@@ -157,10 +159,10 @@ def advantages(batch: FlatBatch, config: AlgorithmConfig, signals: Signals | Non
 
 
 def state_ids(batch: FlatBatch) -> Indices:
-    """Return int64[K], the number of the state in which each step was played; equal states of one group share a number.
+    """Return int64[K], the number of the state at each played step; equal states of one group share a number.
 
-    States are compared by the key that the environment gave, or, where it gave none (before its first answer, or ever),
-    by the step's prompt, token for token.
+    States are compared by the environment's key or, if it gave none (before its first answer, or never), by the step's
+    prompt, token for token.
     """
     groups = batch.group_of_trajectory[batch.trajectory_of_played]
     numbers: dict[tuple[int, str | bytes], int] = {}
@@ -169,7 +171,7 @@ def state_ids(batch: FlatBatch) -> Indices:
 
 
 def _by_trajectory(estimate: Callable[[Doubles, Indices, Any], Doubles]) -> Estimator:
-    """Turn an estimator of trajectories into one of tokens: each token gets its trajectory's advantage."""
+    """Turn a per-trajectory estimator into a per-token one: each token gets its trajectory's advantage."""
 
     def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
         rewards = Rewards.of(batch, signals.penalty).trajectory
@@ -179,12 +181,13 @@ def _by_trajectory(estimate: Callable[[Doubles, Indices, Any], Doubles]) -> Esti
 
 
 def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles]) -> Estimator:
-    """Turn an estimator of the main branch's M steps into one of tokens.
+    """Turn an estimator of the main branch's M steps into a per-token one.
 
     estimate: (rewards, with `step` of these M only; batch; their indices int64[M] among the played steps; options) ->
     advantage float64[M].
-    It sees all steps that were played, so that a step's return and its baseline are the same whichever of them are
-    trained. Rewards of a sub-agent's steps are added to the step that called it, whose advantage they take.
+    It sees all played steps, so that a step's return and its baseline do not depend on which of them are trained.
+    Rewards of a sub-agent's steps are added to the step that called it, and the sub-agent's tokens take that step's
+    advantage.
     """
 
     def per_token(batch: FlatBatch, signals: Signals, options: Config) -> Doubles:
@@ -198,10 +201,11 @@ def _by_main_step(estimate: Callable[[Rewards, FlatBatch, Indices, Any], Doubles
 
 
 def segments(batch: FlatBatch, main: Indices) -> Indices:
-    """Return int64[M], the segment of each main step, counted through the batch.
+    """Return int64[M], the segment of each main step, numbered through the batch.
 
-    A trajectory's first step opens one, and each step that goes on from a summary (`break_cause: summary`); so a
-    summary belongs to the segment that it ends. main int64[M]: the main branches' steps, see `_by_main_step`.
+    A segment opens at a trajectory's first step and at each step that continues from a summary (`break_cause:
+    summary`); a summary thus belongs to the segment it ends. main int64[M]: steps of the main branches, see
+    `_by_main_step`.
     """
     owner = batch.trajectory_of_played[main]
     opens = np.array([batch.played[k].break_cause is BreakCause.SUMMARY for k in main], np.bool_)
@@ -231,9 +235,9 @@ def _gigpo(rewards: Rewards, batch: FlatBatch, main: Indices, options: GigpoConf
 
 
 def parent_tokens(batch: FlatBatch) -> Indices:
-    """Return int64[N], the token whose return each token takes.
+    """Return int64[N], the token from which each token takes its return.
 
-    That is the token itself, but for a trainable token of a sub-agent: it takes the return of the main branch's last
+    That is the token itself, except for a trainable token of a sub-agent: it takes the return of the main branch's last
     trainable token up to the step that called the sub-agent, if there is one.
     """
     itself, played, caller = np.arange(len(batch)), batch.played_id, parent_steps(batch)[batch.played_id]
@@ -261,7 +265,7 @@ def _gae(batch: FlatBatch, signals: Signals, options: GaeConfig) -> Doubles:
     main = batch.mask & (source == np.arange(len(batch)))
     token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
     advantage = gae(token, signals.values, main, batch.trajectory_id, options.gamma, options.gae_lambda)
-    togo = (advantage + signals.values)[source]  # of a sub-agent's token: the return of the step that called it
+    togo = (advantage + signals.values)[source]  # a sub-agent's token takes the return of the step that called it
     return np.where(batch.mask & ~main, togo - signals.values, advantage)
 
 
@@ -284,7 +288,7 @@ GAE = Advantage(_gae, options_type=GaeConfig, needs_values=True, by_group=False,
 def has_zero_advantage(group: Group, config: AlgorithmConfig) -> bool:
     """Return whether the advantages of all trainable tokens of the group are 0.
 
-    KL in the reward and the teacher are left out: they are not known yet. The test is of advantages, not of rewards: a
+    KL in the reward and the teacher are ignored, as they are not known yet. The test uses advantages, not rewards: a
     group with equal rewards but a penalty in one attempt does teach something.
     """
     batch = flatten(by_role([group]))

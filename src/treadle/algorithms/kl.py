@@ -2,8 +2,8 @@
 
     d = logp - logp_ref of a token that the policy sampled
 
-Shapes: tensors [N] in, [N] out. In the loss the estimator itself is differentiated; in the reward it is taken at
-`logp_old`, as a penalty of each token.
+Shapes: tensors [N] in, [N] out. In the loss, the estimator itself is differentiated; in the reward, its value at
+`logp_old` is a penalty on each token.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2,
 
 @dataclass(frozen=True, slots=True)
 class KlController:
-    """The coefficient of KL, and the rule by which it changes.
+    """The coefficient of KL, with its update rule.
 
-    target: mean KL per token to steer towards, None for a fixed coefficient. horizon: about how many trajectories that
-    takes. For example, at twice the target or more, an update of 100 trajectories with a horizon of 10000 raises the
-    coefficient by 0.2 * 100 / 10000 = 0.2%.
+    target: mean KL per token to steer towards, None for a fixed coefficient. horizon: approximate number of
+    trajectories for steering. For example, at twice the target or more, an update of 100 trajectories with a horizon of
+    10000 raises the coefficient by 0.2 * 100 / 10000 = 0.2%.
     """
 
     coef: float
@@ -62,7 +62,7 @@ class KlController:
     def after(self, kl: float, trajectories: int) -> KlController:
         """Return the controller after an update: coef (1 + clip(kl / target - 1, -0.2, 0.2) trajectories / horizon).
 
-        kl: mean per token of the update, in nats. trajectories: how many it trained.
+        kl: mean per token of the update, in nats. trajectories: number it trained.
         Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", sec. 2.2.
         """
         if self.target is None:

@@ -3,8 +3,8 @@
     r = exp(logp_new - logp_old), A the advantage, sg the identity without gradient
 
 Each function takes tensors [N] and returns the loss of each token [N]; the `PolicyLoss` entries below bind them to
-their options and are what entry points name. Only methods of tensors are used, so that importing this module does not
-load torch and a configuration can be checked before it is.
+their options and are the targets of entry points. Only methods of tensors are used, so that importing this module does
+not load torch, and a configuration can be checked first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 class Tokens:
     """Inputs of a loss for N completion tokens, in canonical order and without gradient.
 
-    logp_old [N]: of the policy that the update started from. logp_rollout [N]: as the engine sampled.
-    advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: the unit that each token belongs to.
-    logp_ref, logp_teacher [N]: of the reference model and of the teacher, if there is one. logp_top [N, k]: the
-    teacher's, of the k tokens that it finds most probable, if they are compared. Where the teacher was not asked, an
-    objective is made with NaN, and losses get the policy's own.
+    logp_old [N]: log-probabilities by the policy at the update's start. logp_rollout [N]: as reported by the engine.
+    advantage [N]. mask bool[N]: trainable. step, trajectory int64[N]: unit of each token.
+    logp_ref, logp_teacher [N]: by the reference model and the teacher, if any. logp_top [N, k]: by the teacher, for its
+    k most probable tokens, if they are compared. Tokens without a teacher's answer have NaN while an objective is
+    built, and the policy's own values in losses.
     """
 
     logp_old: Tensor
@@ -72,11 +72,11 @@ class PolicyLoss:
     """A registered policy loss (entry points `treadle.policy_losses`).
 
     per_token: (logp [N], tokens, options) -> loss of each token [N].
-    options_type: the type of `options`, into which a recipe's `algorithm.policy_loss_options` are built.
+    options_type: type of `options`, built from a recipe's `algorithm.policy_loss_options`.
     couples: a token's loss depends on other tokens' log-probabilities, as with one ratio per trajectory; it is then
     computed over the whole update at once.
-    anchor: the policy in the ratio's denominator; `old` costs a forward pass before the first of several updates.
-    ratio, clipped: (logp, tokens, options) -> the ratio to the anchor [N], and whether the loss bounds it, bool[N]; for
+    anchor: policy in the ratio's denominator; `old` costs a forward pass before the first of several updates.
+    ratio, clipped: (logp, tokens, options) -> ratio to the anchor [N], and whether the loss bounds it, bool[N]; for
     metrics and traces.
     """
 
@@ -150,7 +150,7 @@ def clipped(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return bool[N], the tokens whose gradient `ppo_clip` cuts off."""
+    """Return bool[N]: tokens with a zero gradient in `ppo_clip`."""
     ratio = importance_ratio(logp_new, logp_old)
     cut = (ratio > 1 + eps_high).where(advantage >= 0, ratio < 1 - eps_low)
     if dual_clip is not None:
@@ -182,7 +182,7 @@ def gspo(
 
 
 def cispo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """Return -sg(clip(r, 1 - eps_low, 1 + eps_high)) A logp_new: the weight is clipped, no token loses its gradient.
+    """Return -sg(clip(r, 1 - eps_low, 1 + eps_high)) A logp_new: clips the weight, and keeps every token's gradient.
 
     Source: MiniMax 2025, "MiniMax-M1", eq. 4-5.
     """
@@ -203,9 +203,9 @@ def sapo(logp_new: Tensor, logp_old: Tensor, advantage: Tensor, tau_positive: fl
 def outside_trust_region(
     logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor, divergence: Literal["tv", "kl"], delta: float
 ) -> Tensor:
-    """Return bool[N], the tokens that A pushes away from the sampling policy though they are more than delta from it.
+    """Return bool[N]: tokens more than delta from the sampling policy that A pushes further away.
 
-    The divergence is that of two outcomes, the token and any other: with mu, pi the probabilities of the token,
+    The divergence is binary, between the token and all others: with mu, pi the probabilities of the token,
     tv = |mu - pi|, kl = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
     """
     new, old = logp_new.detach().exp(), logp_rollout.exp()
@@ -237,7 +237,7 @@ def reinforce(logp_new: Tensor, advantage: Tensor) -> Tensor:
 
 
 def importance_sampling(logp_new: Tensor, logp_rollout: Tensor, advantage: Tensor) -> Tensor:
-    """Return -r A with r = exp(logp_new - logp_rollout), unbounded: unbiased by token whatever policy sampled it.
+    """Return -r A with r = exp(logp_new - logp_rollout), unbounded: unbiased per token whatever policy sampled it.
 
     Source: importance sampling of the policy gradient, as `importance_sampling` of Thinking Machines' Tinker.
     """

@@ -1,8 +1,8 @@
-"""Reductions: a weight w for every token, known before the forward pass, so that loss = sum_i w_i loss_i.
+"""Reductions: a weight w per token, known before the forward pass, so that loss = sum_i w_i loss_i.
 
-Micro-batches (and ranks) then just add up, and no layout can change a denominator. Untrainable tokens weigh 0;
-counts are of trainable tokens and of units that have any. Shapes: mask bool[N]; unit int64[N]: which trajectory, step
-or group each token belongs to; weights float64[N].
+Contributions of micro-batches (and ranks) then simply add up, and no layout can change a denominator. Untrainable
+tokens weigh 0; counts include only trainable tokens and units with at least one. Shapes: mask bool[N]; unit int64[N]:
+trajectory, step or group of each token; weights float64[N].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unit_mean_token_mean(mask: NDArray[np.bool_], unit: Indices) -> Doubles:
 
 
 def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: Indices, length_norm: float) -> Doubles:
-    """Return w = 1 / (units * length_norm): a sum over each unit's tokens divided by a constant, a mean over units.
+    """Return w = 1 / (units * length_norm): the mean over units of token sums divided by a constant.
 
     unit int64[N]: the trajectory or step (the scope) of each token. Source: Liu et al. 2025, "Dr. GRPO".
     """
@@ -45,7 +45,7 @@ def seq_mean_token_sum_norm(mask: NDArray[np.bool_], unit: Indices, length_norm:
 def token_weights(batch: FlatBatch, config: AlgorithmConfig, mask: NDArray[np.bool_] | None = None) -> Doubles:
     """Return float64[N], the weight of each token under the configured reduction.
 
-    mask bool[N]: what is trained; default: the batch's own.
+    mask bool[N]: trained tokens; default: the batch's own mask.
     """
     mask = batch.mask if mask is None else mask
     match config.reduction:

@@ -1,4 +1,4 @@
-"""Combinations of the `algorithm` section that mean nothing, each with the reason."""
+"""Invalid combinations in the `algorithm` section, with reasons."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from treadle.core.errors import ConfigError
 
 
 def check(config: AlgorithmConfig, filtered_sampling: bool = False) -> None:
-    """Raise ConfigError with every problem, one a line."""
+    """Raise ConfigError with every problem, one per line."""
     if lines := problems(config, filtered_sampling):
         raise ConfigError("\n".join(f"algorithm.{line}" for line in lines))
 
 
 def problems(config: AlgorithmConfig, filtered_sampling: bool = False) -> list[str]:
-    """Return what is wrong with the section, each naming the value and the fix. Raises ConfigError for an unknown name.
+    """Return the section's problems, each naming the value and the fix. Raises ConfigError for an unknown name.
 
-    filtered_sampling: completions are sampled with top-k, top-p or min-p, so that `logp_rollout` is of a truncated
+    filtered_sampling: completions are sampled with top-k, top-p or min-p, so that `logp_rollout` refers to a truncated
     distribution and rho is biased.
     """
     advantage, loss = estimators.by_name(config.advantage), losses.by_name(config.policy_loss)
@@ -54,10 +54,10 @@ def _value(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
 def _correction(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
     correction = config.correction
     if correction.token_tis is not None and correction.sequence_tis is not None:
-        yield "correction: token_tis and sequence_tis both weigh by the same rho; keep one"
+        yield "correction: token_tis and sequence_tis both weight by the same rho; keep one"
     if loss.anchor == "rollout" and correction.weighs:
         yield (
-            f"correction: policy_loss {config.policy_loss!r} compares with the engine's log-probabilities already; "
+            f"correction: policy_loss {config.policy_loss!r} already compares with the engine's log-probabilities; "
             "token_tis or sequence_tis would count rho twice. Leave it out or choose ppo_clip"
         )
     if correction.renormalize and not correction.masks:
@@ -84,7 +84,7 @@ def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str
         return
     if section.teacher is None and section.context is None:
         yield (
-            "distillation has neither teacher nor context, and from itself, asked the same, the policy learns nothing; "
+            "distillation has neither teacher nor context, and the policy learns nothing from itself alone; "
             "name a directory as teacher, or a function as context"
         )
     if not any(section.coefs):
@@ -94,7 +94,7 @@ def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str
     if section.weights != "ema" and section.ema_decay != type(section).model_fields["ema_decay"].default:
         yield f"distillation.ema_decay is {section.ema_decay:g}, but weights is {section.weights!r}; leave it out"
     if section.top_k != type(section).model_fields["top_k"].default and not section.by_top_k:
-        yield f"distillation.top_k is {section.top_k}, but form {section.form!r} is of sampled tokens; leave it out"
+        yield f"distillation.top_k is {section.top_k}, but form {section.form!r} compares sampled tokens; leave it out"
     if section.rewards > 0:
         return
     unread = "but distillation.rewards is 0, which leaves rewards out"
@@ -109,7 +109,7 @@ def _distillation(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str
 def _reduction(config: AlgorithmConfig) -> Iterator[str]:
     if config.scope != "trajectory" and config.reduction != "seq_mean_token_sum_norm":
         yield (
-            f"scope is {config.scope!r}, but reduction {config.reduction!r} has no unit to choose; "
+            f"scope is {config.scope!r}, but reduction {config.reduction!r} uses no unit; "
             "take step_mean or trajectory_mean, or seq_mean_token_sum_norm"
         )
 
@@ -117,13 +117,13 @@ def _reduction(config: AlgorithmConfig) -> Iterator[str]:
 def _dynamic_sampling(config: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
     if config.dynamic_sampling != "off" and not advantage.by_group:
         yield (
-            f"dynamic_sampling is {config.dynamic_sampling!r}, but advantage {config.advantage!r} has no baseline over "
-            "a group that could make all of it 0; leave it off or choose grpo"
+            f"dynamic_sampling is {config.dynamic_sampling!r}, but advantage {config.advantage!r} has no group "
+            "baseline, so advantages are never all 0; leave it off or choose grpo"
         )
 
 
 def _filtered(config: AlgorithmConfig, loss: PolicyLoss) -> Iterator[str]:
-    reason = "with top_k, top_p or min_p the engine's log-probabilities are of a truncated distribution"
+    reason = "with top_k, top_p or min_p the engine's log-probabilities refer to a truncated distribution"
     if loss.anchor == "rollout":
         yield f"policy_loss {config.policy_loss!r} compares with them, but {reason}; choose ppo_clip or drop the filter"
     if config.correction.active:

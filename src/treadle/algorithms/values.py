@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """What a value head learns. old [n]: values at the batch's start. target [n]: returns, `old` + advantage."""
+    """Targets of a value head. old [n]: values at the batch's start. target [n]: returns, `old` + advantage."""
 
     old: Tensor
     target: Tensor
@@ -23,7 +23,7 @@ class ValueTargets:
 
 
 def value_loss(value: Tensor, targets: ValueTargets, clip: float | None = None) -> Tensor:
-    """Return (V - G)^2 / 2; with `clip`, at least that of V held within `clip` of the old value.
+    """Return (V - G)^2 / 2; with `clip`, at least the loss of V clipped to within `clip` of the old value.
 
     Source: Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 28;
     clipped: Engstrom et al. 2020, "Implementation matters in deep policy gradients", sec. 3.
@@ -33,15 +33,15 @@ def value_loss(value: Tensor, targets: ValueTargets, clip: float | None = None) 
 
 
 def value_clipped(value: Tensor, targets: ValueTargets, clip: float) -> Tensor:
-    """Return bool[n], the tokens whose gradient `value_loss` cuts off."""
+    """Return bool[n]: tokens with a zero gradient in `value_loss`."""
     return _held_error(value, targets, clip) > (value - targets.target).square() / 2
 
 
 def explained_variance(value: Tensor, target: Tensor) -> float:
-    """Return 1 - Var(G - V) / Var(G); 0 where all G are equal. value, target [n], of trained tokens.
+    """Return 1 - Var(G - V) / Var(G); 0 if all G are equal. value, target [n], over trained tokens.
 
-    "Equal" allows for rounding: returns are sums of values and advantages, which differ a little even where every
-    reward is 0.
+    "Equal" allows for rounding: returns are sums of values and advantages, which differ slightly even if every reward
+    is 0.
     """
     if not len(target):
         return 0.0

@@ -1,4 +1,4 @@
 """Records, keyed draws, the Engine protocol, errors, configuration and the registry.
 
-Standard library, numpy, pydantic and PyYAML only: every other layer stands on this one, it stands on none.
+Needs only the standard library, numpy, pydantic and PyYAML. Every other layer builds on this one.
 """

@@ -36,7 +36,7 @@ class Config(pydantic.BaseModel):
     Describe fields with `Field(description=...)` or a docstring below the field. Build one from plain data
     with `build`, which also takes YAML lists for tuples and strings for enums and paths.
 
-    removed_keys: path from here of a key that is gone -> what to do instead, for error messages.
+    removed_keys: path of a removed key, relative to this class -> advice for the error message.
     """
 
     removed_keys: ClassVar[Mapping[str, str]] = {}
@@ -47,7 +47,7 @@ class Config(pydantic.BaseModel):
 
 
 REQUIRED: Any = pydantic_core.PydanticUndefined
-"""The default of a field that has none."""
+"""Default of a field without a default."""
 
 
 class FieldLine(NamedTuple):
@@ -63,20 +63,20 @@ class FieldLine(NamedTuple):
 # YAML
 
 
-_MOST_CHARACTERS = 10_000_000  # of a file, or of a value on the command line, aliases written out
+_MOST_CHARACTERS = 10_000_000  # limit per file or command-line value, with aliases expanded
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars instead of 1.1's: 5e-4 is a float; yes, on, 1:30 and 2024-01-01 are strings.
 
-    Refuses more than `DEEPEST` levels and more than `_MOST_CHARACTERS`: a few lines of aliases can stand for gigabytes.
+    Refuses more than `DEEPEST` levels and more than `_MOST_CHARACTERS`: a few lines of aliases can expand to gigabytes.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's own declaration
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._open = 0  # nodes around the one that is composed
+        self._open = 0  # depth of the node being composed
         self._extents: dict[yaml.Node, tuple[int, int]] = {}  # characters, levels
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -97,7 +97,7 @@ class _Loader(yaml.SafeLoader):
         return yaml.MarkedYAMLError(None, None, why, mark)
 
     def _extent(self, node: yaml.Node) -> tuple[int, int]:
-        """Return how many characters and levels a node has. Raises MarkedYAMLError for too many."""
+        """Return the characters and levels of a node. Raises MarkedYAMLError for too many."""
         if isinstance(node, yaml.ScalarNode):
             problem, characters, levels = json_problem(node.value), 1 + len(node.value), 0
         else:
@@ -109,7 +109,7 @@ class _Loader(yaml.SafeLoader):
         if levels > DEEPEST:
             why = f"nested deeper than {DEEPEST} levels"
         elif characters > _MOST_CHARACTERS:
-            why = f"more than {_MOST_CHARACTERS:,} characters, aliases written out; keep data in a file of its own"
+            why = f"more than {_MOST_CHARACTERS:,} characters with aliases expanded; keep data in a separate file"
         if why:
             raise self._refusal(why, node.start_mark)
         return characters, levels
@@ -139,7 +139,7 @@ for _name, _pattern, _first in _SCALARS:
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
-    """A mapping with string keys, each once: PyYAML would let the last of two win in silence."""
+    """Build a mapping with unique string keys. PyYAML alone would silently keep the last of two equal keys."""
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
@@ -178,7 +178,7 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def parse_yaml(content: bytes, source: str) -> dict[str, Any]:
-    """Return the mapping in YAML text; errors name `source`, the file it comes from. Raises ConfigError."""
+    """Return the mapping in YAML text. source: file name for error messages. Raises ConfigError."""
     try:
         data = _parse(content.decode(), source)
     except UnicodeDecodeError as error:
@@ -190,10 +190,11 @@ def parse_yaml(content: bytes, source: str) -> dict[str, Any]:
 
 
 def dump_yaml(config: Config) -> str:
-    """Return YAML text, fields in order of declaration; `build(type(config), ...)` of it gives an equal config."""
+    """Return YAML text, fields in order of declaration; `build(type(config), ...)` restores an equal config."""
     data = config.model_dump(mode="json")
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    if escape_text(text) != text:  # as YAML escapes; PyYAML would write Unicode's line breaks bare
+    # Unicode line breaks, which PyYAML would write unescaped.
+    if escape_text(text) != text:
         text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
     return text
 
@@ -202,7 +203,7 @@ def dump_yaml(config: Config) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both, key by key at every depth; where they differ, `above` wins, and its null takes a key away.
+    """Merge two mappings at every depth. Where they differ, `above` wins; a null in it removes the key.
 
     `merge({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"y": 4}, "b": None})` is `{"a": {"x": 1, "y": 4}}`.
     """
@@ -218,11 +219,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return `data` with each `key.path=value` set in turn; `data` itself is not changed.
+    """Return a copy of `data` with each `key.path=value` applied in order.
 
     Values are YAML: `training.learning_rate=5e-4`, `name="7"`, `stop=[a, b]`; nothing or `null` is None.
-    Missing or null parents become mappings. Raises ConfigError for a malformed override or a parent that is a
-    plain value.
+    Missing or null parents become mappings. Raises ConfigError for a malformed override or a plain value as a parent.
     """
     result = dict(data)
     for override in overrides:
@@ -238,7 +238,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def as_override(value: Any) -> str:
-    """Return the value as a reader would write it in an override: `null`, `true`, `tree`, `[a, b]`, `{key: 1}`."""
+    """Format the value as in an override: `null`, `true`, `tree`, `[a, b]`, `{key: 1}`."""
     if isinstance(value, Config):
         value = value.model_dump(mode="json")
     if value is None or isinstance(value, bool):
@@ -269,13 +269,14 @@ _EMPTY: tuple[Any, ...] = ("", (), {})
 def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Sequence[str] = ()) -> C:
     """Return a validated `cls` from `data` with `overrides` applied (`apply_overrides`).
 
-    Raises ConfigError with one line per problem: its origin, the key's full path, its value, what was expected.
-    The origin is the overrides that touch the key, or `source` (a file name, say) if it has the problem without them.
+    Raises ConfigError with one line per problem: origin, full path of the key, value, expectation. The origin is the
+    override that touches the key, or `source` (such as a file name) if the problem exists without overrides.
     """
     data = _without_nulls(cls, data)
     changed = _without_nulls(cls, apply_overrides(data, overrides))
     try:
-        plain = pydantic_core.to_json(changed)  # strict rules for JSON suit YAML: lists are tuples, strings enums
+        # pydantic's strict rules for JSON suit YAML: lists become tuples, strings become enums.
+        plain = pydantic_core.to_json(changed)
     except ValueError as error:
         raise ConfigError(f"{source}: not plain data: {error}" if source else f"not plain data: {error}") from error
     try:
@@ -287,11 +288,12 @@ def build(cls: type[C], data: Mapping[str, Any], source: str = "", overrides: Se
             origin = " ".join(_short(o, quote=False) for o in touching) or source
             path = problem.path if problem.named and _key(origin) != problem.path else ""
             lines.append(": ".join(part for part in (origin, path, problem.text) if part))
-        raise ConfigError("\n".join(lines)) from None  # they say all that pydantic's own text does
+        # The lines contain everything in pydantic's own text.
+        raise ConfigError("\n".join(lines)) from None
 
 
 def _without_nulls(cls: type[Config] | None, data: Any) -> Any:
-    """Return the data without nulls where null is nothing: at keys that are empty by default (`environment=null`)."""
+    """Drop nulls at keys that are empty by default (`environment=null`)."""
     if isinstance(data, list | tuple):
         return [_without_nulls(cls, each) for each in data]
     if cls is None or not isinstance(data, Mapping):
@@ -305,7 +307,7 @@ def _without_nulls(cls: type[Config] | None, data: Any) -> Any:
 
 
 class _Problem(NamedTuple):
-    """What is wrong at a path ("" is the whole). named: whether the path has to precede the text."""
+    """A problem at a path ("" for the whole). named: whether the path has to precede the text."""
 
     path: str
     text: str
@@ -317,12 +319,12 @@ def _key(override: str) -> str:
 
 
 def overlap(path: str, other: str) -> bool:
-    """Whether one is the other or lies within it; everything lies within the whole, which is ""."""
+    """Return whether two paths are equal or one contains the other; "" contains every path."""
     return not path or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def _problems(cls: type[Config], data: Mapping[str, Any]) -> list[_Problem]:
-    """One per key: the members of a union that all refused a value are joined by "or"."""
+    """Return one problem per key; refusals by several members of a union are joined by "or"."""
     plain = pydantic_core.to_json(data)
     try:
         cls.model_validate_json(plain)
@@ -341,7 +343,7 @@ def _problems(cls: type[Config], data: Mapping[str, Any]) -> list[_Problem]:
                 field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
                 purpose = f": {field.description}" if field is not None and field.description else ""
                 problems.append(_Problem(path, f"missing key {path!r}{purpose}", named=False))
-            case "value_error":  # a validator's own message, which names the value itself where one is to blame
+            case "value_error":  # raised by a validator, whose message names the value
                 refused.setdefault(path, ("", []))[1].append(str(detail["ctx"]["error"]))
             case kind:
                 expected = detail["msg"].removeprefix("Input should be ") + " (quote it)" * (kind == "string_type")
@@ -352,12 +354,12 @@ def _problems(cls: type[Config], data: Mapping[str, Any]) -> list[_Problem]:
 
 
 def _keys(cls: type[Config], data: Any, location: Location) -> Location:
-    """The location without the names of union members pydantic puts in it: keys of the data, and fields."""
+    """Return the location without the names of union members that pydantic inserts."""
     keys: list[int | str] = []
     for part in location:
         if isinstance(data, dict | list) and (part in data or isinstance(part, int)):
             data = data[part]  # type: ignore[index]  # dict by key, list by index
-        elif part in _fields_at(cls, keys):  # missing, or a default that cannot work
+        elif part in _fields_at(cls, keys):  # a missing key or an invalid default
             data = None
         else:
             continue
@@ -423,11 +425,11 @@ _ALIASES = {
     **dict.fromkeys(("loss", "policy_loss_type", "importance_sampling_level"), "policy_loss"),
     "loss_type": "policy_loss, algorithm.reduction, length_norm",
 }
-"""What other libraries call a setting -> what it is called here: ends of paths, the likeliest first, or a remark."""
+"""Setting of another library -> its name here: ends of paths, the likeliest first, or a remark."""
 
 
 def _alias_paths(cls: type[Config], name: str) -> list[str]:
-    """Return what a setting of other libraries is called here: paths of keys, or of options in a key."""
+    """Return the paths of keys, or of options in a key, that match another library's setting."""
     found = []
     for end in _ALIASES.get(name, "").split(", "):
         section, _, option = end.rpartition(".")
@@ -463,7 +465,7 @@ def _unknown_key(cls: type[Config], keys: Location) -> str:
     return f"unknown key {'.'.join([*parents, leaf])!r}; {hint}"
 
 
-# What a Config is made of
+# Introspection of Config classes
 
 
 def nested_config(annotation: Any) -> type[Config] | None:
@@ -479,7 +481,7 @@ def _fields_at(cls: type[Config], keys: Iterable[int | str]) -> dict[str, FieldI
 
 
 def _config_at(cls: type[Config] | None, keys: Iterable[int | str]) -> type[Config] | None:
-    """The Config at `keys`; list indices and keys of a dict of Configs stand for their elements."""
+    """Return the Config at `keys`, where list indices and keys of a dict of Configs stand for their elements."""
     for key in keys:
         field = cls.model_fields.get(str(key)) if cls else None
         cls = nested_config(field.annotation) if field else cls
@@ -487,7 +489,7 @@ def _config_at(cls: type[Config] | None, keys: Iterable[int | str]) -> type[Conf
 
 
 def paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
-    """Yield the path of every key, those of sections included."""
+    """Yield the path of every key, including sections."""
     for name, field in cls.model_fields.items():
         yield prefix + name
         nested = nested_config(field.annotation)
@@ -496,7 +498,7 @@ def paths(cls: type[Config], prefix: str = "") -> Iterator[str]:
 
 
 def json_schema(cls: type[Config]) -> dict[str, Any]:
-    """Return the JSON schema of files that hold some keys: none is required, and null takes one away (`merge`)."""
+    """Return the JSON schema of partial files: no key is required, and null removes one (`merge`)."""
     schema: dict[str, Any] = _partial(cls.model_json_schema())
     return schema
 
@@ -516,7 +518,7 @@ def _partial(schema: Any) -> Any:
 
 
 def describe(config: Config, defaults: Config | None = None, prefix: str = "") -> list[FieldLine]:
-    """Return every leaf in order of declaration. defaults: the parent's, which may differ from the class's own."""
+    """Return every leaf in order of declaration. defaults: the parent's, which may differ from the class's."""
     lines: list[FieldLine] = []
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)

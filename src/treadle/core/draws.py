@@ -1,7 +1,7 @@
-"""Keyed random draws: every number is a pure function of its address, never of a shared stream.
+"""Keyed random draws: every number is a pure function of its address, with no shared stream.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), vectorised in numpy.
-Evaluating, retrying or killing something therefore never changes any other draw.
+Evaluating, retrying or killing one call therefore never changes another call's draws.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Words = NDArray[np.uint64]
 
 
 class Stream(IntEnum):
-    """What a draw is for; streams never share an address."""
+    """Purpose of a draw; streams never share an address."""
 
     TRAIN = 1
     EVALUATE = 2
@@ -45,13 +45,13 @@ def philox4x32(
 
 
 def call_seed(seed: int, stream: Stream, epoch: int, task: int, attempt: int, step: int) -> int:
-    """Return the 63-bit seed of one engine call, addressed by where the call stands in the run."""
+    """Return the 63-bit seed of one engine call, addressed by its position in the run."""
     high, low, _, _ = philox4x32((epoch, task, attempt, step), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)))
     return (int(high) << 31 | int(low) >> 1) & 0x7FFFFFFFFFFFFFFF
 
 
 def task_uniforms(seed: int, stream: Stream, epochs: ArrayLike, tasks: ArrayLike) -> NDArray[np.float64]:
-    """Return a draw in [0, 1) for each task of an epoch, by its place in the data: float64, broadcast, 53 bits."""
+    """Return a draw in [0, 1) per task of an epoch, keyed by data position: float64, broadcast, 53 bits."""
     a, b, _, _ = philox4x32((epochs, tasks, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) ^ (int(stream) << 24)))
     return _unit(a, b)
 

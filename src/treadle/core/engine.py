@@ -1,4 +1,4 @@
-"""The one narrow interface to inference: `Engine`, and what it answers, `Completion`."""
+"""The one narrow interface to inference: `Engine`, and its result, `Completion`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treadle.core.types import Floats, Ids, Routing, SamplingParams, StopReason
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion, sampled by this policy version."""
+    """Tokens [start, end) of a completion that one policy version sampled."""
 
     version: int
     start: int
@@ -27,10 +27,10 @@ class VersionSpan:
 class Completion:
     """Sampled tokens of one call.
 
-    token_ids int32[C]; logprobs float32[C], of each token under the sampling distribution (after temperature);
-    policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: experts chosen where
-    each token was predicted (see `Step`). waited: seconds in the engine's queue. None: not reported.
-    pinned: the engine means to sample all of the session by one version (`training.lora.pin_attempts`).
+    token_ids int32[C]; logprobs float32[C]: per token, under the sampling distribution (after temperature);
+    policy_versions: spans that cover [0, C) without gap or overlap. routing int16[<= C, M, k]: experts chosen while
+    predicting each token (see `Step`). waited: seconds in the engine's queue. None: not reported.
+    pinned: whether one version is meant to sample the whole session (`training.lora.pin_attempts`).
     """
 
     token_ids: Ids
@@ -42,7 +42,7 @@ class Completion:
     pinned: bool = False
 
     def versions_per_token(self) -> Ids:
-        """Return int32[C]; raises EngineError where the spans do not cover the completion exactly once."""
+        """Return int32[C]. Raises EngineError unless the spans cover the completion exactly once."""
         position, parts = 0, [np.empty(0, np.int32)]
         for span in self.policy_versions:
             if span.start != position or span.end < span.start:
@@ -66,21 +66,21 @@ class Engine(Protocol):
         """Announce a session. Sessions opened earlier come first in the canonical order."""
 
     def close_session(self, session: str) -> None:
-        """End a session, which makes no further calls. Unknown or closed sessions are ignored."""
+        """End a session after its last call. Unknown or closed sessions are ignored."""
 
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
         """Sample one completion; a session may make several calls at once. Cancelling the call aborts it.
 
-        cache_salt: calls of different salts share no cached prefix. Raises EngineError.
+        cache_salt: calls with different salts share no cached prefix. Raises EngineError.
         """
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1]."""
+        """Return log-probabilities of ids[1:], each given its prefix: int32[T] -> float32[T - 1]."""
 
     def status(self) -> Sequence[ComponentStatus]:
-        """Return the current load, one entry for each engine. Never blocks; thread-safe."""
+        """Return the current load, one entry per engine. Never blocks; thread-safe."""
 
     async def close(self) -> None:
         """Release everything. Idempotent."""
@@ -104,9 +104,9 @@ class ComponentStatus:
 
     None: unknown or not applicable.
 
-    process: None in the run's own process. running: calls (groups, attempts) in progress. waiting: queued ones.
-    sessions: open ones. cache: share of the KV cache in use. version: of the served policy. error: why it stopped; ""
-    while it works.
+    process: None in the run's own process. running: calls (groups, attempts) in progress. waiting: queued calls.
+    sessions: open sessions. cache: share of the KV cache in use. version: served policy version. error: why it stopped,
+    "" while it works.
     """
 
     kind: str

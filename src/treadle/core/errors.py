@@ -1,7 +1,7 @@
-"""One hierarchy of errors. Each message names the offending value and what to do about it.
+"""One hierarchy of errors. Each message names the offending value and the remedy.
 
-Every class also derives from the standard library's nearest relative, so that callers who know nothing of
-Treadle can still catch them sensibly, and every instance survives pickling.
+Every class also derives from the nearest standard exception, so that callers unaware of Treadle can catch it
+sensibly. All instances survive pickling.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class TreadleError(Exception):
-    """Base class of the errors that Treadle raises on purpose."""
+    """Base class of Treadle's errors."""
 
 
 class ConfigError(TreadleError, ValueError):
@@ -30,19 +30,19 @@ class EngineError(TreadleError, RuntimeError):
 
 
 class EngineEnded(EngineError):
-    """The process of an engine ended before it answered. The call may be made on another engine."""
+    """Raised if an engine's process ended before it answered. The call may be repeated on another engine."""
 
 
 class RunError(TreadleError, RuntimeError):
-    """Raised for a run directory that cannot be used: taken, missing, damaged, of another model."""
+    """Raised for an unusable run directory: locked by another run, missing, damaged, or made with another model."""
 
 
 class DamageError(RunError):
-    """Raised for a file that is not as it was written."""
+    """Raised for a file that fails its checksum or cannot be parsed."""
 
 
 class RemovedError(RunError):
-    """Raised if a directory is removed while it is read: a running run removes its older checkpoints."""
+    """Raised if a directory is removed while it is read: a live run removes its older checkpoints."""
 
 
 class CheckpointError(RunError):
@@ -54,19 +54,19 @@ class PlacementError(TreadleError, RuntimeError):
 
 
 class WorkerLost(PlacementError):
-    """A process that answers calls ended before it answered. The call may be made again on the next one."""
+    """Raised if a worker process ended before it answered. The call may be repeated on the next worker."""
 
 
 class RankError(TreadleError, RuntimeError):
-    """Raised if a process of the learner fails, ends or does not answer; the message has its own error."""
+    """Raised if a process of the learner fails, ends or does not answer; the message includes its error."""
 
 
 class TrainingStopped(TreadleError, RuntimeError):
-    """Raised when a run ends itself because continuing would be pointless; the message names the cause."""
+    """Raised when a run ends early because continuing would be pointless; the message names the cause."""
 
 
 class Cause(StrEnum):
-    """What is to blame for a failed trajectory."""
+    """Party to blame for a failed trajectory."""
 
     AGENT = "agent"
     ENVIRONMENT = "environment"
@@ -78,7 +78,7 @@ class Cause(StrEnum):
 
 
 class TrajectoryFailure(TreadleError, RuntimeError):
-    """Raised when one attempt fails, which ends that trajectory, never the run. traceback: of user code."""
+    """Raised when one attempt fails. Ends that trajectory, never the run. traceback: stack of the user's code."""
 
     def __init__(self, cause: Cause, message: str, traceback: str = "") -> None:
         super().__init__(cause, message, traceback)
@@ -86,7 +86,8 @@ class TrajectoryFailure(TreadleError, RuntimeError):
             causes = ", ".join(Cause)
             raise DataError(f"a TrajectoryFailure has one of the causes {causes}, got {cause!r:.100}")
         self.cause = Cause(cause)
-        self.message = str(message).encode(errors="backslashreplace").decode()  # lone surrogates fit into no file
+        # Lone surrogates cannot be written to a file.
+        self.message = str(message).encode(errors="backslashreplace").decode()
         self.traceback = traceback
 
     def __str__(self) -> str:
@@ -94,26 +95,27 @@ class TrajectoryFailure(TreadleError, RuntimeError):
 
 
 class InfrastructureError(TrajectoryFailure):
-    """Raised by user code if what it needs is down: `raise treadle.InfrastructureError("the search server is down")`.
+    """Raised by user code when a dependency is down: `raise treadle.InfrastructureError("the search server is down")`.
 
-    The attempt fails with cause infrastructure, and gets no reward: neither policy nor task is to blame. Tools,
+    The attempt fails with cause infrastructure and gets no reward, as neither policy nor task is to blame. Tools,
     environments, reward functions and agents may raise it.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(Cause.INFRASTRUCTURE, message)
-        self.args = (message,)  # what it is unpickled with
+        # Unpickling calls the constructor with `args`.
+        self.args = (message,)
 
 
 def failure_in(error: BaseException) -> TrajectoryFailure | None:
-    """Return the error if it is a TrajectoryFailure, or the first of those that a group of errors has."""
+    """Return the error if it is a TrajectoryFailure, or the first one in an exception group."""
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(failure_in, error.exceptions)), None)
     return error if isinstance(error, TrajectoryFailure) else None
 
 
 class ContextExceeded(TreadleError, RuntimeError):
-    """Raised for a prompt longer than `rollout.max_input_tokens`, or than the model's `context` if that is given."""
+    """Raised for a prompt longer than `rollout.max_input_tokens`, or than the model's `context` if one is given."""
 
     def __init__(self, prompt_tokens: int, max_input_tokens: int, context: int | None = None) -> None:
         super().__init__(prompt_tokens, max_input_tokens, context)

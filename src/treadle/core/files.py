@@ -1,11 +1,11 @@
-"""Durable files, complete or absent even after a power loss; manifests, which show damage before it is used; the cache.
+"""Durable files, complete or absent even after a power loss; manifests that detect damage; the cache directory.
 
-A directory that is written as a whole ends with the file SHA256SUMS, which `sha256sum --check` reads too:
+Directories written as a whole end with the file SHA256SUMS, which `sha256sum --check` also reads:
 
     2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae  config.json
 
-A reader of a file in such a directory checks that file, and no other. A manifest needs no checksum of its own: if any
-of it is changed, some file is no longer the one it lists. A ledger, where there is one, has the manifest's digest, too.
+Readers check only the files they open. A manifest needs no checksum of its own: after any change to it, some file no
+longer matches its entry. A ledger also records the manifest's digest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cache_directory() -> Path:
 
 
 class WrittenFile(NamedTuple):
-    """A durable file, with the SHA-256 (hex) of what was written into it."""
+    """A durable file, with the SHA-256 (hex) of its content."""
 
     name: str
     sha256: str
@@ -60,7 +60,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_file(path: Path) -> str:
-    """Make a file that somebody else has written durable; returns the SHA-256 of its content. Raises OSError."""
+    """Make a file written by other code durable; return the SHA-256 of its content. Raises OSError."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -71,7 +71,7 @@ def sha256_of(content: bytes) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> str:
-    """Write a temporary file, fsync, rename, fsync; returns the content's SHA-256. Raises OSError."""
+    """Write a temporary file, fsync, rename, fsync; return the content's SHA-256. Raises OSError."""
     temporary = _beside(path)
     try:
         write_durably(temporary, content)
@@ -86,27 +86,28 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refusal(error: OSError, elsewhere: str = "choose another place, or make it writable") -> str:
-    """Return what the system refused and what to do about it: "Read-only file system; choose another place, or ...".
+    """Describe a refusal by the system and its remedy: "Read-only file system; choose another place, or ...".
 
-    elsewhere: what to do, unless there is no room.
+    elsewhere: remedy unless the disk is full.
     """
-    in_text = re.search(r"\(os error (\d+)\)", str(error))  # safetensors has the number there alone
+    # safetensors reports the number only in its text.
+    in_text = re.search(r"\(os error (\d+)\)", str(error))
     number = int(in_text[1]) if in_text else error.errno
     return f"{error.strerror or error}; {'free disk space' if number in _NO_ROOM else elsewhere}"
 
 
 def is_refused(error: OSError) -> bool:
-    """Return whether the system does not let this process write there, or read."""
+    """Return whether the system denies this process access."""
     return error.errno in (*_NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def make_room_in_cache(target: Path) -> None:
-    """Make the directory of something in the cache. Raises RunError where nothing can be written."""
+    """Create the parent directory of a cached path. Raises RunError if the cache is not writable."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         check_writable(target)
     except OSError as error:
-        elsewhere = "set TREADLE_CACHE to a directory that can be written"
+        elsewhere = "set TREADLE_CACHE to a writable directory"
         raise RunError(f"could not write to the cache {str(target.parent)!r}: {refusal(error, elsewhere)}") from error
 
 
@@ -121,11 +122,12 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-Content = bytes | Callable[[Path], None]  # of a file: its bytes, or what writes them to the path and raises OSError
+# a file's bytes, or a function that writes them to a path and may raise OSError
+Content = bytes | Callable[[Path], None]
 
 
 def read_proven(path: Path, sha256: str, remedy: str) -> bytes:
-    """Return the content of a file that has this SHA-256. Raises DamageError, which ends with the remedy."""
+    """Return the content of a file with this SHA-256. Raises DamageError, with the remedy at the end."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -140,7 +142,7 @@ def _why_unreadable(error: OSError) -> str:
 
 
 class NewDirectory:
-    """Collects the files of a directory that is being written; `new_directory` completes it."""
+    """Collects the files of an unfinished directory; `new_directory` completes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -171,9 +173,9 @@ class NewDirectory:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[NewDirectory]:
-    """Yield a directory beside `final` that on success is renamed to it, with a manifest, and on failure is removed.
+    """Yield a temporary directory beside `final`; renamed to it with a manifest on success, removed on failure.
 
-    A directory that is at `final` before that is replaced. Raises OSError.
+    An existing directory at `final` is replaced. Raises OSError.
     """
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -192,7 +194,7 @@ def new_directory(final: Path) -> Iterator[NewDirectory]:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Delete a directory; to a reader all of it vanishes at the same moment. Raises OSError."""
+    """Delete a directory; for readers, all of it vanishes at the same moment. Raises OSError."""
     hidden = directory.with_name(f".{directory.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)  # left by a process that died here
     shutil.rmtree(directory.rename(hidden))
@@ -200,7 +202,7 @@ def remove_at_once(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files that `new_directory` wrote, each with its SHA-256. remedy: ends the message about anything damaged."""
+    """Files written by `new_directory`, each with its SHA-256. remedy: end of the message about any damage."""
 
     directory: Path
     sha256: Mapping[str, str]
@@ -208,9 +210,9 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path, sha256: str | None = None, remedy: str = "") -> Manifest:
-        """Return a directory's manifest; `sha256`: the digest that the manifest itself must have.
+        """Return a directory's manifest. sha256: expected digest of the manifest itself.
 
-        Raises DamageError for a manifest that is missing or not as it was written, RemovedError without the directory.
+        Raises DamageError if the manifest is missing or changed, RemovedError if the directory is missing.
         """
         remedy = remedy or f"restore it (in an export that was changed on purpose, remove {MANIFEST})"
         try:
@@ -234,7 +236,7 @@ class Manifest:
         return content
 
     def prove(self, names: Iterable[str]) -> None:
-        """Check files that other code is going to read. Raises as `read` does."""
+        """Check files that other code will read. Raises as `read` does."""
         for name in names:
             try:
                 with (self.directory / name).open("rb") as file:
@@ -251,7 +253,7 @@ class Manifest:
 
 
 def prove_files(directory: Path, names: Iterable[str], remedy: str = "") -> None:
-    """Check those files that exist or are listed; without a manifest, nothing. Raises DamageError with the remedy."""
+    """Check files that exist or are listed; no-op without a manifest. Raises DamageError with the remedy."""
     if (directory / MANIFEST).is_file():
         manifest = Manifest.load(directory, remedy=remedy)
         manifest.prove(name for name in names if name in manifest.sha256 or (directory / name).exists())

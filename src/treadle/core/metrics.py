@@ -1,4 +1,4 @@
-"""Typed metrics: what is measured is declared once, and the declaration alone decides how it adds up.
+"""Typed metrics: each is declared once, and the declaration alone decides how values are aggregated.
 
     Metric --Tally.over(values of one level's units)--> Tally --Measures: a + b--> value
 
@@ -6,7 +6,7 @@
     here = measured("trajectory", {STEPS: [3, 1, 2]})
     (here + measured("trajectory", {STEPS: [6]}))["steps_mean"]  # 3.0: four trajectories, not two means
 
-A mean is kept as sum and count, so that parts (micro-batches, updates, ranks) combine to what the whole gives at once.
+A mean is kept as sum and count, so that parts (micro-batches, updates, ranks) combine to exactly the mean of the whole.
 Nothing is ever inferred from a metric's name.
 """
 
@@ -22,20 +22,20 @@ from treadle.core.errors import ConfigError
 
 Level = Literal["token", "step", "trajectory", "task", "run"]
 View = Literal["played", "trained", "dropped", "run"]
-"""What a metric measures: what was played, whatever happened to it afterwards; the part of that which was trained; the
-part which was not, and why (`core.outcomes`); or the run itself."""
+"""Scope of a metric: everything played, whatever happened to it afterwards; the part that was trained; the part that
+was not, and why (`core.outcomes`); or the run itself."""
 Aggregation = Literal["mean", "sum", "max", "min"]
 Figure = float | None
-"""None where nothing was counted: a mean of no trajectory is not 0."""
+"""None if nothing was counted: a mean over no trajectories is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Declares a metric.
+    """Declaration of a metric.
 
-    level: the unit that each counted value belongs to. aggregation: how values become one. unit: of the value; `share`
-    counts yes as 1 and no as 0. help: what it is, in a line. view: see `View`. A `*` in the name stands for the key of
-    a family: `ended_*`.
+    level: unit that each counted value belongs to. aggregation: how values become one. unit: unit of the value; `share`
+    counts yes as 1 and no as 0. help: description in one line. view: see `View`. A `*` in the name stands for the key
+    of a family: `ended_*`.
 
     Raises ConfigError for an empty name, and for an unknown level, aggregation or view.
     """
@@ -65,7 +65,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What was counted of a metric: how many values, and their sum, or the largest or smallest of them."""
+    """Count of a metric's values, and their sum, maximum or minimum."""
 
     metric: Metric
     total: float
@@ -73,7 +73,7 @@ class Tally:
 
     @classmethod
     def over(cls, metric: Metric, values: Iterable[float]) -> Tally:
-        """Return the tally of one value per unit of the metric's level; the caller leaves out units that have none."""
+        """Return the tally of one value per unit of the metric's level; the caller leaves out units without a value."""
         counted = list(values)
         return cls(metric, _folded(metric, counted) if counted else 0, len(counted))
 
@@ -87,7 +87,7 @@ class Tally:
 
     @property
     def value(self) -> Figure:
-        """Return the aggregate; of no values, a sum is 0 and anything else None."""
+        """Return the aggregate; without values, 0 for a sum and None otherwise."""
         if self.metric.aggregation == "sum":
             return self.total
         if not self.count:
@@ -106,12 +106,13 @@ def _folded(metric: Metric, values: list[float]) -> float:
                 return sum(values)
             try:
                 return math.fsum(values)
-            except OverflowError:  # a huge value must not end a run
+            # A huge value must not end a run.
+            except OverflowError:
                 return math.copysign(sys.float_info.max, math.fsum(value / len(values) for value in values))
 
 
 class Measures(Mapping[str, Any]):
-    """Maps each metric's name to its `Tally.value`; two of them add up. Read-only."""
+    """Maps each metric's name to its `Tally.value`. Supports addition. Read-only."""
 
     def __init__(self, tallies: Iterable[Tally] = ()) -> None:
         self._tallies: dict[str, Tally] = {}
@@ -147,14 +148,14 @@ class Measures(Mapping[str, Any]):
         return cls(Tally(Metric(**each["metric"]), each["total"], each["count"]) for each in data.values())
 
     def under(self, prefix: str) -> Measures:
-        """Return the same measures, each under `prefix` + name."""
+        """Return the same measures with `prefix` before each name."""
         return Measures(replace(t, metric=replace(t.metric, name=prefix + t.metric.name)) for t in self.tallies)
 
 
 def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures:
     """Return the measures of one level's units. values: one per unit, by metric.
 
-    Raises ConfigError for a metric of another level: what is counted per step is never reported per trajectory.
+    Raises ConfigError for a metric of another level: values counted per step are never reported per trajectory.
     """
     if wrong := [metric for metric in values if metric.level != level]:
         raise ConfigError(f"metric {wrong[0].name!r} is of level {wrong[0].level}, its values are of level {level}")
@@ -162,11 +163,11 @@ def measured(level: Level, values: Mapping[Metric, Iterable[float]]) -> Measures
 
 
 def shares(family: Metric, keys: Iterable[Any], observed: Iterable[Any]) -> dict[Metric, list[bool]]:
-    """Return for each key of a family of shares, also one that never occurs, whether each value found is that key."""
+    """Return, per key of a family of shares, whether each observed value is that key; includes keys never observed."""
     values = list(observed)
     return {family.of(key): [value == key for value in values] for key in keys}
 
 
 def declared(namespace: Mapping[str, object]) -> tuple[Metric, ...]:
-    """Return the metrics that a module declares: `declared(vars(module))`."""
+    """Return the metrics declared in a module: `declared(vars(module))`."""
     return tuple(value for value in namespace.values() if isinstance(value, Metric))

@@ -1,24 +1,22 @@
-"""What became of recorded steps. Other layers record facts; the conclusions are drawn here, and read everywhere else.
+"""Outcomes of recorded steps. Other layers record facts; the conclusions are drawn here and read everywhere else.
 
     fact                        recorded by                           reasons
     Step.dropped                sessions                              cancelled, rejected
                                 `without_summaries`, in training      masked
                                 `without_stale`, before training      stale
-    Trajectory.reward is None   what played the attempt               failed
+    Trajectory.reward is None   the attempt's driver                  failed
     Trajectory.dropped          shaping                               overlong
-                                `leave_out`, of what was rejected     failed, filtered, refused, stale, overlong
-    rows of the ledger          a run that is resumed or finished     resampled, rolled back, damaged, unused
+                                `leave_out`, of rejected groups       failed, filtered, refused, stale, overlong
+    rows of the ledger          resuming or finishing a run           resampled, rolled back, damaged, unused
 
-Of every trajectory there are two views:
+Each trajectory has two views:
 
-    played    steps whose answers were used, and the reward as it was given. `cancelled` steps, whose answers reached no
-              agent, and `rejected` ones, whose answers it threw away, are no part of it. Nothing that is decided
-              afterwards changes this view.
-    trained   steps that are in the loss, and the reward that is in the group's baseline: with shaping, and None for an
-              attempt that is left out whole. A step that is dropped alone (`stale`, `masked`) leaves its reward in the
-              sum.
+    played    steps used by the episode, and the reward as given. Excludes `cancelled` steps, whose answers reached no
+              agent, and `rejected` ones, whose answers it discarded. Later decisions never change this view.
+    trained   steps in the loss, and the reward in the group's baseline: with shaping, and None for an attempt that is
+              left out whole. A step that is dropped alone (`stale`, `masked`) still contributes its reward to the sum.
 
-For example, two steps of which the first became stale while the second was sampled, shaped by -0.25:
+For example, two steps, the first of which became stale while the second was sampled, shaped by -0.25:
 
     as_played(t).steps == t.steps         as_played(t).reward == 1.0
     as_trained(t).steps == t.steps[1:]    as_trained(t).reward == 0.75
@@ -37,11 +35,11 @@ from treadle.core.rewards import PLAIN
 from treadle.core.types import DropReason, Group, Ids, Step, StepState, StopReason, Trajectory, common_prefix
 
 NOT_PLAYED = frozenset({DropReason.CANCELLED, DropReason.REJECTED})
-"""Reasons of steps on which the episode was not built. Steps that are dropped for any other one were played."""
+"""Reasons of steps that the episode did not use. Steps dropped for any other reason were played."""
 
 
 def given(reward: float | None, components: Mapping[str, float], component: str | None) -> float | None:
-    """Return what a trajectory with that reward and those components was given (`TrajectoryView.given`)."""
+    """Return the value of `component` in a reward with these components (`TrajectoryView.given`)."""
     if reward is None or component is None or not components.keys() - {PLAIN}:
         return reward
     return components.get(component, 0.0)
@@ -49,27 +47,27 @@ def given(reward: float | None, components: Mapping[str, float], component: str 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryView:
-    """Some steps of a trajectory, in call order, and the reward that goes with them; None if it has none."""
+    """Some steps of a trajectory, in call order, with the matching reward; None without one."""
 
     steps: tuple[Step, ...]
     reward: float | None
 
     @property
     def components(self) -> dict[str, float]:
-        """Return the sum over steps of each component that any was given, before weights; none without a reward."""
+        """Return the sum over steps of each component, before weights; empty without a reward."""
         steps = [] if self.reward is None else [step.given.by_name for step in self.steps]
         return {name: math.fsum(s.get(name, 0.0) for s in steps) for name in dict.fromkeys(n for s in steps for n in s)}
 
     def given(self, component: str | None = None) -> float | None:
-        """Return what all steps were given under this name, before weights; None without a reward.
+        """Return the sum over all steps of one component, before weights; None without a reward.
 
-        It is the whole reward without a name, or where only plain numbers were given: those belong to no component.
+        Without a name, or if only plain numbers were given (which belong to no component), returns the whole reward.
         """
         return given(self.reward, self.components, component)
 
     @property
     def prompt_tokens(self) -> int:
-        """Return how many prompt tokens were sent: a prefix that three steps share counts three times."""
+        """Return the number of prompt tokens sent: a prefix shared by three steps counts three times."""
         return sum(step.prompt_tokens for step in self.steps)
 
     @property
@@ -90,12 +88,12 @@ class TrajectoryView:
 
 
 def as_played(trajectory: Trajectory) -> TrajectoryView:
-    """Return what was played: the steps that the episode was built on and the reward as given, trained or not."""
+    """Return the played view: the steps used by the episode and the reward as given, trained or not."""
     return TrajectoryView(tuple(step for step in trajectory.steps if was_played(step)), trajectory.reward)
 
 
 def as_trained(trajectory: Trajectory) -> TrajectoryView:
-    """Return what training uses, as far as it is decided: steps in the loss, and the reward in the baseline."""
+    """Return the trained view as decided so far: steps in the loss, and the reward in the baseline."""
     if trajectory.reward is None or attempt_drop_reason(trajectory) is not None:
         return TrajectoryView((), None)
     steps = tuple(step for step in trajectory.steps if step.dropped is None)
@@ -103,12 +101,12 @@ def as_trained(trajectory: Trajectory) -> TrajectoryView:
 
 
 def was_played(step: Step) -> bool:
-    """Return whether the episode was built on the step."""
+    """Return whether the episode used the step."""
     return step.dropped not in NOT_PLAYED
 
 
 def rejection(step: Step) -> str:
-    """Return why the answer of a rejected step was thrown away, as far as is on record; "" of any other step."""
+    """Return why the answer of a rejected step was discarded, as far as recorded; "" for any other step."""
     if step.dropped is not DropReason.REJECTED:
         return ""
     if not step.summary:
@@ -124,20 +122,20 @@ def attempt_drop_reason(trajectory: Trajectory) -> DropReason | None:
 def step_drop_reason(trajectory: Trajectory, step: Step) -> DropReason | None:
     """Return why this step of the trajectory is not trained, or None if no reason is known.
 
-    A reason of the step itself comes before one of its attempt.
+    The step's own reason takes precedence over its attempt's.
     """
     return step.dropped or attempt_drop_reason(trajectory)
 
 
 class StepOutcome(NamedTuple):
-    """The state of a step, and why it is dropped if it is."""
+    """State of a step, with the reason if it is dropped."""
 
     state: StepState
     reason: DropReason | None = None
 
 
 def outcome_when_recorded(trajectory: Trajectory, step: Step, split: str) -> StepOutcome:
-    """Return the state of a step once it is recorded. An evaluated one is not dropped with its attempt: it counts."""
+    """Return the state of a newly recorded step. Evaluated steps are not dropped with their attempt: they count."""
     reason = step_drop_reason(trajectory, step) if split == "train" else step.dropped
     if reason is not None:
         return StepOutcome(StepState.DROPPED, reason)
@@ -145,7 +143,7 @@ def outcome_when_recorded(trajectory: Trajectory, step: Step, split: str) -> Ste
 
 
 class DroppedStep(NamedTuple):
-    """A recorded step, by its number in its trajectory, and why it is not trained."""
+    """A recorded step that is not trained: its number in its trajectory, and the reason."""
 
     trajectory_id: str
     step: int
@@ -167,7 +165,7 @@ def dropped_steps(groups: Iterable[Group]) -> Iterator[DroppedStep]:
 def reject_reason(group: Group, least: int) -> DropReason | None:
     """Return why a finished group is not trained, or None.
 
-    least: attempts that must have a reward, as they were played (else `failed`) and as they are trained (`overlong`).
+    least: required attempts with a reward, both as played (otherwise `failed`) and as trained (otherwise `overlong`).
     """
     if sum(t.reward is not None for t in group.trajectories) < least:
         return DropReason.FAILED
@@ -182,9 +180,9 @@ def trains(group: Group) -> bool:
 
 
 def by_role(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups as they are trained: one for each role, so that baselines compare attempts of one role only.
+    """Split groups by role for training, so that baselines compare only attempts of one role.
 
-    A group without copies is itself. Otherwise its copies follow as groups of the same id, by role.
+    A group without copies is returned unchanged. Otherwise its copies follow as groups of the same id, by role.
     """
     made: list[Group] = []
     for group in groups:
@@ -196,9 +194,9 @@ def by_role(groups: Sequence[Group]) -> list[Group]:
 
 
 def leave_out(group: Group, reason: DropReason, only: Container[str] | None = None) -> Group:
-    """Return the group with its attempts left out of training, each for `reason` if it has no earlier one.
+    """Leave attempts out of training, each for `reason` unless it has an earlier one.
 
-    only: ids of the trajectories that are left out; default: all.
+    only: ids of the trajectories to leave out; default: all.
     """
     return _changed(
         group, lambda t: replace(t, dropped=t.dropped or reason) if only is None or t.trajectory_id in only else t
@@ -206,7 +204,7 @@ def leave_out(group: Group, reason: DropReason, only: Container[str] | None = No
 
 
 def without_stale(group: Group, oldest: int) -> Group:
-    """Return the group with steps dropped that hold a token older than version `oldest`; itself without any."""
+    """Drop steps with a token older than version `oldest`; returns the same group if there are none."""
 
     def stale(step: Step) -> bool:
         return step.dropped is None and bool((step.policy_versions < oldest).any())
@@ -220,7 +218,7 @@ def without_stale(group: Group, oldest: int) -> Group:
 
 
 def _changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> Group:
-    """Change each trajectory and its copies."""
+    """Apply `change` to each trajectory and its copies."""
 
     def both(t: Trajectory) -> Trajectory:
         return replace(change(t), copies=tuple(map(change, t.copies))) if t.copies else change(t)
@@ -229,16 +227,16 @@ def _changed(group: Group, change: Callable[[Trajectory], Trajectory]) -> Group:
 
 
 def without_summaries(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with its summaries played, but not trained."""
+    """Return the trajectory with its summaries played but not trained."""
     marked = (replace(s, dropped=DropReason.MASKED) if s.summary and s.dropped is None else s for s in trajectory.steps)
     return replace(trajectory, steps=tuple(marked))
 
 
 def computed_tokens(steps: Iterable[Step]) -> int:
-    """Return the tokens that calls cost an engine that remembers the last one: sampled, and newly read.
+    """Return the tokens computed by an engine that caches the previous call: sampled plus newly read ones.
 
-    Newly read are those of a prompt that differ from prompt and completion of the call before it; of calls as text,
-    all that their prompt has more.
+    Newly read are prompt tokens after the longest common prefix with the previous call's prompt and completion. For
+    text-only calls, the growth of the prompt counts.
     """
     total, before, count = 0, np.empty(0, np.int32), 0
     for step in steps:
@@ -250,13 +248,13 @@ def computed_tokens(steps: Iterable[Step]) -> int:
 
 
 def reason_on_record(reward: float | None, trained_reward: float | None) -> DropReason | None:
-    """Return `Trajectory.dropped` of a recorded attempt: by then only shaping has dropped any that has a reward."""
+    """Return `Trajectory.dropped` of a recorded attempt; so far only shaping can have dropped one with a reward."""
     return DropReason.OVERLONG if reward is not None and trained_reward is None else None
 
 
 def interrupted_reason(repeats: bool) -> DropReason:
-    """Return why a resumed run drops the recorded steps that it does not continue with.
+    """Return why a resumed run drops recorded steps that it cannot continue.
 
-    It samples the same ones again if it repeats bit for bit; otherwise the weights that sampled them are lost.
+    A run that repeats bit for bit samples the same ones again; otherwise the weights that sampled them are lost.
     """
     return DropReason.RESAMPLED if repeats else DropReason.ROLLED_BACK

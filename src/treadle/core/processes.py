@@ -1,4 +1,4 @@
-"""Python child processes that end with this one, however it ends; and memory that this one gives back."""
+"""Python child processes that never outlive their parent, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from subprocess import PIPE, STDOUT, Popen
 from typing import IO
 
-_GRACE = 5.0  # seconds to end by itself once the other process has ended
+_GRACE = 5.0  # seconds to exit after the parent has ended
 
 
 def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> Popen[bytes]:
     """Run `python -m module FD`, FD being the channel, which the child inherits. Raises OSError.
 
-    output: where its standard output and errors go. It runs in a session of its own, so that Ctrl-C reaches only this
-    process, which may need the other to finish. Its standard input is a pipe without input that closes when this
-    process ends, however that happens; it must end then (`end_with_parent`). No `__main__` is imported again, so that a
-    script needs no guard.
+    output: file for its standard output and errors. The child runs in its own session, so that Ctrl-C reaches only this
+    process, which may need the child to finish. Its standard input is an empty pipe that closes when this process ends,
+    however that happens; the child must then exit (`end_with_parent`). `__main__` is not imported again, so scripts
+    need no guard.
     """
     return Popen(
         [sys.executable, "-P", "-m", module, str(channel.fileno())],
@@ -40,7 +40,7 @@ def start_child(module: str, channel: socket.socket, output: IO[bytes]) -> Popen
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables within, here and in processes that are started meanwhile."""
+    """Set environment variables inside the block, for this process and for processes started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -52,15 +52,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def parent_has_ended() -> bool:
-    """Return whether the process that started this one has ended; it may take a tenth of a second to tell."""
+    """Return whether the parent process has ended; may block for 0.1 seconds."""
     readable, _, _ = select.select([0], [], [], 0.1)  # a pipe without input: its end
     return bool(readable)
 
 
 def end_with_parent(folders: Sequence[str] = ()) -> None:
-    """Kill this process if it outlives the one that started it, however that one dies, by more than `_GRACE` seconds.
+    """Kill this process if it outlives its parent by more than `_GRACE` seconds, however the parent dies.
 
-    That process holds the other end of standard input, which then closes. folders: of that process, removed before.
+    The parent holds the other end of standard input, which closes when it ends. folders: directories of the parent to
+    remove first.
     """
 
     def watch() -> None:
@@ -79,16 +80,16 @@ def exit_in_words(code: int) -> str:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that glibc keeps to the system: sampling cannot reuse fragments that training leaves."""
+    """Return glibc's freed memory to the system: sampling cannot reuse fragments left by training."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def return_large_blocks_when_freed() -> None:
-    """Have glibc return each block of 4 MiB and more when it is freed; no-op with other C libraries.
+    """Have glibc return each block of 4 MiB or more when it is freed; no-op with other C libraries.
 
-    glibc otherwise raises that limit to 32 MiB, and smaller tensors fragment the heap: 15% of a rank's memory in an
-    update that gathers and frees one layer after the other.
+    By default glibc raises that limit to 32 MiB, and smaller tensors fragment the heap: 15% of a rank's memory in an
+    update that gathers and frees one layer at a time.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD of malloc.h

@@ -1,8 +1,8 @@
 """The one registry: a name is a registered entry point, or `module:attribute`.
 
-Treadle's own environments are registered like those of any package, in a `pyproject.toml` under
-`[project.entry-points."treadle.environments"]`. Code that is not packaged is named as
-`my_module:MyEnvironment` instead. A missing package is reported with the extra of Treadle that brings it.
+Treadle's own environments are registered like any package's, in a `pyproject.toml` under
+`[project.entry-points."treadle.environments"]`. Unpackaged code is named `my_module:MyEnvironment`. The error for a
+missing package names the extra of Treadle that installs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treadle.core.config import Config, build
 from treadle.core.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
-_BRINGS = {  # imported package -> the package of an extra that it comes with, or by another name
+_BRINGS = {  # import name -> distribution in an extra that provides it
     "starlette": "fastapi",
     "huggingface_hub": "transformers",
     "faiss": "faiss-cpu",
@@ -30,13 +30,13 @@ _BRINGS = {  # imported package -> the package of an extra that it comes with, o
     "omegaconf": "skyrl-gym",
     "reasoning_gym": "reasoning-gym",
 }
-# package -> the extra to name, though others bring it, too
+# package -> preferred extra, if several provide it
 _PREFERRED = {"fastapi": "view", "uvicorn": "view", "httpx": "train", "tokenizers": "train", "pyarrow": "train"}
 _REQUIREMENT = re.compile(r"([\w.-]+).*; extra == ['\"]([\w-]+)['\"]")
 
 
 class NoOptions(Config):
-    """Options of what has none."""
+    """Options type of components without options."""
 
 
 def resolve(group: str, name: str, setting: str = "") -> Any:
@@ -46,7 +46,7 @@ def resolve(group: str, name: str, setting: str = "") -> Any:
 
     `resolve("environments", "lookup")` loads the entry point `lookup` of `treadle.environments`;
     `resolve("environments", "my_module:Outer.Inner")` imports `my_module`, also from the current directory.
-    Raises ConfigError: an unknown name, a module that cannot be imported, a missing attribute.
+    Raises ConfigError for an unknown name, a module that cannot be imported, or a missing attribute.
     """
     where = f"{setting or group}: {name!r}"
     return _load(name if ":" in name else _target(group, name, where), where)
@@ -59,12 +59,12 @@ def check_name(group: str, name: str, setting: str = "") -> None:
 
 
 def build_options(options_type: type[C], options: Mapping[str, Any], setting: str, name: str) -> C:
-    """Return the options of a registered loss, advantage, engine or driver as its own type.
+    """Return the options of a registered loss, advantage, engine or driver as an instance of its options type.
 
         build_options(GspoOptions, {"scope": "step"}, "algorithm.policy_loss_options", "gspo")
 
-    setting: the key that holds them. name: what they are for. Raises ConfigError: an unknown option, a wrong or missing
-    value, or any option of what has none.
+    setting: key of the options. name: component they belong to. Raises ConfigError for an unknown option, a wrong or
+    missing value, or any option of a component without options.
     """
     if options and not options_type.model_fields:
         raise ConfigError(f"{setting} is set, but {name!r} has no options; leave it out")
@@ -93,7 +93,7 @@ def names(group: str) -> list[str]:
 
 
 def _registered(group: str) -> dict[str, set[str]]:
-    """Name -> its targets. One, unless two installed packages took the same name for different things."""
+    """Return name -> targets. Several if installed packages registered the same name for different things."""
     targets: dict[str, set[str]] = {}
     for entry in _entry_points(f"treadle.{group}", tuple(sys.path)):
         targets.setdefault(entry.name, set()).add(entry.value)
@@ -102,7 +102,7 @@ def _registered(group: str) -> dict[str, set[str]]:
 
 @lru_cache(maxsize=64)
 def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
-    """Those of a group, path: as `sys.path` is now. To go through all installed packages takes 10 ms."""
+    """Return a group's entry points. path: `sys.path`, as the cache key, because scanning all packages takes 10 ms."""
     return importlib.metadata.entry_points(group=group)
 
 
@@ -111,8 +111,10 @@ def _load(target: str, where: str) -> Any:
     if not module_name or not all(attribute.split(".")) or module_name.startswith("."):
         raise ConfigError(f"{where} must be 'module:attribute', for example 'my_module:MyEnvironment'")
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # not prepended: a user's `random.py` must not take the place of the standard library's
-    importlib.invalidate_caches()  # the module may be younger than Python's listing of its folder
+        # Appended, not prepended: a user's `random.py` must not shadow the standard library's.
+        sys.path.append(here)
+    # The module may be newer than Python's cached listing of its folder.
+    importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
@@ -133,7 +135,7 @@ def _load(target: str, where: str) -> Any:
 
 
 def extra_of(module: str) -> str | None:
-    """Return the smallest extra of Treadle that brings a module: "train" for `openai`; None if there is none."""
+    """Return the smallest extra of Treadle that installs a module: "train" for `openai`; None if no extra does."""
     try:
         requirements = importlib.metadata.requires("treadle") or []
     except importlib.metadata.PackageNotFoundError:  # running from a source tree
@@ -150,6 +152,6 @@ def extra_of(module: str) -> str | None:
 
 
 def how_to_install(module: str) -> str:
-    """Return what to do about a missing module: "pip install 'treadle[train]'" for `openai`."""
+    """Return the remedy for a missing module: "pip install 'treadle[train]'" for `openai`."""
     extra = extra_of(module)
-    return f"pip install 'treadle[{extra}]'" if extra else f"install the package that has {module.partition('.')[0]!r}"
+    return f"pip install 'treadle[{extra}]'" if extra else f"install the package with {module.partition('.')[0]!r}"

@@ -1,4 +1,4 @@
-"""`Reward`: what a step was given, and for what.
+"""`Reward`: the named components and token rewards of one step.
 
 Shapes: C completion tokens of one step.
 """
@@ -19,34 +19,33 @@ from numpy.typing import NDArray
 from treadle.core.errors import DataError
 
 PLAIN = "reward"
-"""The component that a plain number stands for."""
+"""Component of plain numbers."""
 
 TOKENS = "tokens"
-"""The component that rewards of single tokens add up to; nothing else has this name."""
+"""Reserved component: the sum of the token rewards."""
 
 LARGEST = 1e12
-"""The largest reward, in size: float32 holds the sums of such rewards, and of their squares, over any batch."""
+"""Largest magnitude of a reward: float32 holds the sums of such rewards, and of their squares, over any batch."""
 
 NUMBER = f"finite number, at most {LARGEST:g} in size"
-"""What a reward must be, in words."""
+"""What a reward must be, for error messages."""
 
 _NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reward:
-    """The reward of one step: named components, and rewards of single tokens of its completion.
+    """The reward of one step: named components, and rewards of single completion tokens.
 
-    components: `{"answer": 1.0, "page": 0.2}`, before weights. tokens float32[C], or None: paid beside the components,
-    each for the token it stands at, and never weighted.
+    components: `{"answer": 1.0, "page": 0.2}`, before weights. tokens float32[C], or None: added to the components,
+    each at its own token, and never weighted.
 
     >>> Reward({"answer": 1.0, "page": 0.2}).total()
     1.2
     >>> Reward({"answer": 1.0, "page": 0.2}, tokens=np.array([0, -0.5], np.float32)).total({"page": 0.5})
     0.6
 
-    Raises DataError for what is not finite, or larger than `LARGEST`, each by itself and together, and for the name
-    `tokens`.
+    Raises DataError for values, or a total, not finite or larger than `LARGEST`, and for the name `tokens`.
     """
 
     components: Mapping[str, float] = field(default_factory=dict)
@@ -60,7 +59,7 @@ class Reward:
 
     @classmethod
     def of(cls, value: object, name: str = PLAIN) -> Reward:
-        """Return a Reward as it is, a plain number as the component `name`, 0 as none. Raises DataError for others."""
+        """Return a Reward unchanged, a number as component `name`, 0 as none. Raises DataError for other values."""
         if isinstance(value, Reward):
             return value
         if not is_reward(value):
@@ -71,11 +70,11 @@ class Reward:
         return bool(self.components) or self.tokens is not None
 
     def __reduce__(self) -> tuple[type[Reward], tuple[Any, ...]]:
-        """Copy and unpickle through the constructor: numpy would hand back a writeable array."""
+        """Copy and unpickle through the constructor: numpy would return a writeable array."""
         return Reward, (self.components, self.tokens)
 
     def total(self, weights: Mapping[str, float] = _NO_WEIGHTS) -> float:
-        """Return the sum of components times weights (default 1.0) and tokens' rewards. Raises as `reward_sum` does."""
+        """Return the sum of components times weights (default 1.0) and token rewards. Raises as `reward_sum` does."""
         weighted = [weights.get(name, 1.0) * value for name, value in self.components.items()]
         return reward_sum([*weighted, self.token_sum])
 
@@ -88,7 +87,7 @@ class Reward:
         return {**self.components, **({} if self.tokens is None else {TOKENS: self.token_sum})}
 
     def plus(self, other: Reward) -> Reward:
-        """Return the sum by name and by token. Raises DataError where that is no reward or their lengths differ."""
+        """Return the sum by name and by token. Raises DataError for an invalid sum or different lengths."""
         names = dict.fromkeys((*self.components, *other.components))
         components = {n: math.fsum([self.components.get(n, 0.0), other.components.get(n, 0.0)]) for n in names}
         if self.tokens is None or other.tokens is None:
@@ -102,10 +101,10 @@ def _checked_components(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise DataError(f"a reward's components must be numbers by name, got {value!r:.100}")
     for name, amount in value.items():
-        if not isinstance(name, str) or not name or re.search("[\ud800-\udfff]", name):  # which no file takes
+        if not isinstance(name, str) or not name or re.search("[\ud800-\udfff]", name):  # cannot be written to a file
             raise DataError(f"a component of a reward needs a name, got {name!r:.100}")
         if name == TOKENS:
-            raise DataError(f"a component of a reward cannot be called {TOKENS!r}: that is what its tokens add up to")
+            raise DataError(f"a component of a reward cannot be called {TOKENS!r}; that is the sum of its tokens")
         if not is_reward(amount):
             raise DataError(f"the component {name!r} of a reward must be a {NUMBER}, got {amount!r:.100}")
     return {name: float(amount) for name, amount in value.items()}
@@ -113,7 +112,8 @@ def _checked_components(value: object) -> dict[str, float]:
 
 def _checked_tokens(value: object) -> NDArray[np.float32]:
     try:
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
+        # Values beyond float32 become infinite, and are refused below.
+        with np.errstate(over="ignore"):
             tokens = np.array(cast(Any, value), dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise DataError(f"a reward's tokens must be numbers, one a token, got {value!r:.100}") from error
@@ -124,13 +124,13 @@ def _checked_tokens(value: object) -> NDArray[np.float32]:
 
 
 def reward_sum(values: Iterable[float]) -> float:
-    """Return the sum of rewards. Raises DataError where that is no reward: beyond `LARGEST`, or not finite."""
+    """Return the sum of rewards. Raises DataError if it is not finite or beyond `LARGEST`."""
     try:
         total = math.fsum(values)
     except (OverflowError, ValueError):
         total = math.inf
     if not abs(total) <= LARGEST:
-        raise DataError(f"rewards add up to {total}; together, too, they must be a {NUMBER}")
+        raise DataError(f"rewards add up to {total}; the sum must be a {NUMBER}, too")
     return total
 
 

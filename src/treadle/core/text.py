@@ -1,7 +1,7 @@
-"""Text and JSON from models, clients and files, made safe: to show on a terminal, to handle, to be read again.
+"""Text and JSON from models, clients and files: safe to print on a terminal, to parse, and to read back.
 
-A line of JSON may carry a checksum: `{"update": 3, "loss": 0.25, "checksum": "5b1f3a9c"}`, the CRC-32 of the line up to
-it. Any JSON parser reads such a line.
+A line of JSON may carry a checksum: `{"update": 3, "loss": 0.25, "checksum": "5b1f3a9c"}`, the CRC-32 of the preceding
+part of the line. Any JSON parser reads such a line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import unquote
 _STEERS = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERS_IN_A_LINE = re.compile(f"[{_STEERS}]")
 _STEERS_IN_A_TEXT = re.compile(f"[{_STEERS}]".replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
-DEEPEST = 64  # levels; Python's own limit is reached somewhere above 400, and not always where it can be caught
+DEEPEST = 64  # levels; Python's own limit lies above 400, and cannot always be caught
 _HALF = re.compile("[\ud800-\udfff]")  # lone surrogates
 _SHORTEST_KEY, _HIDDEN = 8, "[hidden]"
 _NAMES_KEY = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
@@ -31,14 +31,14 @@ _CHECKED = re.compile(rb'(\{.+), "checksum": "([0-9a-f]{8})"\}', re.DOTALL)
 def escape_line(text: str) -> str:
     """Return the text as one line that cannot steer a terminal: "\\x1b[2J\\n" is shown as `\\x1b[2J\\n`.
 
-    Control characters (C0, DEL, C1), Unicode's line breaks, marks that change the direction of writing and lone
-    surrogates, which no encoding can write, are replaced by their escapes.
+    Control characters (C0, DEL, C1), Unicode line breaks, bidirectional marks and lone surrogates, which no encoding
+    can write, are replaced by their escapes.
     """
     return _STEERS_IN_A_LINE.sub(_escape, text)
 
 
 def escape_text(text: str) -> str:
-    """Return the text like `escape_line`, with its newlines and tabs left as they are."""
+    """Escape the text as `escape_line` does, but keep newlines and tabs."""
     return _STEERS_IN_A_TEXT.sub(_escape, text)
 
 
@@ -47,10 +47,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def redacted(text: str, *keys: str) -> str:
-    """Return an error's text without keys: `Incorrect API key provided: [hidden]`. Apply it before text is shortened.
+    """Return an error's text without keys: `Incorrect API key provided: [hidden]`. Apply it before shortening the text.
 
-    Keys are the given ones, the values of environment variables that are named like keys, and what URLs have before
-    their host.
+    Hides the given keys, the values of environment variables named like keys, and user information in URLs.
     """
     named = (value for name, value in os.environ.items() if _NAMES_KEY.search(name))
     for key in filter(None, map(str.strip, keys)):
@@ -59,14 +58,14 @@ def redacted(text: str, *keys: str) -> str:
 
 
 def without_keys(text: str, *keys: str) -> str:
-    """Return the text without the given keys. Those of less than 8 characters are placeholders ("EMPTY"), and stay."""
+    """Remove the given keys from the text. Keys shorter than 8 characters are placeholders ("EMPTY") and are kept."""
     for key in (key for key in map(str.strip, keys) if len(key) >= _SHORTEST_KEY):
         text = _spelled(key).sub(_HIDDEN, text)
     return text
 
 
 def keys_in(url: str) -> tuple[str, ...]:
-    """Return what a URL has before its host, in the forms in which a server gets it."""
+    """Return the user information of a URL, in the forms in which a server receives it."""
     if (match := _USERINFO.search(url)) is None:
         return ()
     user = unquote(match[0])
@@ -75,7 +74,7 @@ def keys_in(url: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _spelled(key: str) -> re.Pattern[str]:
-    """Match a key as it is, escaped in JSON, or percent-encoded; a placeholder as a whole word alone."""
+    """Match a key verbatim, escaped in JSON, or percent-encoded; a placeholder only as a whole word."""
     spelled = ""
     for letter in key:
         encoded = "".join(f"%{byte:02x}" for byte in letter.encode(errors="surrogatepass"))
@@ -86,8 +85,8 @@ def _spelled(key: str) -> re.Pattern[str]:
 def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
     """Return the value of JSON text.
 
-    strict: whether control characters within strings are refused. unique: whether objects that have a key twice are;
-    else the last one counts.
+    strict: refuse control characters within strings. unique: refuse objects with duplicate keys; otherwise the last one
+    wins.
 
     Raises ValueError for broken text (a JSONDecodeError), and for a `json_problem`.
     """
@@ -103,14 +102,14 @@ def read_json(text: str, *, strict: bool = True, unique: bool = False) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError(f"one of the keys {[key for key, _ in pairs]!r:.200} stands there twice")
+        raise ValueError(f"one of the keys {[key for key, _ in pairs]!r:.200} appears twice")
     return value
 
 
 class JsonProblem(NamedTuple):
-    """Why a value cannot be written as JSON and read again as it was: `JsonProblem("scores.1", "is nan, which ...")`.
+    """Why a value does not survive a JSON round trip: `JsonProblem("scores.1", "is nan, which ...")`.
 
-    path: keys and numbers of list elements, with dots between; "" for the value itself.
+    path: keys and list indices, separated by dots; "" for the value itself.
     """
 
     path: str
@@ -121,10 +120,10 @@ class JsonProblem(NamedTuple):
 
 
 def json_problem(value: Any, levels: int = DEEPEST) -> JsonProblem | None:
-    """Return what of a value is not plain JSON data; None if all is.
+    """Return the first part of a value that is not plain JSON data; None if all of it is.
 
-    Such are numbers that are not finite, lone surrogates, keys that are not text, more levels than `levels`, and other
-    types than None, bool, int, float, str, dict, list and tuple.
+    Refused: non-finite numbers, lone surrogates, keys that are not text, more than `levels` levels, and types other
+    than None, bool, int, float, str, dict, list and tuple.
     """
     if isinstance(value, str):
         is_whole = value.isascii() or not _HALF.search(value)
@@ -132,7 +131,7 @@ def json_problem(value: Any, levels: int = DEEPEST) -> JsonProblem | None:
     if value is None or isinstance(value, int):
         return None
     if isinstance(value, float):
-        return None if isfinite(value) else JsonProblem("", f"is {value}, which no JSON file holds; write null")
+        return None if isfinite(value) else JsonProblem("", f"is {value}, which JSON cannot represent; write null")
     if not isinstance(value, dict | list | tuple):
         kind = type(value).__name__
         return JsonProblem("", f"is of type {kind}, which is not plain JSON data; store it as text or numbers")
@@ -156,13 +155,13 @@ def json_problem(value: Any, levels: int = DEEPEST) -> JsonProblem | None:
 
 
 def checked_json(row: Mapping[str, Any]) -> str:
-    """Return the object, of one key or more, as a line of JSON with its checksum."""
+    """Return a non-empty object as a line of JSON with its checksum."""
     text = json.dumps(row)[:-1]
     return f'{text}, "checksum": "{zlib.crc32(text.encode()):08x}"}}'
 
 
 def parse_checked_json(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of `checked_json`, without the checksum; None for a line that is anything else."""
+    """Return the object in a line written by `checked_json`, without the checksum; None for any other line."""
     match = _CHECKED.fullmatch(line)
     if match is None or zlib.crc32(match[1]) != int(match[2], 16):
         return None
@@ -171,5 +170,5 @@ def parse_checked_json(line: bytes) -> dict[str, Any] | None:
 
 
 def is_unfinished(line: bytes) -> bool:
-    """Return whether the last line of a file that is being written is incomplete, short of its checksum."""
+    """Return whether the last line of a growing file is incomplete, without its checksum."""
     return _CHECKED.match(line) is None

@@ -1,6 +1,6 @@
-"""What is recorded: Task, Step, ModelCall, Trajectory, Group.
+"""Recorded data: Task, Step, ModelCall, Trajectory, Group.
 
-Legend of shapes: P prompt tokens, C completion tokens of one step, M layers with experts, k experts a token.
+Legend of shapes: P prompt tokens, C completion tokens of one step, M layers with experts, k experts per token.
 
 Arrays have fixed dtypes, are checked at construction and read-only afterwards: a record that exists is a
 record that can be trained. For example, a step whose stop string was hit after two sampled tokens:
@@ -8,7 +8,7 @@ record that can be trained. For example, a step whose stop string was hit after 
     Step(prompt_ids=[1, 17, 4], completion_ids=[9, 12], logprobs=[-0.3, -1.2], policy_versions=[4, 4],
          sampling=SamplingParams(temperature=1.0, max_tokens=16, stop=("</a>",)), stop_reason=StopReason.STOP)
 
-The end-of-turn token that Treadle then writes for the model belongs to the *next* step's prompt.
+The end-of-turn token that Treadle then appends for the model belongs to the *next* step's prompt.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ToolCall(TypedDict):
 class Message(TypedDict):
     """One chat message; `role` is system, user, assistant or tool.
 
-    reasoning_content, tool_calls: of an assistant message. tool_call_id: which call a tool message answers.
+    reasoning_content, tool_calls: only in assistant messages. tool_call_id: id of the call that a tool message answers.
     """
 
     role: str
@@ -68,11 +68,11 @@ class Message(TypedDict):
 
 
 PLAYERS = ("environment", "agent", "driver")
-"""The fields of a task, and the keys of a recipe, that name what plays it."""
+"""Fields of a task, and keys of a recipe, that name its player."""
 
 
 def named_players(row: object) -> dict[str, str]:
-    """Return what a task or a recipe names to play it, by kind: `{"environment": "lookup"}`; empty if it names none."""
+    """Return the players named by a task or a recipe, by kind: `{"environment": "lookup"}`; empty if it names none."""
     return {kind: name for kind in PLAYERS if (name := getattr(row, kind))}
 
 
@@ -91,11 +91,11 @@ class Status(StrEnum):
     MAX_STEPS = "max_steps"  # the agent loop's limit on LLM calls
     CONTEXT = "context"  # the next prompt would not have fitted
     FAILED = "failed"  # something raised or timed out; there is no reward
-    GRADED = "graded"  # the same, with the reward of `failures.causes`
+    GRADED = "graded"  # as FAILED, with the reward of `failures.causes`
 
 
 class StepState(StrEnum):
-    """What became of a recorded step. All but RECORDED are terminal."""
+    """State of a recorded step. All but RECORDED are terminal."""
 
     RECORDED = "recorded"
     TRAINED = "trained"
@@ -107,10 +107,10 @@ class DropReason(StrEnum):
     """Why a recorded step was not trained."""
 
     FAILED = "failed"  # its trajectory has no reward
-    RESAMPLED = "resampled"  # the batch was interrupted and sampled again whole
+    RESAMPLED = "resampled"  # its batch was interrupted and sampled again in full
     REFUSED = "refused"  # the learner's model cannot train its trajectory
     CANCELLED = "cancelled"  # its caller no longer waited for the answer
-    REJECTED = "rejected"  # its answer was thrown away: nothing that came after was built on it
+    REJECTED = "rejected"  # its answer was discarded: later steps do not build on it
     MASKED = "masked"  # a summary, and `rollout.compaction.trained` is false
     STALE = "stale"  # sampled by a policy too old to be trained now
     FILTERED = "filtered"  # nothing can be learned from its group: all advantages are 0
@@ -121,23 +121,23 @@ class DropReason(StrEnum):
 
 
 class BreakCause(StrEnum):
-    """Why a step's prompt does not carry on the ids of the step that it continues.
+    """Why a step's prompt does not extend the ids of the step it continues.
 
-    The first three can also be recognised from ids and text alone (`packing.breaks`), the others only from messages,
-    where they are rendered.
+    The first three can also be recognized from ids and text alone (`packing.breaks`), the others only while rendering
+    messages.
     """
 
-    TOKENIZATION = "tokenization"  # the same text in other tokens
-    TRUNCATED = "truncated"  # something left out
-    CHANGED = "changed"  # something else in its place
+    TOKENIZATION = "tokenization"  # the same text as different tokens
+    TRUNCATED = "truncated"  # a part is missing
+    CHANGED = "changed"  # a part is replaced
     THINKING_STRIPPED = "thinking stripped"  # the template leaves out an earlier thought
     TOOL_CALL_REWRITTEN = "tool call rewritten"  # the template leaves out a tool call, or its name
-    REWRITTEN = "rewritten by template"  # the template writes earlier messages, or what is around them, otherwise
+    REWRITTEN = "rewritten by template"  # the template renders earlier messages, or the text around them, differently
     END_TOKEN_REWRITTEN = "end token rewritten"  # sampled one stop token, the template writes another
     TOOLS_CHANGED = "tools changed"  # other tools, or other options of the template
     HISTORY_EDITED = "history edited"  # the agent sent an earlier message in another form
-    CALLS_WITHHELD = "calls withheld"  # the agent, which wanted one tool call at a time, was given only the first
-    SUMMARY = "summary"  # the agent put fewer messages in the place of several
+    CALLS_WITHHELD = "calls withheld"  # the agent accepts one tool call at a time and got only the first
+    SUMMARY = "summary"  # the agent replaced several messages by fewer
 
 
 def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kinds: str) -> NDArray[Any]:
@@ -148,8 +148,9 @@ def _array(owner: str, name: str, value: ArrayLike, dtype: type[np.generic], kin
         raise DataError(f"{owner}.{name} must hold {np.dtype(dtype).name} values, got {array.dtype.name}")
     if array.size and dtype is np.int32 and not (array.min() >= 0 and array.max() < 2**31):
         raise DataError(f"{owner}.{name} must lie in [0, 2**31), got {array.min()} .. {array.max()}")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
-        array = np.array(array, dtype=dtype)  # a copy of our own
+    # Values beyond float32 become infinite, and are refused later.
+    with np.errstate(over="ignore"):
+        array = np.array(array, dtype=dtype)  # a private copy
     array.flags.writeable = False
     return array
 
@@ -175,12 +176,12 @@ def _routing(value: ArrayLike, tokens: int) -> Routing:
 class SamplingParams:
     """How one completion is sampled.
 
-    temperature: 0 is greedy (such tokens are never trained). max_tokens: most tokens of the completion.
-    stop: strings that end the completion. seed: of this call's draws (`core.draws.call_seed`).
-    min_p: only tokens at least min_p times as probable as the most probable one. top_k: only the k most probable
-    tokens, and those as probable as the last of them (0: all). top_p: the fewest tokens whose probabilities add up to
-    at least p. They apply in this order (vLLM's), after temperature, each to what the one before has left,
-    renormalised: that is the distribution that logprobs are of.
+    temperature: 0 is greedy (such tokens are never trained). max_tokens: maximum length of the completion.
+    stop: strings that end the completion. seed: seed of this call's draws (`core.draws.call_seed`).
+    min_p: keep tokens with p >= min_p * max p. top_k: keep the k most probable tokens and any ties with the last of
+    them (0: all). top_p: keep the fewest tokens with a total probability of at least p. They apply in this order
+    (vLLM's), after temperature, each to the renormalized result of the previous one; logprobs refer to the final
+    distribution.
     """
 
     temperature: float = 1.0
@@ -209,7 +210,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Return whether top-k, top-p or min-p truncate what logprobs are of, so that no forward pass gives them."""
+        """Return whether top-k, top-p or min-p truncate the distributionso that no forward pass yields its logprobs."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -217,11 +218,11 @@ class SamplingParams:
 class Task:
     """One dataset row. `task_id` is stable; everything in it is plain JSON data.
 
-    prompt: the messages an agent starts from, unless the environment's `reset` makes its own.
-    environment, agent, driver: what plays it, at most one of them (a registered name or `module:attribute`); all
-    empty: the recipe's. ground_truth, extras: all that this needs to run and grade it.
+    prompt: messages an agent starts from, unless the environment's `reset` makes its own.
+    environment, agent, driver: the player, at most one of them (a registered name or `module:attribute`); all empty for
+    the recipe's player. ground_truth, extras: data the player needs to run and grade the task.
 
-    Raises DataError for what breaks this.
+    Raises DataError for invalid values.
     """
 
     task_id: str
@@ -234,7 +235,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if not isinstance(self.task_id, str) or not self.task_id:
-            raise DataError(f"a task needs a task_id, which is text, got {self.task_id!r:.100}")
+            raise DataError(f"a task needs a task_id as text, got {self.task_id!r:.100}")
         if len(named := named_players(self)) > 1:
             both = " and ".join(f"the {kind} {name!r}" for kind, name in named.items())
             raise DataError(f"task {self.task_id} names both {both}; leave one out")
@@ -245,22 +246,23 @@ class Task:
 
     @property
     def player(self) -> tuple[str, str]:
-        """Return the kind and name of what plays it: `("environment", "lookup")`; the name is "" if it names none."""
+        """Return kind and name of its player: `("environment", "lookup")`; the name is "" if the task names none."""
         return next(iter(named_players(self).items()), ("environment", ""))
 
     def copy(self) -> Task:
-        """Return a task that shares nothing with this one: what plays it may change what is in it."""
-        return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]  # several times as fast as deepcopy
+        """Return a deep copy, which its player may change."""
+        # Several times as fast as deepcopy.
+        return pickle.loads(pickle.dumps(self))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call that is on record as text, and never trained: of a model beside the policy (`models` of a recipe), or of
-    one behind a URL that plays in the policy's place (`Step.chat`).
+    """A call recorded as text and never trained: of a model beside the policy (`models` of a recipe), or of a model
+    behind a URL that plays in the policy's place (`Step.chat`).
 
-    model: its name. messages: the whole conversation that it was sent. prompt_tokens, completion_tokens: as its server
-    reports them. started: in seconds since 1970. seconds: until it had answered. tools: that it was offered; not
-    recorded of models beside the policy.
+    model: name of the model. messages: the whole conversation sent to it. prompt_tokens, completion_tokens: counts
+    reported by its server. started: time in seconds since 1970. seconds: duration until its answer. tools: tools
+    offered to it; not recorded for models beside the policy.
     """
 
     model: str
@@ -277,29 +279,29 @@ class ModelCall:
 class Step:
     """One LLM call, exactly as the engine saw and answered it.
 
-    prompt_ids      int32[P]    the prompt really sent
-    completion_ids  int32[C]    the sampled tokens, nothing else
-    logprobs        float32[C]  of each sampled token under the distribution it was sampled from
-    policy_versions int32[C]    which policy version sampled each token
+    prompt_ids      int32[P]    the prompt as sent
+    completion_ids  int32[C]    the sampled tokens only
+    logprobs        float32[C]  log-probability of each sampled token under the sampling distribution
+    policy_versions int32[C]    policy version that sampled each token
     mask            bool[C]     trainable tokens; default: all, or none if greedy
-    reward          what the environment gave for this step, weighted (0.0 where it only rewards at the end)
-    shaping         what `rewards` of the configuration adds to it in training
-    given           what both are made of: components by name, before weights, and rewards of single tokens
-    state_key       names the environment's state that the step met, if the environment does; equal keys, equal states
-    started         when the engine was called, in seconds since 1970; None: not recorded
-    seconds         spent in the engine call
-    waited          of those, until the engine began to compute; None: the engine does not report it
-    summary         whether the agent loop asked for it, to make the conversation shorter (`rollout.compaction`)
-    break_cause     why the prompt does not carry on an earlier step's ids, where the recorder knows it from messages
-    dropped         why the step alone will not be trained, if it will not
-    routing         int16[<= C, M, k]  the experts that the engine chose where it predicted each sampled token: while it
-                    read the token before, so that the first row is of the prompt's last token. None, or fewer rows
-                    than tokens: the engine did not report it, or not for the last tokens
-    calls           of other models, between this step and the next; those before the first step are with it, too
-    withheld        number of tool calls in the completion that the agent was not given, as it wants one at a time
-    chat            the call as text, of a model behind a URL, which gives no ids: the arrays are empty then
+    reward          weighted reward from the environment for this step (0.0 if it only rewards at the end)
+    shaping         reward added in training by `rewards` of the configuration
+    given           source of both: components by name, before weights, and token rewards
+    state_key       key of the environment's state at this step, if it has one; equal keys mean equal states
+    started         time of the engine call, in seconds since 1970; None: not recorded
+    seconds         duration of the engine call
+    waited          part of `seconds` before the engine began to compute; None: not reported
+    summary         whether the agent loop requested it to shorten the conversation (`rollout.compaction`)
+    break_cause     why the prompt does not extend an earlier step's ids, if the recorder knows it from messages
+    dropped         why this step alone is not trained, if so
+    routing         int16[<= C, M, k]  experts that the engine chose while predicting each sampled token, that is while
+                    reading the token before, so that the first row belongs to the prompt's last token. None, or fewer
+                    rows than tokens: the engine did not report it, or not for the last tokens
+    calls           calls of other models between this step and the next; the first step also has those before it
+    withheld        number of tool calls in the completion withheld from an agent that accepts one at a time
+    chat            the call as text, of a model behind a URL that returns no ids; the arrays are then empty
 
-    Raises DataError, naming the field, where lengths, dtypes or values break this.
+    Raises DataError, naming the field, for invalid lengths, dtypes or values.
     """
 
     prompt_ids: Ids
@@ -370,7 +372,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a trajectory has no reward. traceback: of user code that raised; equal failures may differ in it."""
+    """Why a trajectory has no reward. traceback: stack of the user's code; equal failures may differ in it."""
 
     cause: Cause
     message: str
@@ -378,22 +380,22 @@ class Failure:
 
     @property
     def place(self) -> str:
-        """Where user code raised: `my_env.py, line 12`, or ""."""
+        """Place in user code that raised: `my_env.py, line 12`, or ""."""
         lines = re.findall(r'^  File "(.*)", (line \d+)', self.traceback, re.MULTILINE)
         return ", ".join(lines[-1]) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One attempt at a task: its steps in call order and its reward. `core.outcomes` says what follows.
+    """One attempt at a task: its steps in call order and its reward. `core.outcomes` draws the conclusions.
 
-    `reward is None` says that the attempt could not be graded; it is not 0.0 and enters no baseline.
-    warning: something that went wrong without touching the reward (an environment that failed to close).
-    metrics: what the environment measured, if it declares any.
-    dropped: why the whole attempt trains nothing, although it has a reward.
-    blocked_seconds: for which its user code blocked the event loop, a second or longer at a time.
-    copies: in self-play, the trajectories of the policy's other roles in the same attempt (`role`), of those that were
-    called, each with a reward of its own; a copy has none itself.
+    `reward is None` means that the attempt could not be graded; it is not 0.0 and enters no baseline.
+    warning: a problem without influence on the reward (an environment that failed to close).
+    metrics: values declared and measured by the environment.
+    dropped: why the whole attempt trains nothing despite its reward.
+    blocked_seconds: time that its user code blocked the event loop, a second or longer at a time.
+    copies: in self-play, the trajectories of the policy's other roles in the same attempt (`role`), as far as they were
+    called, each with its own reward; a copy has no copies.
     """
 
     trajectory_id: str
@@ -430,9 +432,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The trajectories of one task made for one update, in attempt order. index: submission number in the run.
+    """The trajectories of one task for one update, in attempt order. index: submission number in the run.
 
-    everyone: the same, each followed by its copies.
+    everyone: the trajectories, each followed by its copies.
     """
 
     group_id: str
@@ -453,18 +455,18 @@ def group_id(index: int) -> str:
 
 
 def trajectory_id(group: str, attempt: int) -> str:
-    """Return `g000012.3` for the fourth attempt of that group. A copy's in it is `g000012.3.opponent`."""
+    """Return `g000012.3` for the fourth attempt of that group. Its copies append their role: `g000012.3.opponent`."""
     return f"{group}.{attempt}"
 
 
 def role_of(trajectory_id: str) -> str:
-    """Return the role in the id of a copy's trajectory; "" of any other id."""
+    """Return the role in the id of a copy's trajectory; "" for any other id."""
     _, attempt, role = (*trajectory_id.split(".", 2), "", "")[:3]
     return role if attempt.isdecimal() else ""
 
 
 def as_messages(value: Sequence[Mapping[str, Any]], where: str) -> tuple[Message, ...]:
-    """Check and copy chat messages that came from outside; raises DataError naming `where`."""
+    """Check and copy chat messages from outside. where: prefix of errors. Raises DataError."""
     if isinstance(value, str | Mapping):
         raise DataError(f"{where} must be a list of messages, got {type(value).__name__}")
     messages = tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
@@ -498,7 +500,7 @@ def _as_message(value: Any, where: str) -> Message:
 
 
 def _as_text(content: Any, role: Any) -> str | None:
-    """Content as text: text itself, or a list of text parts; an assistant's may be missing. None for anything else."""
+    """Return content as text: text itself, or a list of text parts; "" for an assistant without any; else None."""
     if content is None:
         return "" if role == "assistant" else None
     if not isinstance(content, list | tuple):
@@ -510,7 +512,7 @@ def _as_text(content: Any, role: Any) -> str | None:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return a tool call's arguments as JSON text; what some clients send for none (`""`, null, []) is `{}`."""
+    """Return a tool call's arguments as JSON text; empty forms sent by some clients (`""`, null, []) become `{}`."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return "{}" if text.strip() in ("", "null", "[]") else text
 
@@ -524,7 +526,7 @@ def _as_tool_call(value: Any, where: str) -> ToolCall:
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Return how many leading ids of a and b agree; or leading rows, if they are [L, width]."""
+    """Return the number of leading ids, or rows if [L, width], on which a and b agree."""
     size = min(len(a), len(b))
     different = a[:size] != b[:size]
     places = np.flatnonzero(different if different.ndim == 1 else different.any(1))

@@ -1,4 +1,4 @@
-"""Checks of functions that a user writes, and what their errors say.
+"""Checks of user-written functions, and the texts of their errors.
 
 resolved  -check_function-> called as (task, text)? -> ConfigError
 called    -call-> "my_losses:mine raised TypeError: ..., at my_losses.py:12; it is called as ..." -> ConfigError
@@ -35,9 +35,9 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a function of one kind looks like.
+    """Description of one kind of user function.
 
-    example: two lines of code, the first of which names its parameters. returns: what it must return, in words.
+    example: two lines of code, the first of which names the parameters. returns: the expected return value, in words.
     """
 
     example: str
@@ -56,26 +56,26 @@ class Expected:
 
     @property
     def line(self) -> str:
-        """Return the example in one line, for failures of attempts, which are shown as one."""
+        """Return the example in one line, for failures of attempts, which are shown on one line."""
         return " ".join(part.strip() for part in self.example.splitlines())
 
     def refusal(self, function: object, value: object, wrong: str = "", line: bool = False) -> str:
-        """Return why the value that the function returned is refused. wrong: of it, beside its kind."""
+        """Return why the function's return value is refused. wrong: further detail beside its type."""
         what = f"{name_of(function)} returned {described(value)}{wrong and f', {wrong}'}; it must return {self.returns}"
         return f"{what}: {self.line}" if line else f"{what}, as in\n{self.example}"
 
 
 def check_function(function: object, where: str, expected: Expected, optional: Sequence[str] = ()) -> None:
-    """Raise ConfigError, beginning with `where`, for what cannot be called with the expected parameters, in order.
+    """Raise ConfigError, prefixed by `where`, unless the function takes the expected parameters, in order.
 
-    optional: names of further parameters that are given if the function has them.
+    optional: names of further parameters, passed if the function has them.
     """
     if inspect.isclass(function) or not callable(function):
         kind = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
         raise ConfigError(f"{where} is {kind}, it must be a function: {expected.signature}, as in\n{expected.example}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return
     names, parameters = list(signature.parameters), expected.parameters
     try:
@@ -93,14 +93,15 @@ def check_function(function: object, where: str, expected: Expected, optional: S
 
 
 def call(function: Callable[..., T], where: str, expected: Expected, *arguments: Any) -> T:
-    """Call the function; what one of the user's raises becomes the cause of a ConfigError that begins with `where`."""
+    """Call the function. An error of the user's code becomes the cause of a ConfigError prefixed by `where`."""
     try:
         return function(*arguments)
     except TreadleError:
         raise
     except Exception as error:
         name = name_of(function)
-        if name.startswith("treadle.") or type(error).__name__ == "OutOfMemoryError":  # of torch, wherever it happens
+        # torch's OutOfMemoryError may be raised anywhere and is not the function's fault.
+        if name.startswith("treadle.") or type(error).__name__ == "OutOfMemoryError":
             raise
         place = "".join(f", at {line}" for line in user_lines(error.__traceback__)[-1:])
         raise ConfigError(
@@ -110,18 +111,18 @@ def call(function: Callable[..., T], where: str, expected: Expected, *arguments:
 
 
 def user_lines(traceback: TracebackType | None) -> list[str]:
-    """Return the lines outside of Treadle and of installed libraries, the innermost last: `my.py:12 in mine`."""
+    """Return the lines outside Treadle and installed libraries, innermost last: `my.py:12 in mine`."""
     lines = ((frame.f_code, line) for frame, line in walk_tb(traceback))
     return [f"{code.co_filename}:{line} in {code.co_name}" for code, line in lines if not is_library(code.co_filename)]
 
 
 def is_library(file: str) -> bool:
-    """Return whether a file of code is one of Treadle or of an installed library."""
+    """Return whether a source file belongs to Treadle or an installed library."""
     return file.startswith(_LIBRARIES) or any(folder in file for folder in ("/site-packages/", "/dist-packages/"))
 
 
 def name_of(function: object) -> str:
-    """Return `module:qualname` of a function, or of the class of an object."""
+    """Return `module:qualname` of a function, or of an object's class."""
     while isinstance(function, partial):
         function = function.func
     named: Any = function if hasattr(function, "__qualname__") else type(function)
@@ -129,7 +130,7 @@ def name_of(function: object) -> str:
 
 
 def described(value: object) -> str:
-    """Return `a Tensor of shape [3], float32` of an array or a tensor; `None, a NoneType` of anything else."""
+    """Return `a Tensor of shape [3], float32` for an array or a tensor; `None, a NoneType` for anything else."""
     kind, array = type(value).__name__, all(hasattr(value, name) for name in ("shape", "dtype"))
     if array and not np.isscalar(value):
         return f"a {kind} of shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"  # type: ignore[attr-defined]
@@ -137,7 +138,7 @@ def described(value: object) -> str:
 
 
 def not_finite(numbers: NDArray[Any], at: NDArray[np.bool_] | None = None) -> str:
-    """Return `nan at index 4` of the first number that is not finite; "" if all are. at: those that count."""
+    """Return `nan at index 4` for the first non-finite number; "" if there is none. at: mask of numbers to check."""
     wrong = ~np.isfinite(numbers) if at is None else ~np.isfinite(numbers) & at
     if not wrong.any():
         return ""

@@ -1,4 +1,4 @@
-"""From steps to micro-batches: how recorded tokens are laid out for the forward pass (numpy only).
+"""From steps to micro-batches: the layout of recorded tokens for the forward pass (numpy only).
 
-A layout is a matter of cost; loss, gradients and metrics do not depend on it.
+The layout affects only cost; loss, gradients and metrics do not depend on it.
 """

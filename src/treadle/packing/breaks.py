@@ -1,7 +1,7 @@
-"""How each step relates to the earlier ones of its trajectory, as far as ids and text show, and what breaks cost.
+"""Relation of each step to the earlier ones of its trajectory, as far as ids and text show, and the cost of breaks.
 
-An agent that only appends sends, with each call, all it sent and sampled before, and new tokens. Where it sends what it
-had in another form, tokens that were there must be computed again: a break. For example, `|` before what was sampled:
+With each call, an agent that only appends sends all it sent and sampled before, plus new tokens. If it sends earlier
+content in another form, existing tokens must be computed again: a break. For example, with `|` before sampled tokens:
 
     0  <s> rules <u> sum | par is <e>                   opens
     1  <s> rules <u> sum par is <e> <u> more | 4 <e>    extends 0
@@ -16,21 +16,21 @@ had in another form, tokens that were there must be computed again: a break. For
 A sequence is a prompt and its completion; it is open until a step extends it. A step
   `opens`    if it is the first, or shares no token with any before it;
   `extends`  an open sequence if its prompt begins with all of it;
-  is a `fork` of the sequence it shares most with (of equals, the newest), if it leaves that sequence's replies alone;
-  is a `break` of it, if it writes them anew: it departs from it within or right before a reply, or before one that it
-             carries along, or it goes on with the same text. A reply that is carried along stands behind the departure
-             as it stood in the sequence, recognised by the tokens on both sides of its beginning or of its end: a
-             prompt that quotes a reply is a fork.
-The cause of a break is the one that was recorded with the step by what rendered it, which knows the messages; a
-step with a recorded cause is a break unless it extends. Without one it is that of the first differing token:
-  `tokenization`  both go on with the same text, cut into other tokens, up to a place where both end a token. Two texts
-                  tokenized by BPE have no such place unless their tokens agree up to it, so an edit is none.
-  `truncated`     something was left out: the prompt goes on with what comes further on in the sequence.
+  is a `fork` of the sequence it shares most with (the newest of equals), if it leaves that sequence's replies alone;
+  is a `break` of it, if it rewrites them: it departs from it within or right before a reply, or before a reply that it
+             carries along, or it continues with the same text. A carried reply stands behind the departure as it did
+             in the sequence, recognized by the tokens on both sides of its beginning or of its end: a prompt that
+             merely quotes a reply is a fork.
+The cause of a break is the one recorded with the step by its renderer, which knows the messages; a step with a recorded
+cause is a break unless it extends. Without one, it follows from the first differing token:
+  `tokenization`  both continue with the same text in different tokens, up to a common token boundary. Two texts
+                  tokenized by BPE have no such boundary unless their tokens agree up to it, so an edit never matches.
+  `truncated`     part of the sequence is left out: the prompt continues with later tokens of the sequence.
   `changed`       neither.
-The price of a break, `extra_tokens`, is what a prompt of that length that had kept the sequence would have shared with
-it beyond what this one does: min(length of sequence, of prompt) - shared. Forks carry nothing along and cost nothing.
+The price of a break, `extra_tokens`, counts the additional tokens that a prompt of that length would have shared if it
+had kept the sequence: min(length of sequence, of prompt) - shared. Forks carry nothing along and cost nothing.
 
-Ids alone cannot distinguish a conversation that starts anew with a summary from a sub-agent's: both are forks.
+Ids alone cannot distinguish a conversation restarted from a summary from a sub-agent's: both are forks.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from treadle.packing.flat import FlatBatch, Indices, PackedCall
 
 Decode = Callable[[Ids], str]
 
-_SHOWN = 5  # differing tokens kept on either side
-_CONTEXT = 4  # tokens decoded before a difference: a character may be cut into four, a first blank swallowed
-_SAME_TEXT = 64  # differing tokens whose text is compared
-_RUN = 12  # tokens in a row by which a prompt that leaves something out is recognised: more than a turn's header has
-_SIDE = 4  # tokens on either side of a reply's beginning, or end, by which it is recognised
-_PIECE = "\ufffd"  # what an unfinished character decodes to
+_SHOWN = 5  # differing tokens kept per side
+_CONTEXT = 4  # tokens decoded before a difference: a character may span four, and decoders drop a leading blank
+_SAME_TEXT = 64  # differing tokens to compare as text
+_RUN = 12  # matching tokens in a row that prove a truncation: more than a turn's header has
+_SIDE = 4  # tokens on either side of a reply's beginning, or end, that identify it
+_PIECE = "\ufffd"  # decoding of an unfinished character
 
 
 class Kind(StrEnum):
-    """How a step relates to the earlier sequences of its trajectory."""
+    """Relation of a step to the earlier sequences of its trajectory."""
 
     OPENS = "opens"
     EXTENDS = "extends"
@@ -66,7 +66,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Some tokens: their ids and what they decode to."""
+    """Some tokens: their ids and decoded text."""
 
     ids: tuple[int, ...]
     text: str
@@ -74,12 +74,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How one step relates to its trajectory's earlier sequences.
+    """Relation of one step to its trajectory's earlier sequences.
 
-    base: the step whose sequence (prompt and completion) it is compared with; None if it opens.
-    shared: leading tokens of its prompt that are that sequence's.
-    Of a break: its cause, the first differing tokens of the sequence (`was`) and of the prompt (`now`), from token
-    `shared` on, and `extra_tokens`, its price in tokens.
+    base: step with the sequence (prompt and completion) it is compared with; None if it opens.
+    shared: number of leading prompt tokens in common with that sequence.
+    For breaks: the cause, the first differing tokens of the sequence (`was`) and of the prompt (`now`), from token
+    `shared` on, and `extra_tokens`, the price in tokens.
     """
 
     kind: Kind
@@ -93,7 +93,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequence:
-    """A sequence that nothing extends yet. replies: (start, end) of all that was sampled on the way to it."""
+    """A sequence not extended so far. replies: (start, end) of all sampled parts leading to it."""
 
     ids: Ids
     replies: tuple[tuple[int, int], ...]
@@ -113,12 +113,12 @@ def relations(
 ) -> list[Relation]:
     """Return the relation of each call of one trajectory, in call order.
 
-    decode: ids -> text, special tokens included. causes: the recorded ones (`Step.break_cause`), if any were.
-    played: whether the episode was built on each call (default: on all); later calls relate to such ones only.
+    decode: ids -> text, special tokens included. causes: recorded causes (`Step.break_cause`), if any.
+    played: whether the episode used each call (default: all); later calls relate only to played ones.
 
-    It takes one comparison a call where each extends the one before it, else one for each call and open sequence.
+    Costs one comparison per call while each extends the previous one, otherwise one per call and open sequence.
     """
-    sequences: dict[int, _Sequence] = {}  # those that are open, by their last step, oldest first
+    sequences: dict[int, _Sequence] = {}  # open ones, by their last step, oldest first
     made = []
     for number, (call, cause) in enumerate(zip(calls, causes or [None] * len(calls), strict=True)):
         relation = _relation(call.token_ids[: call.prompt_length], sequences, decode, cause)
@@ -166,7 +166,7 @@ def _break(cause: BreakCause, base: int, was: Ids, now: Ids, at: int, decode: De
 
 
 def _carried(rest: Ids, sequences: dict[int, _Sequence]) -> int | None:
-    """Return the newest sequence of which `rest` holds a reply in its place; None if there is none."""
+    """Return the newest sequence with a reply that `rest` carries along; None if there is none."""
     held = rest.tobytes()
     for step in reversed(sequences):
         ids = sequences[step].ids
@@ -181,7 +181,7 @@ def _carried(rest: Ids, sequences: dict[int, _Sequence]) -> int | None:
 
 
 def _occurs(part: Ids, whole: bytes) -> bool:
-    """Return whether the ids stand in a row among those in `whole`."""
+    """Return whether the ids occur contiguously in `whole`."""
     wanted = part.tobytes()
     at = whole.find(wanted)
     while at > 0 and at % part.itemsize:
@@ -190,7 +190,7 @@ def _occurs(part: Ids, whole: bytes) -> bool:
 
 
 def _same_text(was: Ids, now: Ids, at: int, decode: Decode) -> bool:
-    """Return whether both go on with the same text up to where both end a token, or `was` or the comparison ends."""
+    """Return whether both continue with the same text up to a common boundary, or `was` or the comparison ends."""
     begin, old, new = max(at - _CONTEXT, 0), at + 1, at + 1
     while max(old, new) <= at + _SAME_TEXT:
         before, after = decode(was[begin:old]), decode(now[begin:new])
@@ -218,7 +218,7 @@ def _left_out(was: Ids, now: Ids) -> bool:
 
 
 def parent_steps(batch: FlatBatch) -> Indices:
-    """Return int64[K], for each played step the step that called it; itself on its trajectory's main branch."""
+    """Return int64[K]: per played step, the step that called it, or itself on its trajectory's main branch."""
     parents = np.arange(len(batch.played))
     start = np.searchsorted(batch.trajectory_of_played, np.arange(len(batch.trajectories) + 1))
     for first, end in pairwise(start.tolist()):
@@ -227,24 +227,24 @@ def parent_steps(batch: FlatBatch) -> Indices:
 
 
 def calling_steps(steps: Sequence[Step]) -> Indices:
-    """Return int64[T], the same for the T steps of one trajectory, in call order, told from ids alone."""
+    """Return int64[T]: the same for the T steps of one trajectory, in call order, inferred from ids alone."""
     calls = [PackedCall(step.full_ids, len(step.prompt_ids), 0) for step in steps]
     return callers(relations(calls, _no_text, [step.break_cause for step in steps]))
 
 
 def callers(related: Sequence[Relation]) -> Indices:
-    """Return int64[T], the step that called each of the T steps of one trajectory, given how they relate.
+    """Return int64[T]: the caller of each of the T steps of one trajectory, given their relations.
 
-    A step continues the conversation that it extends or breaks with; a fork, or a step that shares nothing, begins one
-    of its own. For example an agent that asks a sub-agent twice, and then starts anew from a summary:
+    A step continues the conversation that it extends or breaks with; a fork, or a step that shares nothing, begins a
+    new conversation. For example, an agent that asks a sub-agent twice, then restarts from a summary:
 
         step           0     1     2     3     4     5
         conversation   main  sub   sub   main  new   new
         called by      -     0     0     -     -     -
 
-    A conversation that begins while another still goes on afterwards is a sub-agent's; the one that goes on is the main
-    branch. One that begins when the main branch is over takes its place: a summary, or an agent whose prompt is not its
-    history. So an agent that only appends, or never does, is one main branch in call order.
+    If the earlier conversation continues later, the newer one is a sub-agent's and the earlier one is the main branch.
+    A conversation that begins after the main branch has ended takes its place: a summary, or an agent whose prompt is
+    not its history. So an agent that only appends, or never does, is one main branch in call order.
     """
     conversation = _conversations(related)
     last = {name: number for number, name in enumerate(conversation)}
@@ -271,5 +271,5 @@ def _conversations(related: Sequence[Relation]) -> list[int]:
 
 
 def _no_text(ids: Ids) -> str:
-    """Return a text that differs wherever ids do, so that only a recorded cause makes a break one of tokenization."""
+    """Return a text that differs wherever ids do, so that only recorded causes make tokenization breaks."""
     return str(ids.tolist())

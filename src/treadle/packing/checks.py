@@ -1,4 +1,4 @@
-"""What a recorded step must be to be trained by this model; a trajectory with another is left out, its siblings not."""
+"""Requirements of recorded steps for training with this model; only failing trajectories are left out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def split_untrainable(
     routing: tuple[int, int, int] | None = None,
     least: int = 1,
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return the groups with what cannot be trained left out, and why: trajectory_id -> message naming task,
-    trajectory and step.
+    """Leave out untrainable trajectories; return the groups and trajectory_id -> message naming task, trajectory and
+    step.
 
-    vocabulary: the model's number of token ids. context: its longest sequence in tokens, if it has one. routing: its
-    layers with experts, experts a token and experts a layer, if they are replayed. least: attempts that a group needs.
 
-    A trajectory with a faulty step enters no baseline and no loss; its siblings train as if it had failed while it was
-    played, or are left out, too, where they are fewer than `least`.
+    vocabulary: the model's number of token ids. context: its longest sequence in tokens, if limited. routing: its
+    number of layers with experts, experts per token and experts per layer, if routing is replayed. least: attempts a
+    group needs.
+
+    A trajectory with a faulty step enters no baseline and no loss; its siblings train as if it had failed while
+    playing, or are left out, too, if they are fewer than `least`.
     """
     faults: dict[str, str] = {}
     for group in groups:
@@ -42,7 +44,7 @@ def _fault(
 ) -> str | None:
     for number, step in enumerate(trajectory.steps):
         fault = None if step_drop_reason(trajectory, step) else _step_fault(step, vocabulary, context)
-        if fault is None and routing is not None:  # of dropped ones, too: later steps inherit theirs
+        if fault is None and routing is not None:  # dropped steps, too: later steps inherit their routing
             fault = _routing_fault(step, *routing)
         if fault is not None:
             return f"step {number}: {fault}"
@@ -54,7 +56,7 @@ def _routing_fault(step: Step, layers: int, top_k: int, experts: int) -> str | N
     if recorded is None or not len(recorded) or (recorded.shape[1:] == (layers, top_k) and recorded.max() < experts):
         return None
     return (
-        f"its routing is of {recorded.shape[1]} layers and {recorded.shape[2]} experts up to "
+        f"its routing has {recorded.shape[1]} layers and {recorded.shape[2]} experts up to "
         f"{recorded.max(initial=0)}, the model has {layers} layers with {top_k} of {experts} experts; was it "
         "recorded with another model?"
     )

@@ -1,4 +1,4 @@
-"""Compactions: where an episode's conversation was made shorter, and what that costs, from recorded calls.
+"""Compactions: where an episode's conversation was shortened, and their cost, from recorded calls.
 
 step     0    1    2                  3        4    5
          act  act  summary, rejected  summary  act  act
@@ -22,7 +22,7 @@ from treadle.packing.flat import PackedCall
 
 
 class RecordedCall(NamedTuple):
-    """A step, as far as it says how the conversation went on. number: in its trajectory."""
+    """The part of a step that shows how the conversation continued. number: index in its trajectory."""
 
     number: int
     call: PackedCall
@@ -46,11 +46,11 @@ def recorded_calls(steps: Sequence[Step]) -> list[RecordedCall]:
 class Compaction:
     """One compaction of the main branch.
 
-    step: the first that goes on from it, which opens a segment. summary: the step that `rollout.compaction` asked for
-    it; None: environment or agent did it themselves. before: tokens of the conversation that was made shorter, with the
-    request for a summary; after: tokens of the prompt that goes on.
-    calls, sampled: calls for the summary, rejected ones included, and what they sampled. read: tokens that they and
-    `step` newly read, by an engine that remembers an attempt's last call.
+    step: first step after it, which opens a segment. summary: step that `rollout.compaction` requested; None if
+    environment or agent compacted by themselves. before: length of the conversation to shorten, including the request
+    for a summary, in tokens; after: length of the continuing prompt, in tokens.
+    calls, sampled: number of calls for the summary, including rejected ones, and their sampled tokens. read: tokens
+    newly read by them and `step` in an engine that caches an attempt's last call.
     """
 
     step: int
@@ -64,12 +64,12 @@ class Compaction:
 
 @dataclass(slots=True)
 class CompactionPrice:
-    """Tokens of all calls of episodes with compactions, and of the same calls without.
+    """Tokens of all calls of episodes with compactions, and of the same calls without them.
 
-    read: prompts as they were sent. computed: sampled, and newly read by an engine that remembers an attempt's last
-    call. `_without` is an estimate: no summary is asked for, and each later prompt of the main branch is longer by what
-    the compactions before it left out (`before` less `after`). A step that opens a segment newly reads what the first
-    call for the summary did; nothing, if there was none.
+    read: prompt tokens as sent. computed: sampled tokens plus those newly read by an engine that caches an attempt's
+    last call. `_without` is an estimate: no summary is requested, and each later prompt of the main branch grows by the
+    tokens that earlier compactions saved (`before` less `after`). A step that opens a segment newly reads as much as
+    the first call for the summary did; nothing, if there was none.
     """
 
     trajectories: int = 0
@@ -80,7 +80,7 @@ class CompactionPrice:
     computed_without: int = 0
 
     def add(self, calls: Sequence[RecordedCall], related: Sequence[Relation]) -> None:
-        """Add the calls of one trajectory; nothing if it has no compaction."""
+        """Add the calls of one trajectory; no-op without compactions."""
         if not (found := {compaction.step: compaction for compaction in compactions(calls, related)}):
             return
         self.trajectories += 1
@@ -101,11 +101,11 @@ class CompactionPrice:
 
 
 def compactions(calls: Sequence[RecordedCall], related: Sequence[Relation]) -> list[Compaction]:
-    """Return the compactions of one trajectory, given all of its calls and how they relate."""
+    """Return the compactions of one trajectory, given all its calls and their relations."""
     new, main = _newly_read(calls), callers(related) == np.arange(len(calls))
     found: list[Compaction] = []
     last: RecordedCall | None = None  # of the main branch
-    opening = False  # the step that goes on is rejected, and another takes its place
+    opening = False  # the continuing step was rejected and replaced by another
     for at, call in enumerate(calls):
         if call.cause is BreakCause.SUMMARY and main[at] and last is not None and not opening:
             first = at
@@ -122,7 +122,7 @@ def compactions(calls: Sequence[RecordedCall], related: Sequence[Relation]) -> l
 
 
 def _newly_read(calls: Sequence[RecordedCall]) -> list[int]:
-    """Return for each call the tokens of its prompt that differ from prompt and completion of the call before it."""
+    """Return per call the prompt tokens that differ from the previous call's prompt and completion."""
     before: Ids = np.empty(0, np.int32)
     new = []
     for call in (recorded.call for recorded in calls):

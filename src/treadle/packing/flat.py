@@ -1,10 +1,10 @@
 """A batch as flat arrays in canonical (group, trajectory, step, token) order.
 
-Shapes: N completion tokens and S steps that are trained, K steps that were played, J trajectories that have a reward, G
+Shapes: N completion tokens and S steps that are trained, K steps that were played, J trajectories with a reward, G
 groups.
 
 Everything the loss needs is an array over N; packing only decides how the learner's log-probabilities [N] are computed.
-Returns are of the K steps that were played: what was rewarded does not depend on which steps are trained.
+Returns are over the K played steps: rewards do not depend on which steps are trained.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class FlatBatch:
     step_start   int64[S + 1]  step s owns tokens [step_start[s], step_start[s + 1])
     trajectory_of_step, group_of_trajectory: int64[S], int64[J], indices into `trajectories` and `groups`
     played, trajectory_of_played: the trajectories' steps as they were played, and int64[K]
-    played_of_step int64[S]    which of the played steps each trained one is
-    rewards      float64[J]    as trained, after shaping; so are those of steps and tokens
-    played_rewards float64[K]  sum to `rewards` over the steps of a trajectory (if it has any): what no step was given
-                               belongs to the last one
-    token_rewards float64[N]   the part of `played_rewards` that single tokens were given
+    played_of_step int64[S]    index of each trained step among the played ones
+    rewards      float64[J]    as trained, after shaping; the same holds for rewards of steps and tokens
+    played_rewards float64[K]  sum to `rewards` over the steps of a trajectory (if it has any); a remainder not given to
+    a
+                               step belongs to the last one
+    token_rewards float64[N]   the part of `played_rewards` given to single tokens
     mask         bool[N]       trainable tokens
-    logp_rollout float32[N]    as the engine reported them
-    temperature  float32[N]    at which each token was sampled
-    version      int32[N]      of the policy that sampled each token
+    logp_rollout float32[N]    log-probabilities as reported by the engine
+    temperature  float32[N]    sampling temperature of each token
+    version      int32[N]      policy version that sampled each token
     """
 
     groups: tuple[Group, ...]
@@ -64,39 +65,39 @@ class FlatBatch:
 
     @property
     def step_id(self) -> Indices:
-        """Return int64[N], which step each token belongs to."""
+        """Return int64[N]: the step of each token."""
         return np.repeat(np.arange(len(self.steps)), np.diff(self.step_start))
 
     @property
     def played_id(self) -> Indices:
-        """Return int64[N], which of the played steps each token belongs to."""
+        """Return int64[N]: the played step of each token."""
         return self.played_of_step[self.step_id]
 
     @property
     def trajectory_id(self) -> Indices:
-        """Return int64[N], which trajectory each token belongs to."""
+        """Return int64[N]: the trajectory of each token."""
         return self.trajectory_of_step[self.step_id]
 
     @property
     def group_id(self) -> Indices:
-        """Return int64[N], which group each token belongs to."""
+        """Return int64[N]: the group of each token."""
         return self.group_of_trajectory[self.trajectory_id]
 
     @property
     def step_number(self) -> list[int]:
-        """Return the number of each of the S steps among all that its trajectory recorded."""
+        """Return the number of each of the S steps among all recorded steps of its trajectory."""
         return [n for t in self.trajectories for n, step in enumerate(t.steps) if step_drop_reason(t, step) is None]
 
     @property
     def truncated(self) -> NDArray[np.bool_]:
-        """Return bool[N], where `logp_rollout` is of a truncated distribution: no other log-probability compares."""
+        """Return bool[N]: whether `logp_rollout` refers to a truncated, and so incomparable, distribution."""
         return np.repeat(np.array([step.sampling.truncates for step in self.steps], np.bool_), np.diff(self.step_start))
 
 
 def flatten(groups: Sequence[Group]) -> FlatBatch:
-    """Lay out the trained part of the groups, which `core.outcomes.as_trained` decides, as flat arrays.
+    """Lay out the trained part of the groups (`core.outcomes.as_trained`) as flat arrays.
 
-    Trajectories without a reward there (ungraded, or left out whole) enter no array, no count, no baseline.
+    Trajectories without a trained reward (ungraded, or left out whole) enter no array, no count, no baseline.
     """
     graded = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if as_trained(t).reward is not None]
     played = [(j, t, step) for j, (_, t) in enumerate(graded) for step in as_played(t).steps]
@@ -142,14 +143,14 @@ def _token_rewards(step: Step) -> Doubles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCall:
-    """What packing needs of one step.
+    """Inputs of packing for one step.
 
-    token_ids int32[L]: prompt, then completion, which begins at `prompt_length`.
-    first: where the completion's first token stands in the flat arrays.
-    trajectory, group: within which tokens may be shared, by `training.sharing`.
-    keys int32[L, K], or None: whatever else changes a hidden state at each token (adapter, expert routing, a hash of an
-    image); -1: nothing does. Nodes are shared where ids and keys agree.
-    routing int16[D, M, k], or None: the experts that the first key stands for, the same array for all calls of a batch.
+    token_ids int32[L]: prompt, then completion from `prompt_length` on.
+    first: index of the completion's first token in the flat arrays.
+    trajectory, group: scopes within which tokens may be shared, by `training.sharing`.
+    keys int32[L, K], or None: further inputs of a hidden state at each token (adapter, expert routing, a hash of an
+    image); -1 for none. Nodes are shared where ids and keys agree. routing int16[D, M, k], or None: experts indexed by
+    the first key, one array shared by all calls of a batch.
     """
 
     token_ids: Ids
@@ -162,7 +163,7 @@ class PackedCall:
 
 
 def calls(batch: FlatBatch, routing: bool = False) -> list[PackedCall]:
-    """Return the batch's steps as packing sees them; with their experts if `routing` is to be replayed."""
+    """Return the batch's steps as inputs of packing; with their experts if `routing` is to be replayed."""
     group = batch.group_of_trajectory[batch.trajectory_of_step]
     made = [
         PackedCall(step.full_ids, len(step.prompt_ids), int(first), int(trajectory), int(group))
@@ -174,7 +175,7 @@ def calls(batch: FlatBatch, routing: bool = False) -> list[PackedCall]:
 
 
 def _with_routing(batch: FlatBatch, made: Sequence[PackedCall]) -> list[PackedCall]:
-    everything = [step for trajectory in batch.trajectories for step in trajectory.steps]  # dropped ones, too
+    everything = [step for trajectory in batch.trajectories for step in trajectory.steps]  # including dropped ones
     table, recorded = distinct(everything)
     if table is None:
         return list(made)
@@ -191,9 +192,9 @@ def _with_routing(batch: FlatBatch, made: Sequence[PackedCall]) -> list[PackedCa
 
 
 def distinct(steps: Sequence[Step]) -> tuple[Routing | None, list[Ids]]:
-    """Return the distinct choices of all that were recorded, int16[D, M, k], and each step's as indices int32[R].
+    """Return the distinct recorded routing choices, int16[D, M, k], and each step's as indices int32[R].
 
-    D distinct choices, M layers with experts, k experts a token, R recorded tokens of the step. (None, empty indices)
+    D distinct choices, M layers with experts, k experts per token, R recorded tokens of the step. (None, empty indices)
     if no step has any.
     """
     recorded = [step.routing for step in steps if step.routing is not None and len(step.routing)]
@@ -207,12 +208,12 @@ def distinct(steps: Sequence[Step]) -> tuple[Routing | None, list[Ids]]:
 
 
 def replayed(steps: Sequence[Step], recorded: Sequence[Ids]) -> list[Ids]:
-    """Return where the recorded choices of one trajectory's steps are replayed: int32[P + C] a step, -1 where none is.
+    """Return the recorded choices to replay for one trajectory's steps: int32[P + C] per step, -1 for none.
 
-    recorded: each step's choices as `distinct` returns them, for the tokens that it predicted from: its prompt's last
-    one and all sampled ones but the last. The tokens that its prompt shares with an earlier step were in the engine's
-    cache, with the choices made then. So those are inherited, from the step that shares most and, of these, the latest;
-    unless the weights changed in between, which empties the cache. Other tokens of prompts have no recorded choices.
+    recorded: each step's choices as returned by `distinct`, for the tokens it predicted from: its prompt's last one and
+    all sampled ones but the last. Prompt tokens shared with an earlier step were in the engine's cache, with the
+    choices made then. They are therefore inherited, from the step that shares most and, among equals, the latest;
+    unless the weights changed in between, which empties the cache. Other prompt tokens have no recorded choices.
     """
     places: list[Ids] = []
     for number, (step, choices) in enumerate(zip(steps, recorded, strict=True)):

@@ -1,10 +1,10 @@
-"""Packing: recorded steps -> prefix trees -> micro-batches. A matter of cost only.
+"""Packing: recorded steps -> prefix trees -> micro-batches. It affects only cost.
 
     calls --arrange(step | chain | tree)--> Arrangement --cut(budget)--> PrefixTree* --chunks(budget)--> MicroBatch*
 
-`step`, `chain` and `tree` are one mechanism: an arrangement says how many tokens each call shares with the one before
-it, and the packing only decides how much of that is used (nothing, whole earlier calls, everything). `lay_out` does
-both steps, and takes chains where the budget leaves trees no advantage.
+`step`, `chain` and `tree` are one mechanism: an arrangement says how many tokens each call shares with the previous
+one, and the packing decides how much of that is used (nothing, whole earlier calls, everything). `lay_out` does both
+steps, and falls back to chains if trees have no advantage under the budget.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from treadle.packing.tree import PrefixTree, depth_first
 class Packing(StrEnum):
     """How steps share tokens in the forward pass."""
 
-    STEP = "step"  # every step is a sequence of its own
+    STEP = "step"  # every step is a separate sequence
     CHAIN = "chain"  # a step whose prompt begins with an earlier step's tokens continues its sequence
     TREE = "tree"  # every common prefix is computed once
 
 
 class Sharing(StrEnum):
-    """Within what `tree` packing shares prefixes."""
+    """Scope within which `tree` packing shares prefixes."""
 
     TRAJECTORY = "trajectory"
     GROUP = "group"
@@ -41,9 +41,9 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
-    """Calls in the order in which they are computed.
+    """Calls in computation order.
 
-    shared int64[calls]: the first `shared[i]` tokens of call i are those of call i - 1.
+    shared int64[calls]: number of leading tokens that call i shares with call i - 1.
     """
 
     calls: tuple[PackedCall, ...]
@@ -51,19 +51,19 @@ class Arrangement:
 
     @property
     def lengths(self) -> Indices:
-        """Return int64[calls], how many tokens each call has."""
+        """Return int64[calls]: the length of each call in tokens."""
         return np.array([len(c.token_ids) for c in self.calls], np.int64)
 
     @property
     def nodes(self) -> int:
-        """Return the number of tokens that are computed if nothing is cut."""
+        """Return the number of tokens computed if nothing is cut."""
         return int((self.lengths - self.shared).sum())
 
 
 def arrange(calls: Sequence[PackedCall], packing: Packing, sharing: Sharing = Sharing.GROUP) -> Arrangement:
-    """Bring calls into order for a packing. Calls without completion tokens have nothing to train and are left out.
+    """Order calls for a packing. Calls without completion tokens have nothing to train and are left out.
 
-    Raises DataError for a call with an empty prompt, whose first token nothing precedes.
+    Raises DataError for a call with an empty prompt: nothing precedes its first token.
     """
     trained = [c for c in calls if len(c.token_ids) > c.prompt_length]
     for call in trained:
@@ -83,10 +83,10 @@ def _owner(call: PackedCall, sharing: Sharing) -> int:
 
 
 def _chains(arranged: Arrangement) -> Arrangement:
-    """Undo all sharing but that of whole earlier calls by one later call each, whichever calls came between.
+    """Undo all sharing except of whole earlier calls, each by one later call, whichever calls came between.
 
-    Walks the tree with the calls that are prefixes of the current one on a stack; each may be continued once, by a
-    call whose prompt it begins.
+    Walks the tree with a stack of calls that are prefixes of the current one; each may be continued once, by a call
+    whose prompt it begins.
     """
     chains: list[list[int]] = []
     path: list[tuple[int, int]] = []  # (call, its chain), each a prefix of the next
@@ -106,10 +106,11 @@ def _chains(arranged: Arrangement) -> Arrangement:
 
 
 def lay_out(calls: Sequence[PackedCall], packing: Packing, sharing: Sharing, budget: int) -> list[PrefixTree]:
-    """Arrange calls and cut them for a budget, so that `tree` costs no more than `chain`.
+    """Arrange calls and cut them for a budget, such that `tree` costs no more than `chain`.
 
-    Under a small budget, forks can cost more than is left to share, and the order of a tree can leave passes half empty
-    that chains fill. Trees then share within less than `sharing`; if that is no better, chains are returned.
+    Under a small budget, forks can cost more than sharing saves, and a tree's order can leave passes half empty that
+    chains would fill. Trees then share within a narrower scope than `sharing`; if that does not help, chains are
+    returned.
     """
     if packing is not Packing.TREE:
         return micro_batches(arrange(calls, packing), budget)
@@ -124,10 +125,9 @@ def lay_out(calls: Sequence[PackedCall], packing: Packing, sharing: Sharing, bud
 
 
 def _expenses(trees: Sequence[PrefixTree], budget: int) -> tuple[float, ...]:
-    """Return what trees cost, in three units of which devices and models weigh each differently.
+    """Return the cost of trees in three units, which devices and models weigh differently.
 
-    Scores of attention; nodes; nodes if a pass costs half a budget of them besides, as for a small model on a GPU,
-    which waits for its host.
+    Attention scores; nodes; nodes plus half a budget per pass, for small models on a GPU, which wait for the host.
     """
     scores = nodes = passes = 0.0
     for tree in trees:
@@ -140,25 +140,25 @@ def _expenses(trees: Sequence[PrefixTree], budget: int) -> tuple[float, ...]:
 
 
 def micro_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
-    """Cut an arrangement into trees of at most `budget` nodes, but for those that hold a longer call.
+    """Cut an arrangement into trees of at most `budget` nodes, except trees that contain a longer call.
 
-    Those are to be computed in `chunks`. Calls on both sides of a cut compute what they share twice.
+    Compute those in `chunks`. Calls on both sides of a cut compute their shared tokens twice.
     """
     return [PrefixTree.of(arranged.calls[a:b], arranged.shared[a:b]) for a, b in _cuts(arranged, budget)]
 
 
-# A tree in chunks costs two forward passes and a backward pass, which is twice a forward pass: 4/3 of an ordinary one.
+# A tree in chunks costs two forward passes and a backward pass, which is twice a forward pass: 4/3 of an ordinary tree.
 _CHUNKED = 4 / 3
 # Forks cost about 3% of a tree: parts of a softmax are merged on a CPU, keys gathered on a GPU.
 _FORKED = 1 / 32
-_CUT = 1e-3  # among equals, fewer trees: less than a token
-# A tree over the budget keeps the keys and values of all its nodes. Calls join one only if they share with it more than
-# this share of the budget; where they share less, a cut costs little and bounds that memory.
+_CUT = 1e-3  # prefers fewer trees among equals: less than one token
+# A tree over the budget keeps the keys and values of all its nodes. Calls join it only if they share more than this
+# fraction of the budget with it; below that, a cut costs little and bounds the memory.
 _LOOSE = 1 / 8
 
 
 def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
-    """Return the contiguous ranges of calls that cost least, by dynamic programming over the last one.
+    """Return the cheapest contiguous ranges of calls, by dynamic programming over the last range.
 
     A cut before call c computes exactly shared[c] nodes a second time.
     """
@@ -167,8 +167,8 @@ def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
     upto = np.concatenate([[0], np.cumsum(lengths - shared)])  # nodes of calls [0, i) if nothing is cut
     least = np.zeros(count + 1)
     start_of = np.zeros(count + 1, np.int64)
-    first = 0  # the widest range within the budget that ends here; it only moves on
-    long = 0  # calls [0, long) end with the last one that no budget can hold
+    first = 0  # start of the widest range within the budget that ends here; it only increases
+    long = 0  # calls [0, long) end with the last one longer than the budget
     tied = 0  # calls [tied, end) share enough to go over the budget together
     for end in range(1, count + 1):
         if shared[end - 1] <= _LOOSE * budget:
@@ -195,12 +195,12 @@ class MicroBatch:
     """Nodes [start, start + T) of a tree, computed in one forward pass over the keys and values of C ancestors.
 
     token_ids int32[T]; position_ids int64[T].
-    context int64[C]: nodes of the tree, root first: the ancestors of its first node. Key j < C has position j.
+    context int64[C]: ancestors of its first node, root first. Key j < C has position j.
     subtree_end int64[C + T]: node i sees key j exactly if j <= C + i < subtree_end[j].
-    source int64[P]: the node to read a pair's distribution at. target_ids int32[P], flat int64[P]: see `PrefixTree`.
-    branches bool[T]: whether a node is the last one before a branch of the tree. kept bool[T]: whether later
-    micro-batches have descendants of it.
-    routing int16[T, M, k]: the experts to be replayed, -1 where none are; None if none are anywhere.
+    source int64[P]: node whose distribution predicts a pair's token. target_ids int32[P], flat int64[P]: see
+    `PrefixTree`. branches bool[T]: whether a node is the last one before a branch of the tree. kept bool[T]: whether
+    later micro-batches have descendants of it. routing int16[T, M, k]: experts to replay, -1 for none; None if there
+    are none anywhere.
     """
 
     start: int
@@ -219,9 +219,9 @@ class MicroBatch:
 def chunks(tree: PrefixTree, budget: int, count: int = 0) -> list[MicroBatch]:
     """Return the tree in depth-first pieces of at most `budget` nodes; one piece, without context, if it fits.
 
-    All that later nodes need of earlier ones are the keys and values of their ancestors, and all ancestors of a piece
-    outside it are ancestors of its first node.
-    count: of pieces at least; those that the tree does not need have one node each, behind its own, and no pairs.
+    Later nodes need from earlier ones only the keys and values of their ancestors, and all ancestors of a piece outside
+    it are ancestors of its first node.
+    count: minimum number of pieces; surplus ones have one node each, after the tree's own, and no pairs.
     """
     pairs = np.argsort(tree.source, kind="stable")
     sources = tree.source[pairs]
@@ -256,7 +256,7 @@ def _chunk(
 
 
 def _padding(start: int) -> MicroBatch:
-    """Return a piece that costs next to nothing and trains nothing."""
+    """Return a nearly free piece that trains nothing."""
     none = np.empty(0, np.int64)
     return MicroBatch(
         start,
@@ -280,9 +280,9 @@ def _routing(tree: PrefixTree, start: int, end: int) -> Routing | None:
 
 
 def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
-    """Group calls that share nothing so that, padded to the longest of its tree, each tree fits the budget.
+    """Group calls that share nothing so that each group, padded to its longest call, fits the budget.
 
-    Raises DataError for a call that alone is longer.
+    Raises DataError for a call longer than the budget.
     """
     ordered = sorted(arranged.calls, key=lambda c: -len(c.token_ids))
     if ordered and len(ordered[0].token_ids) > budget:
@@ -298,17 +298,17 @@ def row_batches(arranged: Arrangement, budget: int) -> list[PrefixTree]:
     return [PrefixTree.of(part, np.zeros(len(part), np.int64)) for part in parts]
 
 
-# A node's linear layers cost as much as about six scores of attention for each unit of the model's width.
+# Per unit of model width, a node's linear layers cost about six attention scores.
 _LINEAR = 4096
 _NO_TREE = PrefixTree.of((), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """What all ranks compute side by side: one tree each, an empty one where there are no more.
+    """Trees that all ranks compute side by side: one each, or an empty one if none is left.
 
-    passes: how many forward passes every tree is computed in, the most that one of them needs.
-    padded: passes that train nothing, of all ranks together.
+    passes: number of forward passes for every tree, the maximum any of them needs.
+    padded: passes that train nothing, summed over all ranks.
     """
 
     trees: tuple[PrefixTree, ...]
@@ -317,17 +317,17 @@ class Slot:
 
 
 def slots(trees: Sequence[PrefixTree], ranks: int, passes_of: Callable[[PrefixTree], int]) -> list[Slot]:
-    """Deal trees to ranks, one a slot. passes_of: how many passes a tree needs.
+    """Deal trees to ranks, one per slot. passes_of: number of passes a tree needs.
 
     Ranks that share a model's parameters meet in every forward and backward pass, and stay together only if all make
-    the same sequence of passes. Equally many trees are not enough for that: a tree in c > 1 chunks takes c passes
-    without gradient and then c with one, a tree in one chunk takes one.
+    the same sequence of passes. Equal numbers of trees do not suffice: a tree in c > 1 chunks takes c passes without
+    gradient and then c with one; a tree in one chunk takes one.
 
-        3 ranks, chunks a tree:  5 1 1 1 1  ->  slot of (5 1 1), in 5 passes; slot of (1 1 -), in 1 pass
+        3 ranks, chunks per tree:  5 1 1 1 1  ->  slot of (5 1 1), in 5 passes; slot of (1 1 -), in 1 pass
 
-    A slot lasts as long as its slowest tree. Neighbours by passes, then cost, share one, which makes the sum over slots
-    of the most passes as small as it can be; at most (ranks - 1) times the passes of the largest tree are padding.
-    Slots are in the order of their first trees: one rank computes the trees as they come.
+    A slot lasts as long as its slowest tree. Trees adjacent by passes, then cost, share a slot, which minimizes the sum
+    over slots of the largest number of passes; padding is at most (ranks - 1) times the passes of the largest tree.
+    Slots are in the order of their first trees: a single rank computes the trees in their given order.
     """
     needed = [passes_of(tree) for tree in trees]
     order = sorted(range(len(trees)), key=lambda i: (-needed[i], -cost(trees[i]), i))
@@ -342,12 +342,12 @@ def slots(trees: Sequence[PrefixTree], ranks: int, passes_of: Callable[[PrefixTr
 
 
 def cost(tree: PrefixTree) -> int:
-    """Return about how long a tree takes: in attention, a node has one score for each ancestor and itself."""
+    """Return the approximate time of a tree: in attention, a node has one score per ancestor and one for itself."""
     return int((tree.depth + 1).sum()) + _LINEAR * len(tree)
 
 
 def balance(laid_out: Sequence[Slot]) -> float:
-    """Return the share of the ranks' time in which they compute trees rather than wait for the slowest of a slot."""
+    """Return the share of the ranks' time spent computing rather than waiting for the slowest of a slot."""
     costs = [[cost(tree) for tree in slot.trees] for slot in laid_out]
     slowest = sum(max(each) * len(each) for each in costs)
     return sum(map(sum, costs)) / slowest if slowest else 1.0

@@ -1,9 +1,9 @@
-"""Segments: a micro-batch as runs of nodes without a branch, for layers that go from token to token.
+"""Segments: a micro-batch as runs of nodes without a branch, for layers that compute tokens sequentially.
 
-    a b c | d e f        segments: abc, def and gh (which begin with what abc left)
+    a b c | d e f        segments: abc, def and gh (which begin with the state after abc)
           | g h
 
-A layer with a state (a recurrence, a convolution) computes a segment from the state at the end of its parent, so that
+A layer with a state (a recurrence, a convolution) starts each segment from the state at the end of its parent, so that
 it computes every node of the tree once, as attention does.
 """
 
@@ -17,15 +17,15 @@ import numpy as np
 
 from treadle.packing.layout import MicroBatch
 
-_CALL = 256  # what a call of a layer costs, in nodes: below, segments share one, padded
+_CALL = 256  # cost of a layer's call, in nodes: shorter segments share a padded call
 
 
 class Segment(NamedTuple):
     """Nodes [first, end) of a micro-batch.
 
-    before: the node of the tree whose state it begins with, None for the first nodes of a sequence. inside: whether
-    that node is in the same micro-batch. last: its last node, by its number in the tree. ongoing: whether other
-    segments begin with its state, in this micro-batch or (kept) in later ones.
+    before: node of the tree with the initial state, None for the first nodes of a sequence. inside: whether that node
+    is in the same micro-batch. last: number of its last node in the tree. ongoing: whether other segments begin with
+    its final state, in this micro-batch or (kept) in later ones.
     """
 
     first: int
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
     @property
     def leaves(self) -> bool:
-        """Whether any segment begins with its state."""
+        """Whether any segment begins with its final state."""
         return self.ongoing or self.kept
 
 
@@ -72,9 +72,9 @@ def segments(part: MicroBatch) -> list[Segment]:
 
 
 class Together(NamedTuple):
-    """Segments that are computed in one call.
+    """Segments computed in one call.
 
-    waiting: their first node's input is behind one that waits. single: they are single nodes, whose input waits.
+    waiting: the input of their first node follows a waiting one. single: they are single nodes with a waiting input.
     """
 
     segments: list[Segment]
@@ -83,12 +83,12 @@ class Together(NamedTuple):
 
 
 def together(of: Sequence[Segment], waiting: Collection[int] = ()) -> list[Together]:
-    """Return which segments are computed in one call, parents before children.
+    """Group segments into calls, parents before children.
 
-    The state that a segment leaves is that behind its last node: only one that leaves none can be padded. A layer may
-    compute single tokens in another way, without gradient or with other results. So a single node that begins with a
-    state leaves that state, and its input, which waits: it is computed again before each of the nodes behind it.
-    waiting: nodes outside whose input waits.
+    The state that a segment leaves is the one after its last node, so only a segment without descendants can be padded.
+    A layer may compute single tokens differently, without gradient or with other results. So a single node that begins
+    with a state passes on that state and its own input, which waits: it is recomputed before each of its successors.
+    waiting: nodes outside with waiting inputs.
     """
     level: dict[int, int] = {}  # last node -> how many segments are above
     waits = set(waiting)
@@ -110,12 +110,12 @@ def together(of: Sequence[Segment], waiting: Collection[int] = ()) -> list[Toget
 
 
 def _exact(segment: Segment) -> int:
-    """Return the length that all of a call must have, 0 where shorter ones can be padded."""
+    """Return the length required of all segments in a call, 0 if shorter ones can be padded."""
     return segment.length if segment.leaves else 0
 
 
 def _buckets(alike: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Group segments of like length, as long as the padding costs less than another call would."""
+    """Group segments of similar length, as long as the padding costs less than another call."""
     bucket: list[Segment] = []
     padding = 0
     for segment in sorted(alike, key=lambda s: -s.length):

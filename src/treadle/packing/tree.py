@@ -1,9 +1,9 @@
-"""Prefix trees: every shared token once.
+"""Prefix trees: every shared token is computed once.
 
     calls --depth_first--> order, shared --PrefixTree.of--> nodes in depth-first order
 
-Sorting calls by the big-endian bytes of their ids puts them in depth-first order of their trie, and the longest common
-prefix of neighbours is all of its structure.
+Sorting calls by the big-endian bytes of their ids puts them in depth-first order of their trie; the longest common
+prefixes of neighbors define its entire structure.
 
 Shapes: T unique tokens (nodes) of a tree, P pairs (step, token).
 """
@@ -24,11 +24,11 @@ from treadle.packing.flat import Indices, PackedCall
 def depth_first(calls: Sequence[PackedCall], roots: Sequence[int]) -> tuple[list[int], Indices]:
     """Order the calls so that each one's longest prefix shared with any before it is shared with its predecessor.
 
-    Calls of different roots share nothing. Returns (order, shared int64[calls]): `shared[i]` tokens of the call
-    `order[i]` are those of `order[i - 1]`.
+    Calls with different roots share nothing. Returns (order, shared int64[calls]): the call `order[i]` has its first
+    `shared[i]` tokens in common with `order[i - 1]`.
     """
     words = _words(calls)
-    # Big-endian bytes compare as the numbers do.
+    # Big-endian bytes compare in the same order as the numbers.
     keys = [(root, w.astype(">i4").tobytes()) for root, w in zip(roots, words, strict=True)]
     order = sorted(range(len(calls)), key=keys.__getitem__)
     shared = np.zeros(len(calls), np.int64)
@@ -39,7 +39,7 @@ def depth_first(calls: Sequence[PackedCall], roots: Sequence[int]) -> tuple[list
 
 
 def _words(calls: Sequence[PackedCall]) -> list[NDArray[np.int32]]:
-    """Return what must agree for a node to be shared, a word a token: its id [L], or id and keys [L, 1 + K]."""
+    """Return the words that must agree for sharing a node, one per token: its id [L], or id and keys [L, 1 + K]."""
     width = _width(calls)
     if not width:
         return [c.token_ids for c in calls]
@@ -59,13 +59,13 @@ def _width(calls: Sequence[PackedCall]) -> int:
 class PrefixTree:
     """The unique nodes of some calls, in depth-first order.
 
-    token_ids int32[T]; depth int64[T]: tokens before it in its sequence, its position id.
+    token_ids int32[T]; depth int64[T]: number of tokens before it in its sequence, its position id.
     subtree_end int64[T]: node j is i or an ancestor of i exactly if j <= i < subtree_end[j].
-    source int64[P]: the node at which a pair's distribution is read, the parent of its token's node.
-    target_ids int32[P]: the token whose log-probability is read. flat int64[P]: the pair's index in the flat arrays.
+    source int64[P]: node whose distribution predicts a pair's token, the parent of the token's node.
+    target_ids int32[P]: token to read the log-probability of. flat int64[P]: index of the pair in the flat arrays.
     keys int32[T, K], routing int16[D, M, k]: see `PackedCall`; None if no call has any.
 
-    A node is computed once but may have several pairs: steps that share it each have their own advantage there.
+    A node is computed once but may have several pairs: steps that share it have separate advantages there.
     """
 
     token_ids: Ids
