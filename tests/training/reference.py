@@ -40,7 +40,7 @@ from treadle.models.lora import add_adapters
 from treadle.models.weights import adapter_weights
 from treadle.packing.flat import Doubles, FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, slots
-from treadle.training.config import TrainingConfig
+from treadle.training.config import OptimizerConfig, TrainingConfig
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
@@ -393,6 +393,25 @@ def literal_loss(
     metrics["trainable_fraction"] = tokens / max(sum(len(step.completion_ids) for *_, step in trained), 1)
     metrics |= {**ratio_metrics(log_ratios, gaps), "loss": float(loss.detach()), "trainable_tokens": tokens}
     return Separate(loss, metrics)
+
+
+def updated_by_hand(model: PreTrainedModel, groups: Sequence[Group], optimizer: OptimizerConfig) -> list[Separate]:
+    """Make two updates of PPO-clip on one batch in place, each step a plain call of the model."""
+    adam = torch.optim.AdamW(
+        model.parameters(), optimizer.learning_rate, optimizer.betas, weight_decay=optimizer.weight_decay
+    )
+    with torch.no_grad():
+        old = np.concatenate(
+            [full(step_logprobs(model, s)[0]) for g in groups for t in g.trajectories for s in t.steps]
+        )
+    made = []
+    for _ in range(2):
+        adam.zero_grad()
+        made.append(literal_loss(model, groups, AlgorithmConfig(), old))
+        made[-1].loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
+        adam.step()
+    return made
 
 
 def earlier_policy(model: PreTrainedModel, groups: Sequence[Group], seed: int = 0) -> NDArray[np.float64]:

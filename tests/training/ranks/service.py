@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.models import distance, exact, norm, random_groups, tiny
-from tests.training.reference import OtherPrompts, accumulated, adapted, earlier_policy, make_learner
+from tests.training.reference import OtherPrompts, accumulated, adapted, earlier_policy, make_learner, updated_by_hand
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.errors import TrainingStopped
 from treadle.core.processes import parent_has_ended
@@ -97,6 +97,13 @@ class Parity:
         for moment in ("exp_avg", "exp_avg_sq"):
             found[moment] = _relative(_moments(shared, moment), _moments(alone, moment))
         return found
+
+    def by_hand(self, case: Case) -> float:
+        """Relative distance of the weights from those of two updates on a batch that are computed step by step."""
+        alone, shared = self._learners(replace(case, training={**case.training, "epochs_per_batch": 2}))
+        shared.train_batch(case.groups)
+        updated_by_hand(alone.model, case.groups, OPTIMIZER)
+        return _relative(_weights(shared), _weights(alone))
 
     def advantages(self, case: Case) -> list[float]:
         """Of each token, in the first update of a batch."""

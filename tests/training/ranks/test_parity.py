@@ -238,6 +238,14 @@ def test_weights_moments_and_metrics_of_updates_are_those_of_one_process(pair: R
         assert max(found.values()) <= 1e-11, found
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("layout", ["step", "chain", "tree within group"])
+@pytest.mark.parametrize("family", ["qwen3-5", "lfm2"])
+def test_two_updates_with_states_are_those_of_each_step_alone(pair: RankProcesses, family: str, layout: str) -> None:
+    case = Case(FORKS, family, training=budget(9, **LAYOUTS[layout]))
+    assert max(pair.call("by_hand", case)) <= 1e-12
+
+
 @pytest.mark.parametrize("name", ["step", "chain", "tree within group"])
 def test_each_token_is_taught_the_difference_to_the_teacher(pair: RankProcesses, name: str) -> None:
     section = DistillationConfig(teacher="T", coef=0.5)
