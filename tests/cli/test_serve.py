@@ -178,7 +178,7 @@ def test_building_only(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["{corpus}", "--port", "70000"], "--port 70000"),
         (["{corpus}", "--topk", "0"], "--topk 0: must be above 0"),
         (["{corpus}", "--timeout", "nan"], "--timeout nan"),
-        (["{corpus}", "--index", "e5_Flat.index"], "no model makes those of queries"),
+        (["{corpus}", "--index", "e5_Flat.index"], "no model to embed queries"),
         (["{corpus}", "--host", "203.0.113.1", "--port", "0"], "--host 203.0.113.1"),
     ],
 )

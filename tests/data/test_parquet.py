@@ -136,7 +136,7 @@ BAD_ROWS: list[tuple[Any, dict[str, Any] | None, str]] = [
     (rows(), {**QA, "extras": "question"}, "row 0 .*: extras must be a JSON object, got 'q0'"),
     (rows(), {**QA, "prompt": "answer"}, "row 0 .*: prompt must be text or a JSON array of messages, got {'value'"),
     (rows(), None, "unknown key 'question'; keys are .*data.columns.prompt=question"),
-    (rows(), {}, r"none of its columns is read \(question, answer, id\); set data.columns.prompt"),
+    (rows(), {}, r"none of its columns is used \(question, answer, id\); set data.columns.prompt"),
     ([{"question": "q", "answer": b"\xff"}], {**QA, "ground_truth": "answer"}, "row 0 .*plain JSON data"),
     ([{"prompt": [{"role": "user"}]}], None, "row 0 .*: prompt: message 0 needs 'role' and 'content'"),
     ([{"prompt": [{"role": "user", "content": "x", "weight": 1.0}]}], None, "row 0 .*unknown keys .'weight'"),

@@ -59,11 +59,11 @@ async def test_it_comes_back_when_the_server_says() -> None:
         ([(404, {}, {"detail": "Not Found"})], "status 404: .*Not Found"),
         ([(422, {}, {})], "status 422"),
         ([(200, {}, b"<html>")], "<html>"),
-        ([(200, {}, {"result": []})], "no result of one query"),
-        ([(200, {}, {"result": [[{"text": "a"}]]})], "no result of one query"),
-        ([(200, {}, {"result": [["a"]]})], "no result of one query"),
-        ([(200, {}, {"result": [[{"contents": 7}]]})], "no result of one query"),
-        ([(200, {}, ["a"])], "no result of one query"),
+        ([(200, {}, {"result": []})], "not the result of one query"),
+        ([(200, {}, {"result": [[{"text": "a"}]]})], "not the result of one query"),
+        ([(200, {}, {"result": [["a"]]})], "not the result of one query"),
+        ([(200, {}, {"result": [[{"contents": 7}]]})], "not the result of one query"),
+        ([(200, {}, ["a"])], "not the result of one query"),
     ],
 )
 async def test_an_outage_fails_the_attempt_and_is_no_text(answers: list[Answer], said: str) -> None:

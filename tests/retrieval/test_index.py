@@ -51,7 +51,7 @@ def test_nothing_to_index(tmp_path: Path) -> None:
     for name in ("empty.jsonl", "missing.jsonl"):
         with pytest.raises(ConfigError, match=name):
             open_corpus(tmp_path / name)
-    with pytest.raises(ConfigError, match="no model makes those of queries"):
+    with pytest.raises(ConfigError, match="no model to embed queries"):
         open_corpus(tmp_path / "empty.jsonl", index=tmp_path / "e5_Flat.index")
 
 

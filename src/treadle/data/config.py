@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from treadle.core.config import Config
 
 SUFFIXES = (".jsonl", ".parquet")
-"""Of files of tasks."""
+"""Suffixes of task files."""
 
 TaskPart = Literal["prompt", "ground_truth", "task_id", "extras", "environment", "agent", "driver"]
 
@@ -20,22 +20,22 @@ TaskPart = Literal["prompt", "ground_truth", "task_id", "extras", "environment",
 def _paths(columns: dict[TaskPart, str | dict[str, str]]) -> dict[TaskPart, str | dict[str, str]]:
     for part, path in columns.items():
         if isinstance(path, dict) and part != "extras":
-            raise ValueError(f"the column of {part} is {path}; only extras are made of several, give one path")
+            raise ValueError(f"the column of {part} is {path}; only extras take several, give one path")
     return columns
 
 
 Columns = Annotated[dict[TaskPart, str | dict[str, str]], AfterValidator(_paths)]
-"""Where the parts of a task are in a row: a column, or a path into one (`reward_model.ground_truth`, `answers.text.0`).
+"""Paths of a task's parts in a row: a column, or a path into one (`reward_model.ground_truth`, `answers.text.0`).
 
     {"prompt": "question", "ground_truth": "answer", "extras": {"level": "meta.level"}}
 
 prompt (text, or a list of messages), ground_truth, task_id and extras default to the columns of these names, if any;
-environment, agent and driver, the names of what plays the row, are read only if set. Other columns are not read.
+environment, agent and driver, the names of the row's player, are read only if set. Other columns are not read.
 """
 
 
 class SourceConfig(Config):
-    """Configures where tasks come from."""
+    """Configures a source of tasks."""
 
     removed_keys = MappingProxyType(
         {
@@ -46,8 +46,8 @@ class SourceConfig(Config):
 
     source: str = Field(
         min_length=1,
-        description="a .jsonl or .parquet file, a directory of them, a Hugging Face data set (ORG/NAME, or a directory "
-        "that one was saved to), a generator's registered name or module:function",
+        description="a .jsonl or .parquet file, a directory of them, a Hugging Face data set (ORG/NAME, or path of a "
+        "saved one), a generator's registered name or module:function",
     )
     split: str | None = Field(None, description="split to load, whole or sliced: train, test[:500], all[90%:]")
     options: dict[str, Any] = Field(
@@ -61,7 +61,7 @@ class SourceConfig(Config):
 
 
 class WeightedSourceConfig(SourceConfig):
-    """Configures where training tasks come from."""
+    """Configures a source of training tasks."""
 
     weight: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="of several sources: share of the groups, relative to the others"
@@ -77,7 +77,7 @@ TrainSources = Annotated[
 HeldOutSources = Annotated[
     Annotated[SourceConfig, Tag("one")] | Annotated[tuple[SourceConfig, ...], Tag("several")], _OneOrSeveral
 ]
-"""One source or several; every evaluation plays all of their tasks."""
+"""One source or several; every evaluation plays all their tasks."""
 
 
 def sources_of(section: SourceConfig | tuple[SourceConfig, ...]) -> Sequence[SourceConfig]:
@@ -86,7 +86,7 @@ def sources_of(section: SourceConfig | tuple[SourceConfig, ...]) -> Sequence[Sou
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is a file of tasks, or a directory: not a generator, or a data set of the hub."""
+    """Return whether a source is a task file or a directory, as opposed to a generator or a data set of the hub."""
     return Path(source).suffix in SUFFIXES or Path(source).is_dir()
 
 
@@ -98,12 +98,10 @@ class DataConfig(Config):
     columns: Columns | None = Field(
         None,
         description="column, or path into one, of each part of a task: {prompt: question, ground_truth: "
-        "reward_model.ground_truth} (default: under Treadle's own names, and nothing else)",
+        "reward_model.ground_truth} (default: only Treadle's own names)",
     )
-    shuffle: bool = Field(True, description="visit the training tasks in another order each epoch")
-    table_by: str | None = Field(
-        None, description="extra of the tasks that have it, by which evaluation tables are split"
-    )
+    shuffle: bool = Field(True, description="shuffle the training tasks in each epoch")
+    table_by: str | None = Field(None, description="extra by which evaluation tables are split")
 
     @model_validator(mode="after")
     def _shares_are_of_several(self) -> DataConfig:

@@ -1,8 +1,8 @@
-"""`load_tasks`: the tasks that `data.train` or `data.held_out` names, checked, whatever they are stored in.
+"""`load_tasks`: the checked tasks of `data.train` or `data.held_out`, from any kind of storage.
 
 A source is a file, a directory of them, a Hugging Face data set, or a generator: a function `(split, **options)` that
 yields tasks or rows, registered under `treadle.tasks` or written as `module:attribute`. `split` is `train` or
-`held_out`; an optional parameter `file_split` gets the name in `data.train.split`. A .jsonl file has one row a line:
+`held_out`; an optional parameter `file_split` receives `data.train.split`. A .jsonl file has one row per line:
 
     {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "ground_truth": "7", "extras": {"a": 3}}
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from treadle.data.table import ArrowTable  # needs pyarrow
 
 _OTHERS = (".json", ".csv", ".tsv", ".txt", ".yaml", ".yml", ".arrow", ".gz", ".zst")
-_ALL = "all"  # the split that is everything
-_SAVED = ("state.json", "dataset_dict.json")  # what `datasets` writes into the directory of a data set
+_ALL = "all"  # the split with all rows
+_SAVED = ("state.json", "dataset_dict.json")  # written by `datasets` into a data set's directory
 _SHARD = re.compile(r"[-_.]?\d.*")
 
 
@@ -39,7 +39,7 @@ _SHARD = re.compile(r"[-_.]?\d.*")
 class LoadContext:
     """Settings common to all sources of a run.
 
-    columns: default of sources without their own. player: default player of tasks that name none (`Task.player`).
+    columns: default for sources without their own. player: default player for tasks that name none (`Task.player`).
     environments: classes or factories by name, beside the registry's. seed: for generators that take one.
     """
 
@@ -49,11 +49,11 @@ class LoadContext:
     seed: int = 0
 
     def columns_of(self, section: SourceConfig) -> Columns | None:
-        """Return where a source's rows have the parts of a task."""
+        """Return the paths of a task's parts in a source's rows."""
         return self.columns if section.columns is None else section.columns
 
     def task(self, row: Row, section: SourceConfig) -> Task:
-        """Return the task in a row. Raises DataError, also for one without a prompt, unless its player makes one."""
+        """Return a row's task. Raises DataError, also for a missing prompt unless the player makes one."""
         task = row.value if isinstance(row.value, Task) else make_task(row, self.columns_of(section))
         task = with_player(task, self.player)
         kind, name = task.player
@@ -74,12 +74,12 @@ Section = SourceConfig | tuple[SourceConfig, ...]
 
 
 def load_tasks(section: Section, split: str, context: LoadContext) -> Sequence[Task]:
-    """Return all tasks of a section, in order: at least one, and no `task_id` twice. Rows are checked.
+    """Return all tasks of a section, in order: at least one, and each `task_id` once. Rows are checked.
 
     split: `train` or `held_out`, the section's key in `data`.
 
-    Raises ConfigError: no such file, data set or generator, or options it does not take. DataError: a row, or what a
-    generator returned, breaks the contract; the message names file and row.
+    Raises ConfigError for a missing file, data set or generator, or unknown options; DataError for an invalid row or
+    generator result; the message names file and row.
     """
     names = [part.name or _short_name(part.source) for part in sources_of(section)]
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
@@ -116,14 +116,14 @@ def _load_source(section: SourceConfig, split: str, setting: str, context: LoadC
 
 
 def open_rows(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Iterator[Row]:
-    """Yield the rows of a source as they are stored. Raises as `load_tasks` does, but for rows that are no tasks."""
+    """Yield the rows of a source as stored. Raises as `load_tasks` does, but not for invalid rows."""
     name, _, _ = parse_split(section.split, setting)
     opened = open_source(section, split, setting, name, context.seed)
     return opened if isinstance(opened, Iterator) else opened.rows()
 
 
 def find_problems(section: SourceConfig, split: str, setting: str, context: LoadContext) -> Iterator[str]:
-    """Yield what is wrong with each row of a source that is no task, in order."""
+    """Yield the problem of each invalid row of a source, in order."""
     for row in open_rows(section, split, setting, context):
         try:
             context.task(row, section)
@@ -132,9 +132,9 @@ def find_problems(section: SourceConfig, split: str, setting: str, context: Load
 
 
 def open_source(section: SourceConfig, split: str, setting: str, name: str, seed: int) -> Iterator[Row] | ArrowTable:
-    """Open a source. name: of one of its splits, or "". seed: for generators that take one.
+    """Open a source. name: one of its splits, or "". seed: for generators that take one.
 
-    Raises ConfigError for what cannot be opened, or does not take the section's options.
+    Raises ConfigError if it cannot be opened, or does not take the section's options.
     """
     source, path = section.source, Path(section.source)
     if path.is_dir():
@@ -179,7 +179,7 @@ def _table(source: str, setting: str) -> Any:
 
 
 def _one_file(path: Path, split: str, setting: str) -> dict[str, Path]:
-    """Return the file, by what the ids of its tasks begin with; nothing if `path` can only name a generator."""
+    """Return the file, keyed by the prefix of its task ids; empty if `path` can only name a generator."""
     if path.suffix not in SUFFIXES:
         if path.suffix in _OTHERS or path.is_file():
             raise ConfigError(f"{setting}.source: {str(path)!r} is not a .jsonl or .parquet file; convert it to one")
@@ -196,7 +196,7 @@ def _one_file(path: Path, split: str, setting: str) -> dict[str, Path]:
 
 
 def _directory_files(directory: Path, split: str, setting: str) -> dict[str, Path]:
-    """Return a split's files: `train` means train-00000-of-00002.parquet and so on, `all` every file."""
+    """Return a split's files: `train` matches train-00000-of-00002.parquet and so on, `all` every file."""
     every = sorted(path for path in directory.iterdir() if path.suffix in SUFFIXES and path.is_file())
     if not every:
         raise ConfigError(
@@ -212,7 +212,7 @@ def _directory_files(directory: Path, split: str, setting: str) -> dict[str, Pat
 
 
 def _read_jsonl(path: Path, stem: str) -> Iterator[Row]:
-    # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
+    # Splits bytes, not text: JSON strings may contain characters that str.splitlines treats as line ends.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             yield Row(line, f"{path}:{number}", f"{stem}-{number:06d}")
@@ -226,7 +226,7 @@ def _short_name(source: str) -> str:
 def _open_generator(section: SourceConfig, split: str, setting: str, name: str, seed: int) -> Iterator[Row]:
     """Return the tasks and rows of a generator. Raises ConfigError.
 
-    One with parameters `seed` and `file_split` gets the run's seed, unless the recipe sets one, and the split's name.
+    Passes the run's seed to a parameter `seed`, unless the recipe sets one, and the split's name to `file_split`.
     """
     source = section.source
     where, generator = f"{setting}.source: {source!r}", registry.resolve("tasks", source, f"{setting}.source")
@@ -243,7 +243,8 @@ def _open_generator(section: SourceConfig, split: str, setting: str, name: str, 
         raise ConfigError(f"{setting}.options: write {setting}.split={file_split} in place of 'file_split'")
     defaults = {"seed": seed, "file_split": name}
     options = {key: value for key, value in defaults.items() if key in signature.parameters} | dict(section.options)
-    try:  # only the call's shape is checked here: a TypeError from inside the generator is a bug of its own
+    # Checks only the call's shape: a TypeError from inside the generator is its own bug.
+    try:
         signature.bind(split=split, **options)
     except TypeError as error:
         takes = ", ".join(name for name in signature.parameters if name not in ("split", "file_split")) or "none"

@@ -1,15 +1,15 @@
 """Tasks from the files of published data sets.
 
     gsm8k_questions   GSM8K: `question`, and `answer`, a solution that ends with `#### ANSWER`
-    skyrl_gym_rows    what SkyRL's data set scripts write: `prompt`, `env_class`, `reward_spec.ground_truth`, ...
+    skyrl_gym_rows    output of SkyRL's data set scripts: `prompt`, `env_class`, `reward_spec.ground_truth`, ...
     skyrl_sql         SkyRL-SQL-653: rows with a prompt, `db_id`, `data` and `reward_spec.ground_truth`
                         DATABASES/SynSQL-2.5M/databases/ID/ID.sqlite, .../spider/database/..., .../bird/train/...
     sql_questions     Spider's and BIRD's JSON: `db_id`, `question`, `query` or `SQL`, and BIRD's `evidence`
                         DATABASES/ID/ID.sqlite
 
-Their option `file` is Parquet or JSON lines, or whatever else `data.train.source` takes, and `file_split` a split of it
-(of Spider and BIRD, a JSON array). All raise ConfigError, and DataError for a row, naming it; a missing database is an
-error before anything is played.
+Their option `file` is Parquet or JSON lines, or any other `data.train.source`, and `file_split` a split of it (for
+Spider and BIRD, a JSON array). All raise ConfigError, or DataError naming an invalid row; a missing database is an
+error before any attempt is played.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYOUTS: Mapping[str, str] = {
     "spider": "spider/database",
     "bird": "bird/train/train_databases",
 }
-"""SkyRL-SQL's `data` -> where its databases lie."""
+"""SkyRL-SQL's `data` -> path of its databases."""
 
 INSTRUCTIONS = """\
 You answer questions about a SQLite database. You may look at it with queries before you give the query that answers.
@@ -50,12 +50,12 @@ _PATIENCE = 30.0  # seconds to read a schema
 
 
 def gsm8k_questions(split: str, file: str, multi_turn: bool = False, file_split: str = "") -> Iterator[Task]:
-    """Yield the tasks of GSM8K: the question with the published instruction behind it, and the answer alone.
+    """Yield the tasks of GSM8K: the question followed by the published instruction, and the bare answer.
 
         Task("test-000001", prompt=({"role": "user", "content": "Janet's ducks ... after \\"####\\"."},),
              ground_truth="18")
 
-    multi_turn: whether the instruction asks for a tentative answer, as that of the environment `gsm8k_multi_turn` does.
+    multi_turn: whether the instruction asks for a tentative answer, as the environment `gsm8k_multi_turn` does.
     """
     instruction = MULTI_TURN_INSTRUCTION if multi_turn else INSTRUCTION
     for row in _rows(split, file, file_split):
@@ -69,7 +69,7 @@ def gsm8k_questions(split: str, file: str, multi_turn: bool = False, file_split:
 
 
 def skyrl_gym_rows(split: str, file: str) -> Iterator[Task]:
-    """Yield the tasks of SkyRL's rows: all columns but `prompt` are extras, which the environment gets.
+    """Yield the tasks of SkyRL's rows: all columns except `prompt` are extras for the environment.
 
     {"prompt": [{"role": "user", ...}], "env_class": "gsm8k", "reward_spec": {"ground_truth": "72"}, "extra_info": ...}
     Task("train-000001", prompt=..., environment="skyrl_gym", ground_truth="72", extras={"env_class": "gsm8k", ...})
@@ -100,9 +100,9 @@ def skyrl_sql(split: str, file: str, databases: str, file_split: str = "") -> It
 def sql_questions(split: str, file: str, databases: str) -> Iterator[Task]:
     """Yield the tasks of a file of Spider or BIRD.
 
-    file: such as `spider/train_spider.json` or `bird/train/train.json`. databases: the directory with a directory for
-    each database: `spider/database`, `bird/train/train_databases`. The prompt has the database's schema as its CREATE
-    statements, and BIRD's evidence. Extras keep `db_id`, and `difficulty` where there is one.
+    file: such as `spider/train_spider.json` or `bird/train/train.json`. databases: directory with one directory per
+    database: `spider/database`, `bird/train/train_databases`. The prompt contains the database's schema as its CREATE
+    statements, and BIRD's evidence. Extras keep `db_id`, and `difficulty` if present.
     """
     try:
         rows = read_json(Path(file).read_bytes().decode("utf-8-sig"))
@@ -111,7 +111,7 @@ def sql_questions(split: str, file: str, databases: str) -> Iterator[Task]:
     except ValueError as error:
         raise DataError(f"{file}: not JSON: {error}") from error
     if not isinstance(rows, list):
-        raise DataError(f"{file}: it must be a JSON array of questions, as Spider and BIRD have it")
+        raise DataError(f"{file}: it must be a JSON array of questions, as in Spider and BIRD")
     for number, row in enumerate(rows):
         where = f"{file}: question {number} (counted from 0)"
         db_id, question, gold = (_text(row, where, *keys) for keys in (["db_id"], ["question"], ["query", "SQL"]))
@@ -137,7 +137,7 @@ def _database(folder: Path, db_id: Any, where: str) -> Path:
 
 
 def _text(row: Any, where: str, *keys: str) -> str:
-    """Return the first of these keys that the row has, a text."""
+    """Return the first of these keys in the row, a text."""
     for key in keys:
         if isinstance(row, Mapping) and isinstance(row.get(key), str):
             return str(row[key])
@@ -146,7 +146,7 @@ def _text(row: Any, where: str, *keys: str) -> str:
 
 @cache
 def _schema(database: Path) -> str:
-    """Return the statements that made a database's tables, indices and views."""
+    """Return the CREATE statements of a database's tables, indices and views."""
     try:
         rows = SANDBOX.select(Query(Database(database), _SCHEMA, _PATIENCE), _MOST_STATEMENTS)
     except TrajectoryFailure as error:

@@ -1,6 +1,6 @@
 """From a row of a data set to a task.
 
-{"question": "3 + 4?", "reward_model": {"ground_truth": "7"}}    a row, as it was stored
+{"question": "3 + 4?", "reward_model": {"ground_truth": "7"}}    a row as stored
 select_fields with columns={prompt: question, ground_truth: reward_model.ground_truth}
 {"prompt": "3 + 4?", "ground_truth": "7"}                        under Treadle's names
 task_from_row
@@ -20,10 +20,10 @@ from treadle.core.types import PLAYERS, Message, Task, as_messages
 from treadle.data.config import Columns
 
 KEYS = ("task_id", "prompt", *PLAYERS, "ground_truth", "extras")
-"""The names of the parts of a task in a row that needs no columns."""
+"""Names of a task's parts in a row that needs no columns."""
 
 OWN_NAMES = ("task_id", "prompt", "ground_truth", "extras")
-"""Those that are read under these names where columns do not say otherwise."""
+"""Parts read under these names unless columns say otherwise."""
 
 PROMPT = '[{"role": "user", "content": "..."}]'
 _JSON: Mapping[type, str] = {str: "string", dict: "object"}
@@ -31,15 +31,15 @@ _JSON: Mapping[type, str] = {str: "string", dict: "object"}
 
 @runtime_checkable
 class ArrowData(Protocol):
-    """A table that others can read as Arrow's: a DataFrame of pandas or polars, a `pyarrow.Table`."""
+    """A table with Arrow's exchange interface: a pandas or polars DataFrame, a `pyarrow.Table`."""
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
 
 class Row(NamedTuple):
-    """A row of a source: a line of JSON, an object, or a `Task` already.
+    """A row of a source: a line of JSON, an object, or already a `Task`.
 
-    where: names it in errors. task_id: for a row that has none.
+    where: prefix of errors. task_id: default for a row without one.
     """
 
     value: Any
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 def make_task(row: Row, columns: Columns | None) -> Task:
-    """Return the task in a row. columns: None for rows in Treadle's own names. Raises DataError."""
+    """Return a row's task. columns: None for rows with Treadle's own names. Raises DataError."""
     value = parse_json(row.value, row.where) if isinstance(row.value, bytes) else row.value
     if columns is not None and isinstance(value, Mapping):
         value = select_fields(value, columns, row.where)
@@ -56,7 +56,7 @@ def make_task(row: Row, columns: Columns | None) -> Task:
 
 
 def parse_json(line: bytes, where: str) -> Any:
-    """Return what a line of JSON holds. Raises DataError."""
+    """Parse a line of JSON. Raises DataError."""
     try:
         return read_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -68,9 +68,9 @@ def parse_json(line: bytes, where: str) -> Any:
 
 
 def task_from_row(row: Any, where: str, task_id: str, columns: Columns | None = None) -> Task:
-    """Return the task in a row that has Treadle's own names.
+    """Return the task in a row with Treadle's own names.
 
-    where: names the row in errors. task_id: for a row that has none. columns: where the parts were found, for errors.
+    where: prefix of errors. task_id: default for a row without one. columns: original paths of the parts, for errors.
     Raises DataError for anything else.
     """
     if not isinstance(row, Mapping):
@@ -92,7 +92,7 @@ def task_from_row(row: Any, where: str, task_id: str, columns: Columns | None = 
 
 
 def _column(path: str, columns: Columns | None) -> str:
-    """Return where in the row as it was stored a part of a task stands: `meta.level.0` for `extras.level.0`."""
+    """Return the original path of a task's part in the stored row: `meta.level.0` for `extras.level.0`."""
     name, _, rest = path.partition(".")
     named: Mapping[Any, Any] = columns or {}
     column = named.get(name, name)
@@ -103,7 +103,7 @@ def _column(path: str, columns: Columns | None) -> str:
 
 
 def unknown_key(key: str, keys: Collection[str]) -> str:
-    """Return the error text for a key that is none of Treadle's names. keys: all that there are."""
+    """Return the error text for a key unknown to Treadle. keys: all keys of the row."""
     part = next((part for part in ("prompt", "ground_truth") if part not in keys), f"extras.{key}")
     return (
         f"unknown key {key!r}; keys are {', '.join(KEYS)} (put your own into extras, or say where each is in "
@@ -112,7 +112,7 @@ def unknown_key(key: str, keys: Collection[str]) -> str:
 
 
 def as_prompt(value: Any, where: str, column: str = "prompt") -> tuple[Message, ...]:
-    """Return a row's prompt as messages; text is one message of the user, and empty text none. Raises DataError."""
+    """Return a row's prompt as messages; text becomes one user message, empty text none. Raises DataError."""
     if isinstance(value, str):
         if _is_messages(value):
             raise DataError(
@@ -124,13 +124,13 @@ def as_prompt(value: Any, where: str, column: str = "prompt") -> tuple[Message, 
         raise DataError(f"{where}: prompt must be text or a JSON array of messages, got {value!r:.100}; write {PROMPT}")
     messages = [
         {key: part for key, part in message.items() if part is not None} if isinstance(message, Mapping) else message
-        for message in value  # Arrow has null for the keys that other rows' messages have
+        for message in value  # Arrow fills in null for keys of other rows' messages
     ]
     return as_messages(messages, f"{where}: prompt")
 
 
 def _is_messages(text: str) -> bool:
-    """Return whether a text is a list of messages, or a message, as JSON or as Python writes it."""
+    """Return whether a text is a message or a list of messages, written as JSON or by Python."""
     if not text.lstrip().startswith(("[", "{")) or "role" not in text:
         return False
     for read in (read_json, ast.literal_eval):
@@ -144,7 +144,7 @@ def _is_messages(text: str) -> bool:
 
 
 def select_fields(row: Mapping[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-    """Return the row under Treadle's names. Raises DataError for a path that is not there."""
+    """Return the row under Treadle's names. Raises DataError for a missing path."""
     fields = {name: row[name] for name in OWN_NAMES if name in row}
     for name, paths in columns.items():
         if isinstance(paths, str):
@@ -159,9 +159,9 @@ def select_fields(row: Mapping[str, Any], columns: Columns, where: str) -> dict[
 
 
 def lookup(row: Mapping[str, Any], path: str, where: str) -> Any:
-    """Return what is at a path: a key of its own, or keys of objects and numbers of list elements, with dots between.
+    """Return the value at a path: a literal key, or keys of objects and list indices separated by dots.
 
-    Raises DataError, which says how far the path leads.
+    Raises DataError that says how far the path leads.
     """
     if path in row:
         return row[path]

@@ -1,9 +1,9 @@
-"""`ArrowTasks`: the tasks of Parquet files and Hugging Face data sets, read row by row when they are asked for.
+"""`ArrowTasks`: the tasks of Parquet files and Hugging Face data sets, read row by row on demand.
 
     Part.batches -> every batch checked -> a temporary Arrow file, mapped into memory -> one row -> Task
 
-Only the columns that tasks are made of are read, once and in order, and memory holds one batch at a time. Parquet
-itself cannot be read row by row: for each task, a shuffled visit would decode a row group, often the whole file.
+Only the columns used by tasks are read, once and in order, and memory holds one batch at a time. Parquet itself has no
+random access to rows: for each task, a shuffled visit would decode a row group, often the whole file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from treadle.data.config import Columns
 from treadle.data.rows import KEYS, OWN_NAMES, ArrowData, Row, unknown_key
 from treadle.data.tasks import LazyTasks, Player, check_distinct
 
-_BATCH = 4096  # rows that are decoded and checked at a time
+_BATCH = 4096  # rows decoded and checked at a time
 
 
 @dataclass(frozen=True)
 class Part:
     """One Parquet file, or a whole Hugging Face data set.
 
-    path: for messages. stem: begins the ids of its tasks. batches: yields the rows, in order, with these columns and
-    paths. files: hashed to recognize the data.
+    path: for messages. stem: prefix of its tasks' ids. batches: yields the rows, in order, with these columns and
+    paths.
+    files: hashed to recognize the data.
     """
 
     path: str
@@ -49,9 +50,9 @@ class Part:
     files: Sequence[Path]
 
     def row(self, batch: Any, place: int, number: int) -> Row:
-        """Return a row of a batch, without Treadle's own keys that are null: they are what a missing key is in JSON.
+        """Return a row of a batch, without null values of Treadle's own keys, which correspond to missing keys in JSON.
 
-        number: of the row in the part. Raises DataError for text that is not UTF-8.
+        number: index of the row in the part. Raises DataError for text that is not UTF-8.
         """
         where = f"{self.path}: row {number} (counted from 0)"
         try:
@@ -71,7 +72,7 @@ def parquet_part(path: Path, stem: str, setting: str) -> Part:
         schema = pq.read_schema(path)
 
     def batches(columns: list[str]) -> Iterator[Any]:
-        with _reading(path, setting):  # without pre_buffer, which holds a whole row group, perhaps the whole file
+        with _reading(path, setting):  # no pre_buffer: it keeps a whole row group in memory, perhaps the whole file
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
             yield from file.iter_batches(batch_size=_BATCH, columns=columns, use_threads=False)
 
@@ -94,10 +95,10 @@ def _first_line(error: Exception) -> str:
 
 
 def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: str) -> ArrowTable:
-    """Open a split of a data set of `datasets`: from the hub, its cache, or a directory that one was saved to.
+    """Open a split of a Hugging Face data set: from the hub, its cache, or a directory with a saved one.
 
-    split: its name; "" if there is only one. options: of `datasets.load_dataset` (name, revision, data_dir, ...).
-    Raises ConfigError: there is no such data set or split, or `datasets` is not installed.
+    split: its name; "" if there is only one. options: passed to `datasets.load_dataset` (name, revision, data_dir,
+    ...). Raises ConfigError for a missing data set or split, or if `datasets` is not installed.
     """
     if "split" in options:
         raise ConfigError(f"{setting}.options: 'split' is not an option; write {setting}.split={options['split']}")
@@ -118,9 +119,7 @@ def open_data_set(source: str, split: str, options: Mapping[str, Any], setting: 
         raise ConfigError(f"{setting}.split: {wanted} in {source}; choose one of {', '.join(filter(None, splits))}")
     dataset = splits[split] if split in splits else next(iter(splits.values()))
     if not isinstance(dataset, datasets.Dataset):
-        raise ConfigError(
-            f"{setting}.options: {source!r} was opened as a stream, in which no task has a number; remove it"
-        )
+        raise ConfigError(f"{setting}.options: {source!r} was opened as a stream, which cannot be indexed; remove it")
 
     def batches(columns: list[str]) -> Iterator[Any]:
         names = dict.fromkeys(path if path in dataset.column_names else path.partition(".")[0] for path in columns)
@@ -150,7 +149,7 @@ def _load_data_set(datasets: Any, source: str, options: Mapping[str, Any], setti
 
 
 def rows_of(data: ArrowData, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a DataFrame or a table, as Parquet would hold them, without an index. Raises DataError."""
+    """Return the rows of a DataFrame or a table as Parquet would store them, without an index. Raises DataError."""
     try:
         table = pa.table(data)
     except pa.ArrowException as error:
@@ -170,7 +169,7 @@ class ArrowTable:
         return ArrowTasks(self._parts, columns, make)
 
     def rows(self) -> Iterator[Row]:
-        """Yield its rows, with all columns. Raises DataError for one that cannot be read."""
+        """Yield its rows, with all columns. Raises DataError for an unreadable row."""
         for part in self._parts:
             number = 0
             for batch in part.batches(part.schema.names):
@@ -179,9 +178,9 @@ class ArrowTable:
 
 
 class ArrowTasks(LazyTasks):
-    """The tasks of a table. All rows are checked when it is made; then each is read when it is asked for.
+    """The tasks of a table. All rows are checked on construction, then read on demand.
 
-    make: returns the task in a row, with what plays it, or raises DataError.
+    make: returns a row's task with its player, or raises DataError.
 
     Raises ConfigError or DataError, which name file, row and remedy.
     """
@@ -189,7 +188,7 @@ class ArrowTasks(LazyTasks):
     def __init__(self, parts: Sequence[Part], columns: Columns | None, make: Callable[[Row], Task]) -> None:
         self._parts, self._make = parts, make
         self._paths = _paths_in_table(parts[0], columns)
-        self._ids: list[Any] | None = [] if "task_id" in self._paths else None  # a string array for each batch
+        self._ids: list[Any] | None = [] if "task_id" in self._paths else None  # one string array per batch
         self._players: set[Player] = set()
         self._starts: list[int] = []  # number of the first row of each batch
         self._part_starts: list[int] = []
@@ -228,7 +227,7 @@ class ArrowTasks(LazyTasks):
     # --- reading everything once ----------------------------------------------------------------------------------
 
     def _spill(self) -> Any:
-        """Check all rows, and return an Arrow file with what tasks are made of, whose name is gone already."""
+        """Check all rows, and return an already unlinked Arrow file with the data of the tasks."""
         try:
             with tempfile.NamedTemporaryFile(prefix="treadle-", suffix=".arrow") as file:
                 batches = self._checked_batches()
@@ -246,7 +245,7 @@ class ArrowTasks(LazyTasks):
             ) from error
 
     def _checked_batches(self) -> Iterator[Any]:
-        """Yield the batches, all of one schema. Raises DataError for the first row that makes no task."""
+        """Yield the batches, all of one schema. Raises DataError for the first invalid row."""
         paths = ([path] if isinstance(path, str) else path.values() for path in self._paths.values())
         columns, schema = list(dict.fromkeys(chain.from_iterable(paths))), None
         for part in self._parts:
@@ -261,7 +260,7 @@ class ArrowTasks(LazyTasks):
                     yield batch
 
     def _check(self, batch: Any) -> None:
-        """Check the batch's rows one by one, unless it is well formed: then the first stands for all."""
+        """Check the batch's rows one by one, unless it is well formed: then the first row represents all."""
         start, certain = self._starts[-1], is_well_formed(batch, self._paths)
         tasks = [self._task(batch, row, start + row) for row in range(1 if certain else len(batch))]
         self._players.update(task.player for task in tasks)
@@ -271,7 +270,7 @@ class ArrowTasks(LazyTasks):
 
 
 def _paths_in_table(part: Part, columns: Columns | None) -> dict[str, str | dict[str, str]]:
-    """Return where the parts of a task are, by name. Raises ConfigError for a column that is not there."""
+    """Return the paths of a task's parts, by name. Raises ConfigError for a missing column."""
     names = part.schema.names
     if columns is None:
         if unknown := [name for name in names if name not in KEYS]:
@@ -279,12 +278,12 @@ def _paths_in_table(part: Part, columns: Columns | None) -> dict[str, str | dict
         return {name: name for name in names}
     paths = {name: name for name in OWN_NAMES if name in names} | dict(columns)
     if not paths:
-        raise ConfigError(f"{part.path}: none of its columns is read ({', '.join(names)}); set data.columns.prompt")
+        raise ConfigError(f"{part.path}: none of its columns is used ({', '.join(names)}); set data.columns.prompt")
     return paths
 
 
 def _readable_path(part: Part, path: str) -> str:
-    """Return the path, up to where it leads into a list. Raises ConfigError, which says how far it leads."""
+    """Return the path, up to where it leads into a list. Raises ConfigError that says how far it leads."""
     if path in part.schema.names:
         return path
     passed: list[str] = []
@@ -306,7 +305,7 @@ def _readable_path(part: Part, path: str) -> str:
 
 
 def _as_schema(batch: Any, schema: Any, part: Part, first: Part) -> Any:
-    """Return the batch with the first one's schema, which may differ in the width of offsets and in what may be null.
+    """Cast the batch to the first one's schema, which may differ in the width of offsets and in nullability.
 
     Raises DataError for a column of another type.
     """
@@ -319,17 +318,17 @@ def _as_schema(batch: Any, schema: Any, part: Part, first: Part) -> Any:
     return batch.select(schema.names).cast(schema)
 
 
-# --- fast validation of whole batches, without a Python object for any row -------------------------------------------
+# --- fast validation of whole batches, without a Python object per row ------------------------------------------------
 
 
 def is_well_formed(batch: Any, paths: Mapping[str, str | Mapping[str, str]]) -> bool:
-    """Return whether each row of a `pyarrow.RecordBatch` certainly makes a task, with a prompt if there is a column.
+    """Return whether each row of a `pyarrow.RecordBatch` certainly makes a task, with any prompt column.
 
-    One that does not may be faulty: its rows are made into tasks one by one, which names the first that is.
-    paths: where the parts of a task are, by name; those of extras also as a mapping.
+    Otherwise a row may be faulty: the rows are then made into tasks one by one to name the first faulty one.
+    paths: paths of a task's parts, by name; extras also as a mapping.
     """
     try:
-        batch.validate(full=True)  # among others, that text is UTF-8
+        batch.validate(full=True)  # includes a check that text is UTF-8
     except pa.ArrowInvalid:
         return False
     return not any(player in paths for player in PLAYERS) and all(
@@ -353,7 +352,7 @@ def _is_part(batch: Any, name: str, where: str | Mapping[str, str]) -> bool:
 
 
 def _leaf(batch: Any, path: str) -> Any:
-    """Return the array at a path; None where any object on the way is missing, or it leads into a list."""
+    """Return the array at a path; None if any object on the way is missing, or it leads into a list."""
     first, *rest = [path] if path in batch.schema.names else path.split(".")
     array = batch.column(first)
     for key in rest:
@@ -365,7 +364,7 @@ def _leaf(batch: Any, path: str) -> Any:
 
 def _is_prompt(array: Any) -> bool:
     if _is_text(array.type):
-        like_json = pc.any(pc.match_substring_regex(array, r"^\s*[\[{]")).as_py()  # messages, perhaps
+        like_json = pc.any(pc.match_substring_regex(array, r"^\s*[\[{]")).as_py()  # possibly messages
         return _has_no_empty(array, pc.binary_length) and not like_json
     if not (_is_list(array.type) and pa.types.is_struct(array.type.value_type)):
         return False

@@ -16,11 +16,11 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.types import Task
 
 Player = tuple[str, str]
-"""What plays a task: kind and name, as `Task.player`."""
+"""Player of a task: kind and name, as `Task.player`."""
 
 
 class LazyTasks(Sequence[Task]):
-    """Tasks that are made when they are asked for, checked beforehand. All of them name what plays them."""
+    """Tasks made on demand, checked beforehand. All of them name their player."""
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -42,11 +42,11 @@ class LazyTasks(Sequence[Task]):
 
     @abstractmethod
     def players(self) -> set[Player]:
-        """Return what plays them."""
+        """Return the tasks' players."""
 
     @abstractmethod
     def sha256(self) -> str:
-        """Return a digest of what the tasks are made of; equal digests, equal tasks."""
+        """Return a digest of the tasks' data; equal digests mean equal tasks."""
 
 
 def task_ids(tasks: Sequence[Task]) -> Iterator[str]:
@@ -55,7 +55,7 @@ def task_ids(tasks: Sequence[Task]) -> Iterator[str]:
 
 
 def players(tasks: Sequence[Task]) -> set[Player]:
-    """Return what plays the tasks."""
+    """Return the tasks' players."""
     return tasks.players() if isinstance(tasks, LazyTasks) else {task.player for task in tasks}
 
 
@@ -71,7 +71,7 @@ def tasks_sha256(tasks: Sequence[Task]) -> str:
 
 
 def check_disjoint(train: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """Raise DataError if an id is in both; only the ids of the shorter sequence are held in memory."""
+    """Raise DataError if an id is in both; keeps only the ids of the shorter sequence in memory."""
     shorter, longer = sorted((train, held_out), key=len)
     held = set(task_ids(shorter))
     shared = {task_id for task_id in task_ids(longer) if task_id in held} if held else set()
@@ -99,13 +99,13 @@ def check_no_copies(train: Iterable[Task], held_out: Iterable[Task]) -> None:
 
 
 def with_player(task: Task, player: Player) -> Task:
-    """Return the task, played by this environment, agent or driver if it names nothing itself."""
+    """Return the task with this player, unless it names its own."""
     named: dict[str, Any] = dict([player])
     return task if task.player[1] else replace(task, **named)
 
 
 def with_players(tasks: Sequence[Task], player: Player) -> Sequence[Task]:
-    """Return the tasks, each with something that plays it. Lazy ones have that already."""
+    """Return the tasks, each with a player. Lazy tasks already have one."""
     return tasks if isinstance(tasks, LazyTasks) else [with_player(task, player) for task in tasks]
 
 
@@ -140,17 +140,17 @@ class TaskRange(LazyTasks):
         return (each for number, each in enumerate(self._tasks.task_ids()) if number in self._numbers)
 
     def players(self) -> set[Player]:
-        return self._tasks.players()  # also those outside of the range
+        return self._tasks.players()  # includes players outside the range
 
     def sha256(self) -> str:
         return hashlib.sha256(f"{self._tasks.sha256()} {self._numbers}".encode()).hexdigest()
 
 
 class Mixture(LazyTasks):
-    """The tasks of several sources, one source after the other, and how often each is visited in training.
+    """The tasks of several sources, one source after the other, with each one's share of visits in training.
 
-    Its tasks are those of the sources with the source's name before their ids (`gsm8k/train-000017`) and as their extra
-    `source`, unless they have one. weights: shares of the groups (`orchestration.sampling.task_queue.TaskOrder`).
+    The source's name precedes the tasks' ids (`gsm8k/train-000017`) and becomes their extra `source`, unless they have
+    one. weights: shares of the groups (`loop.task_queue.TaskOrder`).
     """
 
     def __init__(self, names: Sequence[str], parts: Sequence[Sequence[Task]], weights: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""`ChatRenderer`: what all conversations with one tokenizer share. The conversations themselves: `conversation.py`."""
+"""`ChatRenderer`: state shared by all conversations with one tokenizer (see `conversation.py`)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What Treadle needs of a fast Hugging Face tokenizer (one with a `tokenizer.json`).
+    """Interface of a fast Hugging Face tokenizer (one with a `tokenizer.json`), as far as Treadle uses it.
 
     chat_template: a Jinja template, or several by name. special_tokens_map: special tokens by name (`bos_token`, ...),
+    for
     which templates may write.
     """
 
@@ -51,7 +52,7 @@ class Tokenizer(Protocol):
     def special_tokens_map(self) -> Mapping[str, Any]: ...
 
 
-_NAMED = 8  # parts of a tool that are named
+_NAMED = 8  # parts of a tool named in a message
 
 
 class ChatRenderer:
@@ -60,9 +61,9 @@ class ChatRenderer:
     stop_token_ids: ids that end a completion (`stop_ids`); a sampled one stands for the template's own end of turn.
     chat_template: path of another template, or name of one of the tokenizer's or of Treadle's (`qwen3_keep_thoughts`);
     default: the tokenizer's own.
-    chat_template_kwargs: options that the template reads, such as `enable_thinking`.
-    roles: roles that the template lacks -> roles as which it gets them.
-    began: today's date for templates that write it; default: when a conversation begins.
+    chat_template_kwargs: template options such as `enable_thinking`.
+    roles: roles unknown to the template -> roles to pass instead.
+    began: date for templates that write one; default: when a conversation begins.
 
     Raises ConfigError if there is no such template.
     """
@@ -119,9 +120,10 @@ class ChatRenderer:
             return render(shown, generation_prompt=generation_prompt)
 
     def _left_out(self, setting: str, shape: Shape, asks: bool = True) -> tuple[tuple[int, str], ...]:
-        """Return what the template leaves out of a conversation of that shape; nothing if it refuses the example.
+        """Return the parts of a conversation of that shape left out by the template; empty if it refuses the example.
 
-        setting: tools and options as JSON. asks: add the generation prompt; gpt-oss writes the last thought without it.
+        setting: tools and options as JSON. asks: add the generation prompt; without it, gpt-oss writes the last
+        thought.
         """
         tools, options = json.loads(setting) if setting else ([], {})
         messages = example(shape, self.template(tools).arguments_as_text)
@@ -131,7 +133,7 @@ class ChatRenderer:
             return ()
 
     def merged(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Merge system messages into one, the first, if the template wants that."""
+        """Merge system messages into the first one, if the template requires that."""
         system = [message for message in messages if self.roles.get(message["role"], message["role"]) == "system"]
         if not system or (len(system) == 1 and system[0] is messages[0]) or not self._wants_one_system:
             return messages
@@ -144,7 +146,7 @@ class ChatRenderer:
         return self._takes("system", "user") and not all(self._takes(*roles) for roles in several)
 
     def _takes(self, *roles: str) -> bool:
-        """Whether the template writes all of a conversation of these roles."""
+        """Return whether the template writes all of a conversation with these roles."""
         talk: list[Plain] = [{"role": role, "content": f"zqz{number}z"} for number, role in enumerate(roles)]
         try:
             text = self.write(talk, None, self.options, generation_prompt=True)
@@ -165,7 +167,7 @@ class ChatRenderer:
 
     @property
     def vocabulary(self) -> int:
-        """Size of the vocabulary: all ids are below it."""
+        """Size of the vocabulary: an exclusive bound of the ids."""
         return self._backend.get_vocab_size()
 
     @cached_property
@@ -180,14 +182,14 @@ class ChatRenderer:
         return self.structure.decode([int(i) for i in ids])
 
     def reply(self, message: Message) -> Ids:
-        """Encode a reply's content and the template's end of turn. Raises ConfigError if that is no stop token."""
+        """Encode a reply's content and the template's end of turn. Raises ConfigError unless that is a stop token."""
         return np.concatenate([*self.structure.encode(message["content"]), self.end_of_turn])
 
     def tools_problem(self, tools: Sequence[replies.Tool] = (), parse: replies.ReplyParser | None = None) -> str:
         """Return why calls with tools cannot work, in a sentence; "" if they can.
 
-        The template has to describe tools to the model, and `parse` to read a call as the template writes it. tools:
-        the first is tried if the template refuses an unknown tool.
+        The template must describe tools to the model, and `parse` must read the template's form of a call. tools: the
+        first one is tried if the template refuses an unknown tool.
         """
         if self._ignores_tools:
             return (
@@ -214,7 +216,7 @@ class ChatRenderer:
                 name, named = tool["function"].get("name"), ", ".join(parts[:_NAMED])
                 lines.append(
                     f"{self._label} leaves out parts of the tool {name!r:.80}, which the model never sees: "
-                    f"{named}{more}; write them otherwise, or into its description"
+                    f"{named}{more}; rephrase them, or move them into its description"
                 )
         return lines
 
@@ -223,12 +225,12 @@ class ChatRenderer:
         return unwritten_parts(self.template([plain]), plain, self.options)
 
     def parser(self, name: str, setting: str = "rollout.reply_parser") -> replies.ReplyParser:
-        """Return the reply parser of that name; `auto` chooses by what the template writes. Raises ConfigError."""
+        """Return the reply parser of that name; `auto` chooses one from the template's output. Raises ConfigError."""
         return replies.reply_parser(name, setting) if name != replies.AUTO else self._chosen
 
     @cached_property
     def _chosen(self) -> replies.ReplyParser:
-        """The parser for `auto`: takes thoughts out if the template has a place for them, and reads its tool calls."""
+        """Parser for `auto`: takes thoughts out if the template has a place for them, and reads its tool calls."""
         if self._unreadable(replies.harmony, json.dumps(PROBE)) == "":
             return replies.harmony
         tags = next((tags for tags in replies.THOUGHT_TAGS if tags[1] in self.source), replies.THOUGHT_TAGS[0])
@@ -245,7 +247,7 @@ class ChatRenderer:
         return ignores_tools(self.template([PROBE]), self.options)
 
     def _unread(self, parse: replies.ReplyParser, probe: str) -> str | None:
-        """Return how the template writes a call that the parser does not read; "" if it does, None if unknown."""
+        """Return the template's form of a call that the parser cannot read; "" if it can, None if unknown."""
         tool = json.loads(probe)
         template = self.template([tool])
         written = written_call(template, tool, self.options)
@@ -261,10 +263,10 @@ class ChatRenderer:
 
     @property
     def own_end(self) -> int | None:
-        """The structural token that the template writes after each reply, if it writes no stop token there.
+        """Structural token that the template writes after each reply, unless it is a stop token.
 
-        gpt-oss has none: its template ends the last reply with `<|return|>`, earlier ones with `<|end|>`, with which
-        the model ends no reply.
+        gpt-oss has none: its template ends the last reply with `<|return|>`, earlier ones with `<|end|>`, which never
+        ends a sampled reply.
         """
         ends = self._written_ends
         if any(name in self.structure.stops for names in ends for name in names):
@@ -273,20 +275,20 @@ class ChatRenderer:
 
     @property
     def _written_ends(self) -> list[list[str]]:
-        """Structural tokens, by private names, right after the last reply, and right after an earlier one."""
+        """Structural tokens, by private names, directly after the last reply, and directly after an earlier one."""
         return [self._leading(text) for text in reversed(self.template(()).after_reply)]
 
     def _leading(self, text: str) -> list[str]:
-        """List the structural tokens, by private names, with which a text begins."""
+        """List the structural tokens, by private names, at the beginning of a text."""
         pattern = self.structure.pattern
         match = re.match(rf"\s*(?:{pattern.pattern}\s*)*", text, re.DOTALL)
         return pattern.findall(match[0]) if match else []
 
     @cached_property
     def end_of_turn(self) -> Ids:
-        """What the template writes after a reply, up to its end token, int32[T].
+        """Text that the template writes after a reply, up to its end token, int32[T].
 
-        Raises ConfigError if no stop token ends a turn.
+        Raises ConfigError unless a turn ends with a stop token.
         """
         stops = self.structure.stops
         for names in self._written_ends:
@@ -300,7 +302,7 @@ class ChatRenderer:
         )
 
     def _ends(self, template: ChatTemplate) -> re.Pattern[str]:
-        """Match tokens that may end an assistant's turn: those that stop a completion, and the template's own."""
+        """Match tokens that may end an assistant's turn: stop tokens, and the template's own."""
         written, stops = self._leading(template.after_reply[0]), self.structure.stops
         return any_of({*stops, *(written[:1] if not any(name in stops for name in written) else [])})
 

@@ -1,10 +1,10 @@
-"""`Conversation`: the prompts of one session, rendered from messages so that recorded ids are kept.
+"""`Conversation`: the prompts of one session, rendered from messages such that recorded ids are kept.
 
-messages -> which of them are recorded replies?            rendering/identity.py, _match
-         -> rendered by the chat template, with marks      rendering/template.py, splices.py
-         -> where do the replies stand, are they kept?     rendering/splices.py
-         -> recorded ids there, the rest encoded           rendering/structure.py, _assemble
-         -> and if earlier ids could not be kept: why?     rendering/identity.py, _cause
+messages -> which of them are recorded replies?                 rendering/identity.py, _match
+         -> text by the chat template, with marks               rendering/template.py, splices.py
+         -> positions of the replies; are they kept?            rendering/splices.py
+         -> recorded ids for kept replies, the rest encoded     rendering/structure.py, _assemble
+         -> if earlier ids are not kept: why?                   rendering/identity.py, _cause
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Rendered = tuple[Ids, BreakCause | None, Rendering]
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """A conversation as text. shown: its messages as the template got them. write: renders such messages."""
+    """A conversation as text. shown: messages as passed to the template. write: renders such messages."""
 
     values: tuple[identity.Value, ...]
     replies: tuple[Record | None, ...]
@@ -50,7 +50,7 @@ class _Draft:
 
     @cached_property
     def marked(self) -> Marked | None:
-        """Where the parts of messages are in the text; None if marks change what the template writes."""
+        """Positions of message parts in the text; None if marks change the template's output."""
         setter = Marks()
         try:
             unmarked, places = setter.read(self.write(setter.mark(self.shown)))
@@ -61,7 +61,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Tools and options of a call (key: both as one string), and how the template opens a turn with them."""
+    """Tools and options of a call (key: both as one string), and the template's opening of a turn with them."""
 
     template: ChatTemplate
     tools: list[Any] | None
@@ -72,9 +72,9 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """text[start:end] of a prompt is replaced by recorded ids.
+    """Recorded ids that replace text[start:end] of a prompt.
 
-    after: the last id, if it is an end token. spans: of the replies in it, if there are several.
+    after: the last id, if it is an end token. spans: positions of the replies in it, if there are several.
     """
 
     start: int
@@ -85,18 +85,18 @@ class _Kept:
 
 
 _KeptAndLost = tuple[list[_Kept], Mapping[int, BreakCause]]
-"""What is kept, in order, and why other replies are not."""
+"""Kept parts, in order, and the causes of replies not kept."""
 
 
 class Conversation:
     """Renders one session's calls and remembers what was sampled.
 
-    Invariant: a recorded reply that a prompt contains with all its parts has the ids that were sampled, after those of
-    its own prompt; one of which the agent was given only a part has those of that part's text. Calls may be rendered
-    while others are still being sampled, and recorded from another thread. The date that templates write is that of the
-    run's beginning, or the conversation's.
+    Invariant: a recorded reply that a prompt contains with all its parts keeps its sampled ids, after the ids of its
+    own prompt; if the agent got only a part of it, the ids of that part's text. Calls may be rendered while others are
+    still being sampled, and recorded from another thread. The date in templates is that of the run's beginning, or the
+    conversation's.
 
-    notes: what the template leaves out of tools, a line each.
+    notes: parts of tools that the template leaves out, one line per tool.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -117,25 +117,26 @@ class Conversation:
     ) -> Prompt:
         """Render the prompt of a call with these messages and tools (JSON schemas, as in OpenAI's API).
 
-        template_kwargs: options of the template, which override the renderer's own. continue_final_message: the
-        completion continues the last message, which is the assistant's.
+        template_kwargs: template options, which override the renderer's own. continue_final_message: whether the
+        completion continues the last message, which must be the assistant's.
 
-        Raises DataError for a conversation that the template refuses, or tools that it does not write.
+        Raises DataError if the template refuses the conversation, or does not write the tools.
         """
         messages = self._renderer.merged(tuple(messages))
         setting = self._setting(tools, template_kwargs or {})
         render = self._continued if continue_final_message else self._answered
         ids, cause, rendering = render(messages, setting)
-        ids.flags.writeable = False  # it may be a memoised piece
+        # May be a memoized piece, shared with other prompts.
+        ids.flags.writeable = False
         return Prompt(ids, messages, cause, rendering)
 
     def record(self, prompt: Prompt, completion_ids: Ids, reply: Message, whole: bool = True) -> Record:
-        """Remember what was sampled for a prompt of `render`, and the message that the agent got for it.
+        """Remember the completion for a prompt of `render`, and the message that the agent got for it.
 
-        whole: whether that has all that was sampled. Otherwise later prompts have it as the template writes it.
+        whole: whether the message contains everything sampled. Otherwise later prompts render it by the template.
         """
         if prompt.rendering is None:
-            raise DataError("only a prompt that was rendered from messages can be continued by messages")
+            raise DataError("only a prompt rendered from messages can be continued by messages")
         if prompt.rendering.opened:
             reply = {**reply, "content": prompt.rendering.opened + identity.flat(reply["content"])}
         last = int(completion_ids[-1]) if len(completion_ids) else -1
@@ -148,8 +149,8 @@ class Conversation:
     def demonstrated(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
         """Return the ids of the last message, a reply, as a model would sample it after the prompt of the others.
 
-        They are what the template writes for it, thoughts and tool calls included, up to its end token. Raises
-        DataError if the template leaves out some of the reply, or does not begin it with its generation prompt.
+        These are the template's text for it, including thoughts and tool calls, up to its end token. Raises DataError
+        if the template leaves out part of the reply, or does not begin it with its generation prompt.
         """
         messages = self._renderer.merged(tuple(messages))
         setting, message = self._setting(tools, {}), messages[-1]
@@ -190,7 +191,7 @@ class Conversation:
         return self._assemble(draft, begin, draft.text[begin:])
 
     def _continued(self, messages: tuple[Message, ...], setting: _Setting) -> _Rendered:
-        """Render with the last message left open; after a recorded part of it only new text is encoded."""
+        """Render with the last message left open; after a recorded part of it, only new text is encoded."""
         if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
             raise DataError("continue_final_message needs an assistant message without tool calls at the end")
         body, opened = messages[:-1], identity.flat(messages[-1]["content"])
@@ -202,14 +203,15 @@ class Conversation:
         if begun:
             record = max(reversed(begun), key=lambda r: len(r.message["content"]))
             rest = opened[len(record.message["content"]) :]
-            before = next(iter(self._structure.stops.values()), None)  # any will do: the text begins no sequence
+            # any will do: it only prevents encoding as a sequence's beginning
+            before = next(iter(self._structure.stops.values()), None)
             new = self._structure.encode(rest, before)
             ids = np.concatenate([ids[: rendering.turn], record.turn, *new])
             cause = None if record.begins(ids) else _template_change(record, rendering)
         return ids, cause, replace(rendering, opened=opened)
 
     def _prefill(self, messages: tuple[Message, ...], opened: str, setting: _Setting) -> _Rendered:
-        """Render the last message as the template writes it, up to the end of its content."""
+        """Render the last message by the template, up to the end of its content."""
         draft = self._draft(messages, setting, open_end=True)
         content = draft.shown[-1]["content"]
         inner, blank = content.strip(), content[len(content.rstrip()) :]
@@ -241,7 +243,7 @@ class Conversation:
         return self._settings[key]
 
     def _draft(self, messages: tuple[Message, ...], setting: _Setting, open_end: bool = False) -> _Draft:
-        """Render the text of the conversation. open_end: its last message, not a recorded one, is continued."""
+        """Render the text of the conversation. open_end: the last message, not a recorded one, is continued."""
         closed = messages[:-1] if open_end else messages
         values = tuple(map(identity.value, closed))
         replies = self._match(closed, values)
@@ -265,7 +267,7 @@ class Conversation:
     def _check_complete(
         self, shown: Sequence[Plain], replies: Sequence[object], setting: _Setting, asks: bool = True
     ) -> None:
-        """Raise DataError for what the template leaves out of messages; of recorded replies it is a break."""
+        """Raise DataError if the template leaves out parts of messages; for recorded replies that is a break."""
         for number, part in self._renderer.left_out(setting.key, shape(shown), asks):
             if replies[number] is None:
                 message = shown[number]
@@ -277,7 +279,7 @@ class Conversation:
                 )
 
     def _match(self, messages: Sequence[Message], values: tuple[identity.Value, ...]) -> tuple[Record | None, ...]:
-        """Find the recorded reply that each message is, from the last one backwards: its record knows all before it."""
+        """Find each message's recorded reply, last one first: its record identifies all before it."""
         records: list[Record | None] = [None] * len(messages)
         for number in range(len(messages) - 1, -1, -1):
             candidates = self._by_value.get(values[number], []) if messages[number]["role"] == "assistant" else []
@@ -303,7 +305,7 @@ class Conversation:
         kept, lost = self._carried_on(draft, text) or self._spliced(draft, text)
         pieces: list[Ids] = []
         spans: list[Span] = []
-        at, after, tokens = 0, None, 0  # end of the encoded text, end token before the rest, ids so far
+        at, after, tokens = 0, None, 0  # end of the encoded text, end token before the rest, number of ids
         for reply in kept:
             between = self._structure.encode(text[at : reply.start], after)
             tokens += sum(map(len, between))
@@ -327,9 +329,9 @@ class Conversation:
         return ids, self._cause(ids, rendering), rendering
 
     def _carried_on(self, draft: _Draft, text: str) -> _KeptAndLost | None:
-        """The fast path, without marks: the text is that of an earlier call, then its reply's bare content.
+        """Fast path without marks: the text extends an earlier call's text and its reply's bare content.
 
-        None if it does not apply.
+        None if this fast path does not apply.
         """
         number = max((n for n, record in enumerate(draft.replies) if record), default=-1)
         record = draft.replies[number] if number >= 0 else None
@@ -349,7 +351,7 @@ class Conversation:
         return [_Kept(0, at, record.ids, after, (*earlier.spans, span))], earlier.lost
 
     def _spliced(self, draft: _Draft, text: str) -> _KeptAndLost:
-        """Find each reply by the marks of its parts."""
+        """Find each reply by the marks around its parts."""
         recorded = [(number, record) for number, record in enumerate(draft.replies) if record]
         replies = {number: record for number, record in recorded if record.whole}
         cut = dict.fromkeys((number for number, record in recorded if not record.whole), BreakCause.CALLS_WITHHELD)
@@ -365,7 +367,7 @@ class Conversation:
         return kept, {**lost, **cut}
 
     def _cause(self, ids: Ids, rendering: Rendering) -> BreakCause | None:
-        """Return why the ids do not begin with those of the call that the messages continue."""
+        """Return why the ids do not begin with those of the call continued by the messages."""
         values = rendering.values
         last = max((n for n, (role, *_) in enumerate(values) if role == "assistant"), default=None)
         if last is None or not self._records:
@@ -380,7 +382,7 @@ class Conversation:
 
 
 def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
-    """Return the cause where messages were only appended: that of the first reply that is lost now, but was kept."""
+    """Return the cause if messages were only appended: the one of the first reply that is lost now, but was kept."""
     if parent.rendering.setting != rendering.setting:
         return BreakCause.TOOLS_CHANGED
     lost = (cause for number, cause in sorted(rendering.lost.items()) if number not in parent.rendering.lost)
@@ -388,7 +390,7 @@ def _template_change(parent: Record, rendering: Rendering) -> BreakCause:
 
 
 def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Mapping[str, str]) -> Plain:
-    """Return a message as the template gets it: plain data."""
+    """Convert a message to the plain data passed to the template."""
     shown: Plain = {key: _data(item) for key, item in message.items() if item is not None}
     shown["role"] = roles.get(shown["role"], shown["role"])
     shown["content"] = identity.flat(message.get("content"))
@@ -397,7 +399,8 @@ def _shown(message: Mapping[str, Any], recorded: bool, as_text: bool, roles: Map
     else:
         shown.pop("tool_calls", None)
     if recorded or _before_thought(message):
-        shown.setdefault("reasoning_content", "")  # a string here keeps templates from looking for it in the content
+        # An empty string keeps templates from looking for a thought in the content.
+        shown.setdefault("reasoning_content", "")
     if thought := shown.get("reasoning_content"):
         shown["thinking"] = thought
     return shown
@@ -419,7 +422,7 @@ def _call(call: Mapping[str, Any], as_text: bool) -> Plain:
 
 
 def _data(value: Any) -> Any:
-    """Convert to the types that `json` reads data into."""
+    """Convert to the types that `json` produces."""
     if isinstance(value, Mapping):
         return {key: _data(item) for key, item in value.items()}
     return [_data(item) for item in value] if isinstance(value, list | tuple) else value
@@ -428,16 +431,16 @@ def _data(value: Any) -> Any:
 def check_turns(renderer: ChatRenderer, messages: Sequence[Message], several: bool) -> None:
     """Raise ConfigError if no stop token ends the template's turns, or they cannot be extended token by token.
 
-    several: whether the conversation that starts with `messages` may go on after a reply.
+    several: whether the conversation may continue after a reply.
     """
     conversation = Conversation(renderer)
     reply = Message(role="assistant", content="-")
     prompt = conversation.render(messages)
     conversation.record(prompt, renderer.reply(reply), reply)
     more = [*messages, reply, Message(role="user", content="-")]
-    # A template that ends a reply with another token than the model breaks each turn, which is recorded.
+    # A template that ends a reply with another token than the model breaks each turn; the breaks are recorded.
     if several and conversation.render(more).break_cause not in (None, BreakCause.END_TOKEN_REWRITTEN):
         raise ConfigError(
-            "the chat template does not write each assistant message once, in its place, as it was sampled, so that it "
+            "the chat template does not write each assistant message exactly once, in order and as sampled, so that it "
             "cannot be extended token by token"
         )

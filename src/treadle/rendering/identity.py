@@ -1,4 +1,4 @@
-"""Records of calls, and equality of messages: by value, since clients send back messages in other forms."""
+"""Records of calls, and equality of messages: by value, because clients send messages back in other forms."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from treadle.core.text import read_json
 from treadle.core.types import BreakCause, Ids, Message
 
 Value = tuple[str, str, str]
-"""(role, content, tool calls as canonical JSON): equal for messages that are the same."""
+"""(role, content, tool calls as canonical JSON): equal for equal messages."""
 
 
 def flat(content: Any) -> str:
-    """Join content to one string; None is ""."""
+    """Join content to one string; None becomes ""."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -25,7 +25,7 @@ def flat(content: Any) -> str:
 
 
 def size(message: Mapping[str, Any]) -> int:
-    """Estimate how many characters a message has."""
+    """Estimate the characters of a message."""
     content = message.get("content")
     texts = [content if isinstance(content, str) else flat(content), message.get("reasoning_content") or ""]
     texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
@@ -35,7 +35,7 @@ def size(message: Mapping[str, Any]) -> int:
 def value(message: Mapping[str, Any]) -> Value:
     """Return the value by which messages are compared.
 
-    For the assistant's, outer white space, formatting of JSON arguments, ids of calls and reasoning do not count.
+    For assistants, it ignores outer white space, formatting of JSON arguments, ids of calls and reasoning.
     """
     content = flat(message.get("content"))
     if message["role"] != "assistant":
@@ -48,7 +48,7 @@ def value(message: Mapping[str, Any]) -> Value:
 
 
 def reasoning(message: Mapping[str, Any]) -> str:
-    """Return the thought of an assistant message without outer white space; "" if there is none."""
+    """Return the thought of an assistant message without outer white space; "" without one."""
     return flat(message.get("reasoning_content")).strip()
 
 
@@ -58,7 +58,7 @@ def call_ids(message: Mapping[str, Any]) -> frozenset[str]:
 
 
 def parsed(arguments: Any) -> Any:
-    """Return a tool call's arguments as a value; text that cannot be read as JSON stays text."""
+    """Return a tool call's arguments as a value; invalid JSON stays text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -68,14 +68,14 @@ def parsed(arguments: Any) -> Any:
 
 
 def common(a: Sequence[Value], b: Sequence[Value]) -> int:
-    """Return how many leading messages are the same."""
+    """Return the number of leading messages in common."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def agents_change(recorded: Sequence[Value], sent: Sequence[Value]) -> BreakCause | None:
     """Return how the agent changed a conversation that it continues; None for a fork or a shortened one.
 
-    recorded: a call's messages and its reply. sent: the messages of the new call, which do not begin with all of
+    recorded: a call's messages and its reply. sent: messages of the new call, which do not begin with all of
     `recorded`. It is a fork if it contains none of the replies after the change.
     """
     at = common(recorded, sent)
@@ -105,8 +105,8 @@ def _canonical(value: Any) -> Any:
 class Prompt:
     """The prompt of one call.
 
-    ids int32[P]. messages: what it was rendered from. break_cause: why it does not continue the ids of the call that
-    its messages continue; None if it does, or continues none. rendering: None for raw prompts.
+    ids int32[P]. messages: source of the prompt. break_cause: why it does not continue the ids of the call continued by
+    its messages; None if it does, or continues none. rendering: None for raw prompts.
     """
 
     ids: Ids
@@ -120,14 +120,14 @@ Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendering:
-    """How the ids of a prompt were made.
+    """Derivation of a prompt's ids.
 
-    text: what the template wrote, structural tokens by private names (`Structure.plain` undoes that). spans: (start,
-    end in the text, start, end in the ids) of each recorded reply that the prompt contains with its own ids; outside
-    them, the ids are those of the text.
-    turn: where in the ids the assistant's turn begins. head: its opening text, as far as later prompts repeat it.
-    values, replies: of each message, its value and the recorded reply that it is, if any. lost: why replies could not
-    be kept. setting: tools and options. opened: text of the message that the turn continues, "" if it is a new one.
+    text: output of the template, with structural tokens by private names (`Structure.plain` undoes that). spans:
+    (start, end in the text, start, end in the ids) of each recorded reply kept with its own ids; outside them, the ids
+    encode the text.
+    turn: index of the first id of the assistant's turn. head: its opening text, as far as later prompts repeat it.
+    values, replies: value and recorded reply, if any, of each message. lost: why replies could not be kept. setting:
+    tools and options. opened: text of the message that the turn continues, "" for a new one.
     """
 
     text: str
@@ -142,16 +142,16 @@ class Rendering:
 
     @property
     def continues(self) -> Record | None:
-        """Return the latest recorded reply that stands in the prompt after the same messages as when it was sampled."""
+        """Return the latest recorded reply that follows the same messages in the prompt as when it was sampled."""
         replies = reversed([*enumerate(self.replies)])
         return next((record for at, record in replies if record and record.answers(self.values, at)), None)
 
 
 class Record:
-    """A recorded call, and the message that the agent got for it.
+    """A recorded call, with the message that the agent got for it.
 
-    ids: prompt and completion. turn: those of the assistant's turn, which begins with `head`. stop: the end token, if
-    sampled. whole: whether the message has all that was sampled.
+    ids: prompt and completion. turn: ids of the assistant's turn, which begins with `head`. stop: the end token, if
+    sampled. whole: whether the message contains everything sampled.
     """
 
     def __init__(self, ids: Ids, rendering: Rendering, message: Message, stop: str, whole: bool = True) -> None:
@@ -169,7 +169,7 @@ class Record:
         return (*self.rendering.values, self.value)
 
     def opens(self, content: str) -> bool:
-        """Whether an assistant message with this content may be the reply, continued."""
+        """Return whether an assistant message with this content may continue the reply."""
         return not self.call_ids and content.startswith(self.message["content"])
 
     def begins(self, ids: Ids) -> bool:

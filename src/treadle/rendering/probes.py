@@ -1,8 +1,8 @@
-"""Probes of a chat template: does it write all of a conversation, tools, and tool calls?
+"""Probes of a chat template: does it write every part of a conversation, tools, and tool calls?
 
-The first is tried on a conversation of the same shape.
-Templates silently drop roles that they do not know: `developer` on Qwen, `tool` on Phi. What they drop depends on roles
-and on which parts messages have, hardly on what these say, so each part is a word here:
+The first one uses an example conversation of the same shape.
+Templates silently drop unknown roles: `developer` on Qwen, `tool` on Phi. What they drop depends on roles and on which
+parts messages have, hardly on their text, so each part is a word here:
 
     user "What time is it?"                     -->  user "zqz0cz"
     assistant, calls clock {"zone": "UTC"}      -->  assistant, calls zqz1k0z {"q": "zqz1a0z"}
@@ -18,14 +18,14 @@ from typing import Any
 from treadle.core.errors import DataError
 from treadle.rendering.template import ChatTemplate, Plain, Variables
 
-_CALL_ID = "zqz{:06d}"  # nine letters and digits, which Mistral's templates want
+_CALL_ID = "zqz{:06d}"  # nine letters and digits, as Mistral's templates require
 MessageShape = tuple[str, bool, bool, int, int]
 """Role, whether it has content, whether a thought, how many tool calls, and which call it answers (-1: none)."""
 Shape = tuple[MessageShape, ...]
 
 
 def shape(messages: Sequence[Mapping[str, Any]]) -> Shape:
-    """Return the shape of a conversation; blank content counts as none."""
+    """Return the shape of a conversation; blank content counts as missing."""
     calls = [call.get("id") for message in messages for call in message.get("tool_calls") or ()]
     numbers = {ident: number for number, ident in enumerate(calls) if ident}
     return tuple(
@@ -41,7 +41,7 @@ def shape(messages: Sequence[Mapping[str, Any]]) -> Shape:
 
 
 def example(shape: Shape, arguments_as_text: bool) -> list[Plain]:
-    """Make a conversation of that shape, each part of which is a word."""
+    """Make a conversation of that shape, with one word per part."""
     messages: list[Plain] = []
     number = 0
     for at, (role, content, thought, calls, answers) in enumerate(shape):
@@ -60,9 +60,9 @@ def example(shape: Shape, arguments_as_text: bool) -> list[Plain]:
 
 
 def left_out(shape: Shape, text: str) -> tuple[tuple[int, str], ...]:
-    """Return the parts that are not in the text of `example`: (message, "content", "thought" or "tool call").
+    """Return the parts of `example` missing from the text: (message, "content", "thought" or "tool call").
 
-    Not among them are thoughts before the last question, which templates leave out on purpose.
+    Thoughts before the last question are not reported, as templates leave them out on purpose.
     """
     return tuple((at, part) for at, part, word in _words(shape) if word not in text)
 
@@ -94,26 +94,26 @@ PROBE: Plain = {
         "parameters": {"type": "object", "properties": {"zqz_key": {"type": "string"}}, "required": ["zqz_key"]},
     },
 }
-"""A tool that nobody has."""
+"""A tool that no caller has."""
 _QUESTION: Plain = {"role": "user", "content": "u"}
 _TALKS = [_QUESTION], [{"role": "system", "content": "s"}, _QUESTION]
 
 
 def ignores_tools(template: ChatTemplate, options: Variables) -> bool:
-    """Whether the template takes a tool and writes nothing of it. One that refuses the tool does not ignore it."""
+    """Return whether the template accepts a tool but writes nothing of it. Refusing the tool is not ignoring it."""
     texts = [text for talk in _TALKS if (text := _rendered(template, talk, PROBE, options)) is not None]
     return bool(texts) and not any(_NAME in text for text in texts)
 
 
-_BESIDE = {"title", "$schema", "$id", "$comment", "examples"}  # of a schema, and not for who calls the tool
+_BESIDE = {"title", "$schema", "$id", "$comment", "examples"}  # keys of a schema irrelevant for calling the tool
 _SCHEMAS = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 def unwritten_parts(template: ChatTemplate, tool: Plain, options: Variables) -> tuple[str, ...]:
-    """Return the parts of a tool's description and schema without which the template writes the same.
+    """Return the parts of a tool's description and schema that do not affect the template's output.
 
-    Named as `who.$ref` or `where.items.enum`; of a part that is not written, those within it are not named.
+    Named like `who.$ref` or `where.items.enum`; an unwritten part is named without its children.
     """
     function = tool.get("function") or {}
     parameters, text = function.get("parameters"), _rendered(template, [_QUESTION], tool, options)
@@ -156,7 +156,7 @@ def unwritten_parts(template: ChatTemplate, tool: Plain, options: Variables) -> 
 
 
 def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return a call of the tool to try out: its name, and a text for each argument that is one."""
+    """Return a trial call of the tool: its name, and a text for each text argument."""
     schema = tool["function"].get("parameters")
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     kinds = properties.items() if isinstance(properties, Mapping) else ()
@@ -165,10 +165,10 @@ def probe_call(tool: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def written_call(template: ChatTemplate, tool: Plain, options: Variables) -> str | None:
-    """Return how the template writes `probe_call` in the assistant's turn, from its head to its end.
+    """Return the template's text of `probe_call` in the assistant's turn, from its head to its end.
 
-    Structural tokens stand by private names. None if the template refuses the tool or the call; "" if it leaves the
-    call out.
+    Structural tokens have private names. None if the template refuses the tool or the call; "" if it leaves the call
+    out.
     """
     name, arguments = probe_call(tool)
     function = {"name": name, "arguments": json.dumps(arguments) if template.arguments_as_text else arguments}

@@ -1,24 +1,24 @@
-"""Reply parsers: from what a model wrote to the assistant message that an agent reads.
+"""Reply parsers: from a model's text to the assistant message that an agent reads.
 
 A parser is a function `(text, tools) -> Message`, registered as an entry point of `treadle.reply_parsers` or named
-`module:attribute`. It never raises: what it cannot read as a thought or a tool call stays content, as it was written.
-Where the prompt has opened a thought, the text begins with that `<think>`.
+`module:attribute`. It never raises: text that is not readable as a thought or a tool call stays content, verbatim. If
+the prompt has opened a thought, the text begins with that `<think>`.
 
     <think>Anna or Bob?</think>                                   reasoning_content "Anna or Bob?"
     I look it up.                                                 content           "I look it up."
     <tool_call>{"name": "look", "arguments": {"who": "Anna"}}</tool_call>      one tool call
 
-Built-in parsers combine a format of thoughts and one of tool calls; `auto` chooses both by what the chat template
-writes (`ChatRenderer.parser`). Each format has a reader, from a call's text to its name and arguments:
+Built-in parsers combine a thought format and a tool-call format; `auto` chooses both by probing the chat template
+(`ChatRenderer.parser`). Each format has a reader, from a call's text to its name and arguments:
 
     json_call      {"name": "look", "arguments": {"who": "Anna"}}              in <tool_call> tags: Hermes, Qwen 2.5, 3
     xml_call       <function=look><parameter=who>Anna</parameter></function>   in <tool_call> tags: Qwen 3.5, Nemotron
     glm_call       look<arg_key>who</arg_key><arg_value>Anna</arg_value>       in <tool_call> tags: GLM 4.5
 
-A call is read as it was written, or not at all: it stays content if a value that is declared is ambiguous (`value_of`)
-or text is left over. A `</parameter>` inside a value does not end it; one before another parameter or the end of the
-call does. (A value that contains a whole parameter, line breaks included, cannot be told from that one.) Calls inside
-thoughts, or inside a call that cannot be read, do not count.
+A call is read exactly as written, or not at all: it stays content if a declared value is ambiguous (`value_of`) or text
+is left over. A `</parameter>` inside a value does not end it; one before another parameter or the end of the call does.
+(A value that contains a whole parameter, including line breaks, is indistinguishable from that parameter.) Calls inside
+thoughts, or inside an unreadable call, do not count.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from treadle.core.text import read_json
 from treadle.core.types import FunctionCall, Message, ToolCall
 
 Tool = Mapping[str, Any]
-"""A tool's JSON schema, as OpenAI's API has it: `{"type": "function", "function": {"name": ..., ...}}`."""
+"""A tool's JSON schema, as in OpenAI's API: `{"type": "function", "function": {"name": ..., ...}}`."""
 
 ReadCall = Callable[[str, Sequence[Tool]], ToolCall | None]
-"""The text of a call, without the tags around it -> the call.
+"""Parses the text of a call, without the tags around it.
 
-None if it is incomplete. Raises Ambiguous if it can be read in several ways, which more text would not change.
+None if it is incomplete. Raises Ambiguous for several readings, which more text would not resolve.
 """
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 THOUGHT_TAGS = (THOUGHT, THOUGHT_END), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>")
-"""The latter are Mistral's and Gemma's."""
+"""Opening and closing tags of thoughts; the latter are Mistral's and Gemma's."""
 CALL, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGIN = re.compile(f"{CALL}|{THOUGHT}")
 _EITHER = re.compile(f"{CALL}|{_CLOSE}")
 _CLOSES = re.compile(_CLOSE)
-_MAX_ENDS = 32  # closing tags that are tried for one call
+_MAX_ENDS = 32  # closing tags to try per call
 _TAGS = "tool_call>", "function=", "parameter=", "arg_value>"
 _PAIRS = tuple((f"<{name}", f"</{name.rstrip('=>')}>") for name in _TAGS)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -65,9 +65,9 @@ _ARGUMENT = re.compile(
 
 
 def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[ToolCall]]:
-    """Return the text without its tool calls, which stand in <tool_call> tags, and the calls.
+    """Split the text into content and the tool calls in its <tool_call> tags.
 
-    All of it stays text if closing tags are left over: some were inside a value, which was cut.
+    All of it stays content if closing tags are left over: some were inside a value, which would be cut.
     """
     calls: list[ToolCall] = []
     kept: list[str] = []
@@ -90,7 +90,7 @@ def tagged(text: str, tools: Sequence[Tool], read: ReadCall) -> tuple[str, list[
 
 
 def _skipped(text: str, begin: re.Match[str]) -> int:
-    """Return where a thought, or a call that cannot be read, ends; the end of the text if it is cut."""
+    """Return the end of a thought or an unreadable call; the end of the text if it is cut off."""
     if begin[0] == THOUGHT:
         end = text.find(THOUGHT_END, begin.end())
         return end if end >= 0 else len(text)
@@ -119,7 +119,7 @@ def json_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
 def xml_call(text: str, tools: Sequence[Tool]) -> ToolCall | None:
     """Read `<function=NAME><parameter=KEY>VALUE</parameter></function>`.
 
-    One line break on either side of a value belongs to the format; if values differ in it, one was cut.
+    One line break on either side of a value belongs to the format; if values differ in that, one was cut.
     """
     match = _FUNCTION.fullmatch(text)
     pairs = _pairs(_PARAMETER, match[2]) if match else None
@@ -146,8 +146,7 @@ def _tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
 def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
     """Return key and value of each argument.
 
-    None if text is left over, or a value contains a call that does not end in it. Raises Ambiguous for a
-    repeated key.
+    None if text is left over, or a value contains an incomplete call. Raises Ambiguous for a repeated key.
     """
     if text.count(CALL) > text.count(_CLOSE):
         return None
@@ -165,7 +164,7 @@ def _pairs(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]] | None:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> ToolCall | None:
-    """Make a call with values of the types that the tool's schema allows. Raises Ambiguous."""
+    """Make a call with values of the types allowed by the tool's schema. Raises Ambiguous."""
     functions = [tool.get("function", {}) for tool in tools]
     root = next((function.get("parameters") for function in functions if function.get("name") == name), None)
     return _tool_call(name, {key: value_of(text, _schema_of(key, root), root) for key, text in pairs})
@@ -175,8 +174,8 @@ _TEXT = {"type": "string"}
 
 
 def _schema_of(key: str, root: Any) -> Any:
-    """Return the schema of an argument. One that is not declared, or of an unknown tool, is text: whoever answers the
-    call can say that it is wrong.
+    """Return the schema of an argument. Undeclared ones, or those of an unknown tool, count as text: the tool can
+    then tell the model.
     """
     if not isinstance(root, Mapping):
         return _TEXT
@@ -190,7 +189,7 @@ def _schema_of(key: str, root: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """Read JSON; None for text that is none, or repeats a key."""
+    """Read JSON; None for invalid JSON or a repeated key."""
     try:
         return read_json(text, strict=False, unique=True)
     except ValueError:
@@ -198,7 +197,7 @@ def _json(text: str) -> Any:
 
 
 _PYTHON = {"True": True, "False": False, "None": None}
-_DEEPEST = 8  # levels of $ref, anyOf and so on, which may refer to themselves, and several times
+_DEEPEST = 8  # levels of $ref, anyOf and so on, which may be recursive
 _OF_TYPE: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
@@ -211,21 +210,21 @@ _OF_TYPE: dict[str, tuple[type, ...]] = {
 
 
 class Ambiguous(ValueError):
-    """Raised for text that may stand for several values."""
+    """Raised for text with several possible values."""
 
 
 def value_of(text: str, schema: Any, root: Any) -> Any:
-    """Return the value of an argument whose text does not show its type, as the schema allows it.
+    """Return the value of an argument from untyped text, according to the schema.
 
-    Formats with tags write `5` for the number and for the text, and templates write `true` as JSON or as Python does.
-    The text is read in each way; readings that the schema does not allow are discarded:
+    Tag formats write `5` for the number and for the text, and templates write `true` as JSON or as Python does. The
+    text is read in each way; readings that the schema does not allow are discarded:
 
         5    {"type": "integer"}             -> 5
         5    {"type": "string"}              -> "5"
-        5    {"type": ["string", "integer"]} -> Ambiguous: a tool must not get what was not meant
+        5    {"type": ["string", "integer"]} -> Ambiguous: a tool must never get an unintended value
 
-    If the schema allows none, the text is read as JSON if it is JSON, else as text. root: the schema of all
-    arguments, for references.
+    If the schema allows none, the text is read as JSON if valid, otherwise as text. root: schema of all arguments, for
+    references.
     """
     readings = list(_readings(text))
     allowed = [reading for reading in readings if _allows(schema, reading, root)]
@@ -243,12 +242,12 @@ def _readings(text: str) -> Iterator[Any]:
         value = read_json(text, strict=False, unique=True)
     except ValueError:
         return
-    if not isinstance(value, str):  # texts are written as they are, never as JSON
+    if not isinstance(value, str):  # texts are written verbatim, never as JSON
         yield value
 
 
 def _allows(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
-    """Whether a schema allows a value, by types, enums, references and combinations; other keywords are ignored."""
+    """Return whether a schema allows a value, by types, enums, references and combinations; ignores other keywords."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return schema is not False
     if value is None and schema.get("nullable") is True:  # OpenAPI's
@@ -279,12 +278,12 @@ def _has_type(value: object, name: object) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two JSON values are equal: 1 is 1.0, but not true."""
+    """Return whether two JSON values are equal: 1 equals 1.0, but not true."""
     return isinstance(a, bool) is isinstance(b, bool) and bool(a == b)
 
 
 def _resolve(reference: Any, root: Any) -> Any:
-    """Resolve `#/$defs/name`; a reference to nothing allows anything."""
+    """Resolve `#/$defs/name`; a dangling reference allows anything."""
     path, schema = str(reference), root
     for step in path.removeprefix("#").strip("/").split("/") if path.startswith("#") else ["?"]:
         schema = schema.get(step.replace("~1", "/").replace("~0", "~"), True) if isinstance(schema, Mapping) else True
@@ -292,7 +291,7 @@ def _resolve(reference: Any, root: Any) -> Any:
 
 
 ReplyParser = Callable[[str, Sequence[Tool]], Message]
-"""What the model wrote -> the assistant message that the agent gets. Without tools, tool calls are content."""
+"""Parses a model's text to the assistant message for the agent. Without tools, tool calls are content."""
 
 AUTO = "auto"
 _CHANNEL = re.compile(r"\s*(.*?)<\|channel\|>(\w+)([^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(.*)", re.DOTALL)
@@ -300,15 +299,15 @@ _TURNS = re.compile(r"<\|end\|>(?:<\|start\|>assistant(?=[^<]*<\|channel\|>)|\Z)
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 ReadCalls = Callable[[str, Sequence[Tool]], tuple[str, list[ToolCall]]]
-"""Text without thoughts -> what is left of it, and its tool calls."""
+"""Splits text without thoughts into remaining text and tool calls."""
 
 
 @dataclass(frozen=True)
 class Parser:
-    """Reads replies with tool calls in one format. name: for errors.
+    """Parses replies with one format of tool calls. name: for errors.
 
-    thoughts: whether a thought is taken out of the content. Otherwise it stays, and is not searched for calls.
-    tags: what opens and closes a thought.
+    thoughts: whether thoughts are taken out of the content. Otherwise they stay, and are not searched for calls.
+    tags: opening and closing tag of a thought.
     """
 
     name: str
@@ -332,7 +331,7 @@ class Parser:
 
 
 def _llama(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
-    """Read a call, if it is all of the text and of a known tool; other JSON is an answer."""
+    """Read a call if it is the whole text and names a known tool; other JSON is an answer."""
     call = json_call(text.strip().removeprefix("<|python_tag|>"), tools)
     names = {tool["function"]["name"] for tool in tools}
     return ("", [call]) if call and call["function"]["name"] in names else (text, [])
@@ -344,7 +343,7 @@ FORMATS: dict[str, ReadCalls] = {
     "glm": partial(tagged, read=glm_call),
     "llama": _llama,
 }
-"""Formats of tool calls, in the order in which `auto` tries them."""
+"""Formats of tool calls, in the order tried by `auto`."""
 
 plain = Parser("plain")
 thinking = Parser("thinking", thoughts=True)
@@ -355,7 +354,7 @@ llama = Parser("llama", False, FORMATS["llama"])
 
 
 def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
-    """Read gpt-oss's channels: `analysis` is the thought, `commentary` to a function a tool call, `final` the content.
+    """Parse gpt-oss's channels: `analysis` is the thought, `commentary` to a function a tool call, `final` the content.
 
     Without tools, a call is content.
     """
@@ -379,9 +378,9 @@ def harmony(text: str, tools: Sequence[Tool] = ()) -> Message:
 
 
 def reply_parser(name: str, setting: str = "rollout.reply_parser") -> ReplyParser:
-    """Return the parser of that name, which is not `auto`. Raises ConfigError for an unknown name, or no function.
+    """Return the parser of that name, except `auto`. Raises ConfigError for an unknown name, or no function.
 
-    setting: what chose the name, for errors.
+    setting: name of the option that chose it, for errors.
     """
     parser: ReplyParser = resolve("reply_parsers", name, setting)
     if not callable(parser):
@@ -394,14 +393,14 @@ def parser_name(parser: ReplyParser) -> str:
 
 
 def _split_thought(text: str, unopened: bool, tags: tuple[str, str]) -> tuple[str, str, str]:
-    """Return thought, text up to the thought's end, and rest; without a thought the rest is all.
+    """Return thought, text up to the thought's end, and rest; without a thought, everything is rest.
 
     unopened: whether a thought may have no opening tag.
     """
     opening, closing = tags
     before, end, after = text.partition(closing)
     inner = before.lstrip()
-    # After another tag, the closing tag does not end a thought at the beginning: in a call, it belongs to an argument.
+    # After another tag, a closing tag does not end an initial thought: within a call, it belongs to an argument.
     if not inner.startswith(opening) and (not unopened or not end or CALL in before or opening in before):
         return "", "", text
     rest = after.lstrip("\n")

@@ -1,14 +1,13 @@
-"""Find recorded replies in the rendered conversation, and tell which of them the template keeps.
+"""Find recorded replies in the rendered conversation, and decide which of them the template keeps.
 
-A reply is kept if the template writes every part of the message that the agent got for it (thought, content, each tool
-call), thought and content unchanged but for outer white space. That text is then replaced by the recorded ids, from the
+A reply is kept if the template writes every part of the agent's message for it (thought, content, each tool call), with
+thought and content unchanged except for outer white space. That text is then replaced by the recorded ids, from the
 beginning of the turn to the sampled end token:
 
     ...<|im_end|>\\n[<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n4.<|im_end|>]\\n<|im_start|>user\\n...
                   `------------------------- one splice -------------------------´
 
-The message decides, not the sampled text: a template that formats a tool call in its own way, or adds an empty thought,
-keeps it.
+The message decides, not the sampled text: a template that reformats a tool call, or adds an empty thought, keeps it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from treadle.rendering.template import Plain
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """The turn of message `message`, text[start:end]. stopped: it ends with the sampled end token."""
+    """The turn of message `message`, text[start:end]. stopped: whether it ends with the sampled end token."""
 
     start: int
     end: int
@@ -36,10 +35,10 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Bounds of a turn: its head begins at `start` or later, its parts go from `first` to `last`, it ends by `limit`.
+    """Bounds of a turn: its head begins at `start` or later, its parts span `first` to `last`, it ends by `limit`.
 
-    first, last: None if no part shows a mark. hidden: an earlier message may be in the window too.
-    tight: the limit is a mark of the next message.
+    first, last: None if no part shows a mark. hidden: whether an earlier message may be in the window too.
+    tight: whether the limit is a mark of the next message.
     """
 
     start: int
@@ -57,14 +56,14 @@ def locate(
 
     Returns them in order, and why other recorded messages (or their end tokens) could not be kept.
 
-    messages: as they were rendered. marked: None where marks change what the template writes: turns are then found by
-    their heads alone. ends: the end tokens of an assistant's turn.
+    messages: messages as rendered. marked: None if marks change the template's output; turns are then found by their
+    heads alone. ends: end tokens of an assistant's turn.
     """
     places = marked or Marked()
     limits = _limits(places, len(messages), len(text))
     splices: list[Splice] = []
     lost: dict[int, BreakCause] = {}
-    at, hidden = 0, False  # text before `at` is done; hidden: an assistant message after it shows no mark
+    at, hidden = 0, False  # text before `at` is done; hidden: an assistant message after it has no mark
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             if places.fences.get(number, -1) > at:
@@ -91,7 +90,7 @@ def locate(
 
 
 def _limits(places: Marked, messages: int, end: int) -> list[int]:
-    """Return, for each message and for the end, the first mark of the messages after it."""
+    """Return, for each message and for the end, the first mark of any later message."""
     limits = [end] * (messages + 1)
     for number in range(messages - 2, -1, -1):
         after = number + 1
@@ -112,7 +111,7 @@ def _change(text: str, message: Plain, parts: Mapping[Part, tuple[int, int]]) ->
 
 
 def _wanted(message: Plain) -> Iterator[tuple[Part, str, BreakCause]]:
-    """Yield each part that is not blank, its text, and the cause if it is not written."""
+    """Yield each non-blank part, its text, and the cause if it is missing."""
     if thought := reasoning(message):
         yield "reasoning", thought, BreakCause.THINKING_STRIPPED
     for number, call in enumerate(message.get("tool_calls") or ()):
@@ -128,7 +127,7 @@ def _turn(
     """Find the turn, from its head to the end token."""
     if window.first is not None:
         start = text.rfind(reply.head, window.start, window.first)
-    elif window.hidden:  # of several empty turns, the last
+    elif window.hidden:  # take the last of several empty turns
         start = text.rfind(reply.head, window.start, window.limit) if window.tight else -1
     else:
         start = text.find(reply.head, window.start, window.limit)
@@ -151,14 +150,14 @@ Part = int | str
 _FENCE = "fence"
 _SECRET = secret_text()
 _MARKS = re.compile(f"{_SECRET}([0-9]+){_SECRET}")
-# Where to put a fence: inside a word, else after a character; not in a tag, which templates look for.
+# Where to put a fence: inside a word, otherwise after a character; never in a tag, which templates look for.
 _PLACES = (re.compile(r"(?s).*\w(?=\w)(?!\w*>)"), re.compile(r"(?s).*[^\s<>](?!\w*>)"))
-_SEARCHED = 400  # characters at the end of a message in which a fence may be put
+_SEARCHED = 400  # length of a message's end searched for a fence position, in characters
 
 
 @dataclass(slots=True)
 class Marked:
-    """Positions of the parts of messages in a text.
+    """Positions of message parts in a text.
 
     parts: message number -> part -> (start, end). fences: message number -> position, in order of messages.
     """
@@ -168,13 +167,13 @@ class Marked:
 
 
 class Marks:
-    """Puts secret texts around the parts of messages, by which they are found in the rendered text.
+    """Secret texts around the parts of messages, to find them in the rendered text.
 
         {"role": "assistant", "content": "\\n4."}  --mark-->  "\\n" MARK "4." MARK  --template-->  text with marks
         text with marks  --read-->  the text without them, and where each part begins and ends in it
 
-    This shows if a template moves, cuts or omits a part. A part is marked inside its outer white space, which many
-    templates trim. Messages that are not the assistant's get one mark, a fence, which separates the text before them
+    This reveals whether a template moves, cuts or omits a part. A part is marked inside its outer white space, which
+    many templates trim. Messages other than the assistant's get one mark, a fence, which separates the text before them
     from the text after.
     """
 
@@ -188,7 +187,7 @@ class Marks:
         ]
 
     def read(self, rendered: str) -> tuple[str, Marked]:
-        """Return the text without marks, and where they were; of a part that is written twice, the first."""
+        """Return the text without marks, and their positions; the first one for a part that is written twice."""
         pieces: list[str] = []
         places: dict[tuple[int, Part, int], int] = {}
         length = last = 0

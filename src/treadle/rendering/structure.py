@@ -1,16 +1,16 @@
 """`Structure`: a tokenizer in which only the template can write structural tokens.
 
-Structural tokens (`<|im_start|>`, `<|im_end|>`, ...) are those that a tokenizer declares special, and the stop tokens.
-A copy of the tokenizer knows them by private names alone, so that their usual names are ordinary text:
+Structural tokens (`<|im_start|>`, `<|im_end|>`, ...) are the special tokens declared by a tokenizer, and the stop
+tokens. A copy of the tokenizer knows them only by private names, so that their usual names are ordinary text:
 
-    the template's constants  --claim-->   the same, each structural string by its private name
-    rendering                 --encode-->  ids: where a private name stands, the template alone has written it
+    the template's constants  --claim-->   the same, with private names for structural strings
+    rendering                 --encode-->  ids: a private name proves that the template wrote it
 
-A private name holds a secret, so that no text of a message can be or become one, however a template cuts and
-joins it: half a structural string that the template's own text completes is ordinary text too.
+A private name contains a secret, so that no message text can be or become one, however a template cuts and joins it:
+half a structural string completed by the template's own text is ordinary text too.
 
-Text is encoded piece by piece, each from one structural token to the next; tokenizers never look across those. The
-pieces are memoized: most of a conversation is the same in the next call.
+Text is encoded piece by piece, between structural tokens; tokenizers never look across those. The pieces are memoized:
+most of a conversation is the same in the next call.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # byte fallback: characters, even if declared special
-_MEMOIZED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # pieces up to so many characters, and how many of them
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # byte fallback: ordinary characters, even if declared special
+_MEMOIZED = ((2**8, 65536), (2**13, 4096), (2**20, 64))  # (longest piece in characters, number of pieces)
 _LONG = 2**14  # characters above which encoding releases the GIL, which costs a little
 
 
 def secret_text() -> str:
-    """Return twelve random hieroglyphs: 120 bits, which no message holds. Letters, so that no normalizer drops them."""
+    """Return twelve random hieroglyphs: 120 bits of secret. Letters, so that no normalizer drops them."""
     return "".join(chr(0x13000 + secrets.randbits(10)) for _ in range(12))
 
 
@@ -59,7 +59,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class Structure:
-    """Encodes text with the structural tokens of one tokenizer. stop_ids: ids that end a completion.
+    """Encodes text with one tokenizer's structural tokens. stop_ids: ids that end a completion.
 
     names: usual name -> private name, `<|im_end|>` between secret texts. stops: private name -> id.
     """
@@ -82,18 +82,18 @@ class Structure:
         self._memos = [(longest, lru_cache(maxsize=pieces)(self._piece)) for longest, pieces in _MEMOIZED]
 
     def claim(self, text: str) -> str:
-        """Write a template's own text with private names; `plain` undoes it."""
+        """Replace structural strings in a template's own text by private names; `plain` undoes it."""
         return self._usual.sub(lambda match: self.names[match[0]], text)
 
     def plain(self, text: str) -> str:
         return text.replace(self._secret, "")
 
     def unclaimed(self, text: str) -> list[str]:
-        """List the structural strings in rendered text that are ordinary text there."""
+        """List the structural strings that occur as ordinary text in rendered text."""
         return self._usual.findall(self.pattern.sub(self._secret, text))
 
     def encode(self, text: str, after: int | None = None) -> list[Ids]:
-        """Encode rendered text, in pieces. after: the id before it, if that is a structural token."""
+        """Encode rendered text, in pieces. after: the preceding id, if it is a structural token."""
         if not text:
             return []
         cuts = [0, *(m.start() for m in self.pattern.finditer(text) if m.start()), len(text)]
@@ -109,7 +109,7 @@ class Structure:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Decode, with structural tokens by their private names."""
+        """Decode, writing structural tokens by their private names."""
         runs = groupby(map(int, ids), key=self._name_of.get)
         return "".join(name * len(list(run)) if name else self.decode(run) for name, run in runs)
 
@@ -129,7 +129,7 @@ class Structure:
 
 
 def any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of any of the strings, the longest first; without any, it matches nothing."""
+    """Return a pattern for any of the strings, the longest first; without any, it matches nothing."""
     ordered = sorted(strings, key=lambda s: (-len(s), s))
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
@@ -142,7 +142,7 @@ def _renamed(spec: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
         renamed: dict[str, Any] = {"vocab": {names.get(token, token): ident for token, ident in vocabulary.items()}}
     else:
         renamed = {"vocab": [(names.get(token, token), score) for token, score in vocabulary]}
-    if "merges" in model:  # converted SentencePiece models have merges that lead to structural tokens
+    if "merges" in model:  # merges of converted SentencePiece models can produce structural tokens
         renamed["merges"] = [(a, b) for a, b in model["merges"] if not (a in names or b in names or a + b in names)]
     if isinstance(model.get("unk_token"), str):
         renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
@@ -155,13 +155,13 @@ BYTE_LEVEL = {
     **{chr(byte): byte for byte in _PRINTABLE},
     **{chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)},
 }
-"""How byte-level vocabularies write a byte -> the byte."""
+"""Character of byte-level vocabularies -> byte."""
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """The bytes of each token. A character may be split over several tokens, whose texts then do not show it.
+    """Bytes of each token. A character may span several tokens, and their texts then do not show it.
 
     "é" as two tokens     b"\\xc3", b"\\xa9"      byte-level vocabularies, and SentencePiece with bytes (`<0xC3>`)
     "▁the"                b" the"               SentencePiece
@@ -176,9 +176,9 @@ class TokenBytes:
         self._spaces = bool(kinds & {"Metaspace", "Replace"})
 
     def of(self, ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token of a text; an unknown id stands for none.
+        """Return the bytes of each token of a text; empty for an unknown id.
 
-        Where the decoder leaves out a blank at the beginning, as SentencePiece does, so does the first token.
+        If the decoder drops a leading blank, as SentencePiece does, so does the first token.
         """
         pieces = [self._of(ident) for ident in ids]
         if pieces and pieces[0] == b" " + self._tokenizer.decode(ids[:1], skip_special_tokens=False).encode():
@@ -204,11 +204,11 @@ def _kinds(decoder: Any) -> Iterator[str]:
 
 
 def offsets(pieces: Sequence[bytes]) -> list[int]:
-    """Return where in the text of all pieces, in characters, each begins; within a character, that is where it does."""
+    """Return the start of each piece in the joined text, in characters; within a character, that character's start."""
     decoder, places, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for piece in pieces:
         pending = decoder.getstate()[0]
-        is_cut = piece and not 0x80 <= piece[0] < 0xC0  # what is pending ends before this token, for good
+        is_cut = piece and not 0x80 <= piece[0] < 0xC0  # pending bytes end before this token
         places.append(at + len(pending.decode(errors="replace")) if is_cut else at)
         at += len(decoder.decode(piece))
     return places

@@ -1,7 +1,7 @@
-"""`ChatTemplate`: a Jinja chat template, rendered to text, and the facts about it that rendering needs.
+"""`ChatTemplate`: a Jinja chat template that renders to text, and properties needed for rendering.
 
-When a template is compiled, the structural strings in its own constants are replaced by private names
-(`Structure.claim`), which no message contains. Some templates build these strings from roles: `Composed`.
+When a template is compiled, structural strings in its own constants are replaced by private names (`Structure.claim`),
+which no message contains. Some templates build these strings from roles: `Composed`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from treadle.rendering.structure import Structure, any_of, secret_text
 
 Variables = Mapping[str, Any]
 Plain = dict[str, Any]
-"""A message as templates read it: plain data, `content` a string, tool arguments as the template wants them."""
+"""A message as templates read it: plain data, `content` a string, tool arguments as text or mapping."""
 
-# What templates, which are other people's programs, raise for conversations that they do not expect.
+# Errors of templates, which are third-party programs, for unexpected conversations.
 _REFUSALS = (
     *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError),
@@ -41,10 +41,10 @@ _REPLY: Plain = {"role": "assistant", "content": _PROBE}
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a template opens the assistant's turn.
+    """A template's opening of the assistant's turn.
 
-    prompt: what `add_generation_prompt` appends. kept: how much of it also stands before an earlier assistant message.
-    For Qwen 3.5 they are `<|im_start|>assistant\\n<think>\\n` and `<|im_start|>assistant\\n`.
+    prompt: text added by `add_generation_prompt`. kept: the part of it also written before an earlier assistant
+    message. For Qwen 3.5 they are `<|im_start|>assistant\\n<think>\\n` and `<|im_start|>assistant\\n`.
     """
 
     prompt: str
@@ -52,10 +52,10 @@ class Opening:
 
 
 class ChatTemplate:
-    """Renders one template. variables: what it may read beside messages and tools (the names of special tokens).
+    """Renders one template. variables: its inputs beside messages and tools (the names of special tokens).
 
-    Raises ConfigError for one that cannot be compiled, or that builds structural strings from pieces that cannot be
-    told from a message's text.
+    Raises ConfigError if it cannot be compiled, or builds structural strings from pieces indistinguishable from a
+    message's text.
     """
 
     def __init__(self, source: str, variables: Variables, structure: Structure) -> None:
@@ -84,7 +84,7 @@ class ChatTemplate:
         shown = [{**m, "role": Role.of(m["role"])} for m in messages] if self._composed else messages
         try:
             text = self._template.render(messages=shown, tools=tools, documents=None, **variables)
-        except _REFUSALS as error:  # many refuse roles that do not take turns
+        except _REFUSALS as error:  # many refuse roles that do not alternate
             roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
             why = str(error) or type(error).__name__
             raise DataError(f"the chat template refuses a conversation of {roles}: {why}") from error
@@ -105,11 +105,11 @@ class ChatTemplate:
             raise ConfigError(f"the chat template, line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
-        template.globals = dict(template.globals)  # every rendering copies them: slow from a ChainMap
+        template.globals = dict(template.globals)  # every rendering copies them, which is slow from a ChainMap
         return template
 
     def _unclaimed(self) -> list[str]:
-        """List structural strings in harmless conversations that do not show as the template's own."""
+        """List structural strings in harmless conversations that are not attributed to the template."""
         system: Plain = {"role": "system", "content": _PROBE}
         result: Plain = {"role": "tool", "content": _PROBE}
         talks = [_QUESTION], [_QUESTION, _REPLY, _QUESTION], [system, _QUESTION, _REPLY], [_QUESTION, _REPLY, result]
@@ -118,13 +118,13 @@ class ChatTemplate:
 
     @cached_property
     def arguments_as_text(self) -> bool:
-        """Whether it wants a tool call's arguments as JSON text rather than as a mapping."""
+        """Whether the template takes a tool call's arguments as JSON text rather than as a mapping."""
         for as_text in (False, True):
             arguments: Any = {"q": _PROBE}
             function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
             call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
             text = self._try([_QUESTION, call])
-            if _PROBE in text and '\\"' not in text:  # quotes are escaped if text is written as JSON again
+            if _PROBE in text and '\\"' not in text:  # quotes are escaped if text is encoded as JSON again
                 return as_text
         return False
 
@@ -156,7 +156,7 @@ class ChatTemplate:
 
 
 class _ConstantRoles(NodeTransformer):
-    """Turns constants that are a `Role` into calls that make one; compiled constants would be plain strings."""
+    """Turns constants of type `Role` into calls that make one; compiled constants would be plain strings."""
 
     def visit_Const(self, node: nodes.Const) -> nodes.Expr:
         if not isinstance(node.value, Role):
@@ -165,7 +165,7 @@ class _ConstantRoles(NodeTransformer):
 
 
 def _claimed(value: Any, structure: Structure) -> Any:
-    """Write a constant, or several in a list, with private names."""
+    """Replace structural strings by private names in a constant, or in a list of constants."""
     if isinstance(value, str):
         return structure.claim(value)
     return [_claimed(item, structure) for item in value] if isinstance(value, list | tuple) else value
@@ -176,7 +176,7 @@ _SECRET = secret_text()
 
 
 class Role(str):
-    """A role that marks itself where it is written out; compared or looked up, it is the plain word."""
+    """A role that marks itself when written out; comparisons and lookups see the plain word."""
 
     __slots__ = ()
 
@@ -201,7 +201,7 @@ class Role(str):
 class Composed:
     """Finds structural strings that a template builds from roles: `'<|' + message['role'] + '|>'` is `<|user|>`.
 
-    A role is a word that the template expects, and the only text of a message that may be part of structure. It is
+    A role is a word expected by the template, and the only text of a message that may be part of structure. It is
     passed to such templates as a `Role`. A structural string is the template's if it consists of a role between two
     halves that are constants of the template:
 
@@ -218,7 +218,7 @@ class Composed:
         self._halves = re.compile(rf"(?P<before>(?:{before.pattern})\Z)|(?P<after>\A(?:{after.pattern}))")
 
     def constant(self, text: str) -> str:
-        """Turn a template's constant into a Role, or mark the end that may adjoin one."""
+        """Turn a template's constant into a Role, or mark an end of it that may adjoin one."""
         if text in _ROLES:
             return Role(text)
         return self._halves.sub(lambda m: m[0] + _SECRET if m.lastgroup == "before" else _SECRET + m[0], text)
@@ -230,10 +230,10 @@ class Composed:
 
 @lru_cache(maxsize=1)
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """Return Jinja as transformers sets it up for chat templates (`transformers.utils.chat_template_utils`).
+    """Return a Jinja environment set up for chat templates as in `transformers.utils.chat_template_utils`.
 
-    A template comes with a model and is trusted as the model's directory is: the sandbox keeps it from Python's
-    internals, nothing bounds the time or memory of a rendering.
+    A template comes with a model and is trusted like the model's directory: the sandbox keeps it from Python's
+    internals, but nothing bounds the time or memory of a rendering.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]

@@ -1,4 +1,4 @@
-"""Texts of tokens, and the messages that they make up."""
+"""Texts of tokens, and the messages they form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treadle.core.types import Ids, Message, Step
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_PIECE = "\ufffd"  # what an unfinished character decodes to
+_PIECE = "\ufffd"  # decoding of an unfinished character
 _LONGEST = 4  # bytes of a character
 
 
@@ -30,7 +30,7 @@ class Span(BaseModel):
 
 
 class TokenTexts:
-    """Texts of tokens as a page shows them: control characters and bidirectional marks as escapes."""
+    """Texts of tokens for display: control characters and bidirectional marks as escapes."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ class TokenTexts:
         self.special = {int(ident) for ident, token in added.items() if token.special}
 
     def of(self, ident: int) -> str:
-        """Return the text of one token; of a piece of a character, what the vocabulary writes; without any, its id."""
+        """Return the text of one token; for part of a character, its vocabulary entry; without one, its id."""
         if ident not in self._cache:
             text = self.raw(ident)
             if not text or _PIECE in text:
@@ -55,14 +55,14 @@ class TokenTexts:
         return self._decode([ident]) if ident in self.special else self.text([ident])
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens that others may stand before."""
+        """Return the text of tokens that may follow others."""
         return self._decode([*self._anchor, *ids])[self._before :]
 
     def all(self, ids: Iterable[int]) -> dict[int, str]:
         return {ident: self.of(ident) for ident in dict.fromkeys(ids)}
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
-        """Return (start, count, text) of runs of tokens that only together are text."""
+        """Return (start, count, text) of runs of tokens that only together decode to text."""
         joined = []
         at = 0
         while at < len(ids):
@@ -78,12 +78,12 @@ class TokenTexts:
         return joined
 
     def decode(self, ids: Ids) -> str:
-        """Return the text of tokens in a row; without a tokenizer, their ids."""
+        """Return the text of consecutive tokens; without a tokenizer, their ids."""
         numbers = ids.tolist()
         return self._decode(numbers) if self._tokenizer else "".join(f"[{n}]" for n in numbers)
 
     def call(self, step: Step) -> tuple[Ids, int]:
-        """Return the ids of a step, int32[P + C], and P, how many of them are the prompt's."""
+        """Return the ids of a step, int32[P + C], and P, the number of prompt ids."""
         return step.full_ids, len(step.prompt_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -96,9 +96,9 @@ def _writable(text: str) -> str:
 
 
 class MessageTexts(TokenTexts):
-    """Conversations that are on record as text, in pieces that take the place of tokens where these are shown.
+    """Conversations recorded as text, in pieces that stand in for tokens on display.
 
-    A piece is a thought, the content or a tool call of a message, whole, or what stands before or after a message.
+    A piece is a whole thought, content or tool call of a message, or the text before or after a message.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class MessageTexts(TokenTexts):
         return self.text(ids.tolist())
 
     def call(self, step: Step) -> tuple[Ids, int]:
-        """Return the pieces of a step's conversation with its reply, and how many there are before the reply."""
+        """Return the pieces of a step's conversation with its reply, and the number of pieces before the reply."""
         if step.chat is None:
             return super().call(step)
         before = [piece for message in step.chat.messages for piece in (*self._begun(message), self._mark(_END))]
@@ -158,16 +158,16 @@ _FOLDED = re.compile(r"(?P<thought><think>.*?(?:</think>|\Z))|(?P<call><tool_cal
 
 
 def message_spans(ids: Sequence[int], texts: TokenTexts, role: str = "") -> list[Span]:
-    """Return the spans of some tokens, in order and without gaps. role: of the message that they go on with.
+    """Return the spans of some tokens, in order and without gaps. role: role of the message they continue.
 
-    A marker counts only as a special token: one that a model or a tool wrote as text does not begin a message. A blank
-    before a message belongs to the one before, if there is any.
+    A marker counts only as a special token: written as text by a model or a tool, it does not begin a message. A blank
+    before a message belongs to the previous one, if any.
     """
     pieces = [texts.raw(ident) for ident in ids]
     starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     text = "".join(pieces)
     is_mark = {int(starts[at]) for at, ident in enumerate(ids) if ident in texts.special}
-    parts: list[tuple[int, str, str]] = []  # where each begins, its kind and role
+    parts: list[tuple[int, str, str]] = []  # start, kind and role of each
     at = 0
     for mark in sorted((*_HEADERS.finditer(text), *_ENDS.finditer(text)), key=lambda mark: mark.start()):
         if mark.start() not in is_mark:
@@ -206,9 +206,9 @@ def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 
 def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:
-    """Return the spans of a sequence whose first `shared` tokens are those of one with the spans `base`."""
+    """Return the spans of a sequence that has its first `shared` tokens in common with one with the spans `base`."""
     if shared and ids[shared - 1] in texts.special and not _ENDS.match(texts.raw(ids[shared - 1])):
-        shared -= 1  # another role may follow the marker
+        shared -= 1  # the marker may introduce another role
     kept = [s.model_copy(update={"end": min(s.end, shared)}) for s in base if s.start < shared]
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)
@@ -219,9 +219,9 @@ _MODEL_ROLES, _TOOL_ROLES = ("model",), ("ipython", "observation")
 
 
 def messages_of(ids: Sequence[int], texts: TokenTexts) -> list[Message]:
-    """Return the messages that ids make up, as far as special tokens show them; calls of tools are part of the text.
+    """Return the messages in some ids, as far as special tokens show them; tool calls are part of the text.
 
-    Where no token shows a role, all is one message of a user.
+    If no token shows a role, everything is one user message.
     """
     messages: list[Message] = []
     for span in message_spans(ids, texts):

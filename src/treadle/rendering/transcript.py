@@ -3,8 +3,8 @@ r"""`Transcript`: the messages of a prompt, read back from its ids.
     <|im_start|>user\n  Who?  <|im_end|>\n<|im_start|>assistant\n  A.  <|im_end|>\n
     `---- head ------´        `------------ separator -----------´      `- tail, with the generation prompt
 
-What the template writes between messages of two roles is found by rendering examples. It has structural tokens, which
-no message can contain (`structure.Structure`). What was read is rendered again, and must be the same text.
+The template's text between messages of two roles is found by rendering examples. It has structural tokens, which no
+message can contain (`structure.Structure`). The result is rendered again, and must give the same text.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.structure import any_of
 from treadle.rendering.template import Plain
 
-_ROLES = ("user", "system", "assistant", "tool")  # the first, where a template writes two alike
-_BEFORE = ((), ("user",), ("system", "user"), ("user", "assistant"))  # templates refuse some beginnings
-_AFTER = ((), ("user",))  # and write the last reply otherwise than earlier ones
+_ROLES = ("user", "system", "assistant", "tool")  # the first one wins if a template writes two alike
+_BEFORE = ((), ("user",), ("system", "user"), ("user", "assistant"))  # templates refuse some openings
+_AFTER = ((), ("user",))  # and write the last reply differently from earlier ones
 _WORD = "zqz{}z"
 
 
 class Transcript:
-    """Reads the messages of recorded prompts with the template that wrote them."""
+    """Reads back the messages of recorded prompts with the template that wrote them."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
 
     def messages(self, step: Step, reply: bool = False) -> list[Message]:
-        """Return the messages of a step's prompt. reply: and what was sampled, as the assistant's.
+        """Return the messages of a step's prompt. reply: append the completion as the assistant's message.
 
-        Tools are text of the system message, and so are calls of the assistant's. Raises DataError for a prompt that
-        the template does not write from messages that can be told apart.
+        Tools are text of the system message, and calls text of the assistant's. Raises DataError if the prompt's
+        messages cannot be told apart by this template.
         """
         text = self._renderer.structure.text(step.prompt_ids)
         messages = self._read(text)
@@ -66,8 +66,8 @@ class Transcript:
 
     @cached_property
     def _written(self) -> tuple[dict[str, str], dict[str, dict[str, str]], dict[str, list[str]]]:
-        """What the template writes before the first message -> its role; between two of them, by the role of the first
-        -> that of the second; and after the last one, the generation prompt included, by its role.
+        """Return three tables of the template's texts: before the first message -> its role; between two messages, by
+        the first role -> the second role; texts after the last message, including the generation prompt, by its role.
         """
         heads: dict[str, str] = {}
         separators: dict[str, dict[str, str]] = {role: {} for role in _ROLES}
@@ -85,7 +85,7 @@ class Transcript:
         return heads, separators, {role: sorted(set(found), key=len, reverse=True) for role, found in tails.items()}
 
     def _example(self, roles: Sequence[str], generation_prompt: bool = False) -> Iterator[list[str]]:
-        """Yield what the template writes before, between and after messages of these roles, if it takes them."""
+        """Yield the template's text before, between and after messages of these roles, unless it refuses them."""
         words = [_WORD.format(number) for number in range(len(roles))]
         talk = [Message(role=role, content=word) for role, word in zip(roles, words, strict=True)]
         try:

@@ -1,4 +1,4 @@
-"""A corpus of passages: JSON lines as published with Search-R1 (`wiki-18.jsonl`), read where they lie.
+"""A corpus of passages: JSON lines as published with Search-R1 (`wiki-18.jsonl`), read from the file on demand.
 
 {"id": "0", "contents": "\"Anna Lopez\"\nAnna Lopez works at Acme Motors."}
 """
@@ -17,7 +17,7 @@ from treadle.core.errors import ConfigError, DataError
 from treadle.core.text import read_json
 
 Progress = Callable[[str, int, int], None]
-"""Reports progress on an index: what is done (`passages read`), how many so far, and of how many."""
+"""Reports progress on an index: unit (`passages read`), count so far, and total."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -32,7 +32,7 @@ class Hit(NamedTuple):
 
 
 class Retriever(Protocol):
-    """Finds passages. batch: how many waiting queries it gets at once; 1 if a batch saves nothing."""
+    """Finds passages. batch: number of waiting queries to search at once; 1 if batches save nothing."""
 
     batch: int
 
@@ -42,7 +42,7 @@ class Retriever(Protocol):
 
 
 def top_hits(scores: npt.NDArray[np.float32], topk: int) -> list[Hit]:
-    """Return the at most `topk` best of the scores (`[passages]`) above 0; of equal ones the lower number first."""
+    """Return at most `topk` best scores (`[passages]`) above 0; ties go to the lower number."""
     matches = np.flatnonzero(scores > 0)
     if len(matches) > topk:
         least = np.partition(scores[matches], -topk)[-topk]
@@ -54,13 +54,13 @@ def top_hits(scores: npt.NDArray[np.float32], topk: int) -> list[Hit]:
 Passage = Mapping[str, Any]
 """A row of a corpus; `contents` is its text, the title in the first line."""
 
-_BLOCK = 1 << 24  # bytes searched for line ends at once
+_BLOCK = 1 << 24  # bytes searched for line ends in one read
 
 
 class Corpus:
-    """The passages of a JSON-lines file. The file is mapped into memory, and a row is parsed when it is read.
+    """The passages of a JSON-lines file. The file is mapped into memory, and rows are parsed when read.
 
-    path: of the file. spans: where each row begins and ends, bytes, `[passages, 2]` (`find_rows`).
+    path: path of the file. spans: start and end of each row, in bytes, `[passages, 2]` (`find_rows`).
     """
 
     def __init__(self, path: Path, spans: npt.NDArray[np.int64]) -> None:
@@ -75,7 +75,7 @@ class Corpus:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> Passage:
-        """Return a passage. Raises DataError for a row that is none."""
+        """Return a passage. Raises DataError for an invalid row."""
         start, end = self._spans[number].tolist()
         where = f"{self.path}: row {number} (counted from 0)"
         try:
@@ -88,9 +88,9 @@ class Corpus:
 
 
 def find_rows(path: Path, progress: Progress = no_progress) -> npt.NDArray[np.int64]:
-    """Return where each row of a JSON-lines file begins and ends, bytes, `[rows, 2]`; empty lines are none.
+    """Return start and end of each row of a JSON-lines file, in bytes, `[rows, 2]`; skips empty lines.
 
-    Raises ConfigError for a file without any.
+    Raises ConfigError for a file without rows.
     """
     size, ends = path.stat().st_size, []
     with path.open("rb") as file:

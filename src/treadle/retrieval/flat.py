@@ -1,6 +1,6 @@
 """Dense retrieval: a sentence-embedding model and an exact search over all vectors (FAISS flat, inner product).
 
-By default with the conventions of E5: `query: ` and `passage: ` before the text, 256 tokens, mean pooling, unit length.
+Follows E5's conventions by default: `query: ` and `passage: ` before the text, 256 tokens, mean pooling, unit length.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from treadle.retrieval.corpus import Hit, Progress, Retriever, no_progress
 
 Vectors = npt.NDArray[np.float32]
 
-_PASSAGES = 64  # embedded at once when an index is built
+_PASSAGES = 64  # batch size for embedding when an index is built
 
 
 class Encoder:
-    """Embeds text with a model of transformers, read from a directory: the mean of its last hidden states, normalised.
+    """Embeds text with a transformers model from a directory: the normalized mean of its last hidden states.
 
-    On a GPU, where there is one, in float16 as the published index was made; on a CPU in float32.
+    Uses float16 on a GPU, if there is one, like the published index; float32 on a CPU.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Encoder:
 
 
 class FlatIndex(Retriever):
-    """Finds the passages whose vectors have the largest inner product with the query's, by comparing with all."""
+    """Finds the passages with the largest inner product with the query's vector, by exhaustive search."""
 
     batch = 64
 
@@ -83,7 +83,7 @@ class FlatIndex(Retriever):
 
     @classmethod
     def build(cls, texts: Iterable[str], total: int, encoder: Encoder, progress: Progress = no_progress) -> FlatIndex:
-        """Embed the texts, of which there are `total`, into an index in memory: 4 bytes a component."""
+        """Embed `total` texts into an index in memory: 4 bytes per component."""
         index = faiss.IndexFlatIP(encoder.width)
         texts = iter(texts)
         while some := list(islice(texts, _PASSAGES)):
@@ -95,7 +95,7 @@ class FlatIndex(Retriever):
     def load(cls, path: Path, encoder: Encoder) -> FlatIndex:
         """Load an index file of FAISS, such as the published `e5_Flat.index`, mapped into memory.
 
-        Raises ConfigError for a file that is none.
+        Raises ConfigError for an invalid file.
         """
         try:
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)

@@ -24,12 +24,12 @@ _STEP = 10_000  # passages between two reports of progress
 
 
 def words(text: str) -> list[str]:
-    """Return the words that are compared: in lower case, without the commonest of English."""
+    """Return the words to compare: in lower case, without English stop words."""
     return [word for word in _WORD.findall(text.lower()) if word not in _STOPWORDS]
 
 
 class Bm25(Retriever):
-    """Finds passages by BM25 (bm25s, Lucene's variant, k1 1.5, b 0.75). Passages that share no word are not found."""
+    """Finds passages by BM25 (bm25s, Lucene's variant, k1 1.5, b 0.75). Passages sharing no word are not returned."""
 
     batch = 1
 
@@ -38,7 +38,7 @@ class Bm25(Retriever):
 
     @classmethod
     def build(cls, texts: Iterable[str], total: int, progress: Progress = no_progress) -> Bm25:
-        """Index the texts, of which there are `total`, in memory. Raises DataError if there is no word in any."""
+        """Index `total` texts in memory. Raises DataError if none contains a word."""
         vocabulary: dict[str, int] = {}
         rows: list[array[int]] = []
         for text in texts:
@@ -68,7 +68,7 @@ class Bm25(Retriever):
 
 
 class OpenedCorpus(NamedTuple):
-    """A corpus and what finds its passages."""
+    """A corpus with its retriever."""
 
     passages: Corpus
     retriever: Retriever
@@ -77,13 +77,15 @@ class OpenedCorpus(NamedTuple):
 def open_corpus(
     path: Path, model: Path | None = None, index: Path | None = None, progress: Progress = no_progress
 ) -> OpenedCorpus:
-    """Open a corpus of JSON lines; what it lacks of its index is built, and kept in the cache.
+    """Open a corpus of JSON lines; missing parts of its index are built and cached.
 
-    model: directory of a sentence-embedding model, for dense retrieval; without, BM25. index: a FAISS file of its
-    vectors that exists already. Raises ConfigError for what cannot be read or does not fit together.
+    model: directory of a sentence-embedding model, for dense retrieval; default: BM25. index: existing FAISS file of
+    its vectors. Raises ConfigError for unreadable or inconsistent inputs.
     """
     if index is not None and model is None:
-        raise ConfigError(f"the index {str(index)!r} holds vectors, and no model makes those of queries; name it, too")
+        raise ConfigError(
+            f"the index {str(index)!r} holds vectors, but there is no model to embed queries; name it, too"
+        )
     if not path.is_file():
         raise ConfigError(f'no corpus {str(path)!r}; give a file of JSON lines, each with its text in "contents"')
     cache = cache_directory() / "retrieval" / f"{path.stem}-{_fingerprint(path)}"
@@ -110,13 +112,13 @@ def open_corpus(
 
 
 def _fingerprint(*paths: Path) -> str:
-    """Return what changes with the files' places, sizes and times; their contents may be too large to read."""
+    """Return a digest of the files' paths, sizes and times; their contents may be too large to read."""
     facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _cached(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return the path of a file or directory, written first if it is not there: it is complete or absent."""
+    """Return the path of a file or directory, written first if missing; it is complete or absent."""
     if not target.exists():
         make_room_in_cache(target)
         with TemporaryDirectory(prefix=".building-", dir=target.parent) as building:
@@ -124,6 +126,6 @@ def _cached(target: Path, write: Callable[[Path], None]) -> Path:
             try:
                 (Path(building) / target.name).rename(target)
             except OSError:
-                if not target.exists():  # else another process was faster
+                if not target.exists():  # otherwise another process was faster
                     raise
     return target

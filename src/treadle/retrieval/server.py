@@ -1,4 +1,4 @@
-"""The retrieval server's routes: `POST /retrieve` as Search-R1 and SkyRL have it, `GET /health`.
+"""The retrieval server's routes: `POST /retrieve` as in Search-R1 and SkyRL, `GET /health`.
 
 {"queries": ["where is Acme Motors?"], "topk": 3, "return_scores": true}
 {"result": [[{"document": {"id": "17", "contents": "..."}, "score": 8.25}, ...]]}
@@ -31,7 +31,7 @@ class ScoredPassage(NamedTuple):
 
 
 class Overloaded(TreadleError, RuntimeError):
-    """Raised if a query cannot be answered soon."""
+    """Raised if a query cannot be answered soon enough."""
 
 
 class _Waiting(NamedTuple):
@@ -41,11 +41,11 @@ class _Waiting(NamedTuple):
 
 
 class RetrievalQueue:
-    """Answers queries in a thread, so that the event loop can go on accepting and refusing them.
+    """Answers queries in a thread, so that the event loop stays free to accept and refuse requests.
 
-    The retriever gets as many waiting queries at once as it wants (`Retriever.batch`).
+    Batches as many waiting queries as the retriever wants (`Retriever.batch`).
 
-    most_waiting: queries that may wait; further ones are refused. timeout: seconds that a request may take.
+    most_waiting: number of queries that may wait; more are refused. timeout: seconds that a request may take.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RetrievalQueue:
     async def search(self, queries: Sequence[str], topk: int) -> list[list[ScoredPassage]]:
         """Return at most `topk` passages for each query, best first.
 
-        Raises Overloaded if too many queries wait, or if these have waited for too long.
+        Raises Overloaded if too many queries wait, or these have waited for too long.
         """
         self._waiting = deque(waiting for waiting in self._waiting if not waiting.answer.done())
         if self._waiting and len(self._waiting) + len(queries) > self._most_waiting:
@@ -80,7 +80,7 @@ class RetrievalQueue:
             raise Overloaded(f"no answer within {self._timeout:g} s; try again later") from error
 
     def close(self) -> None:
-        """End the thread, after the batch that it is at."""
+        """End the thread after its current batch."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _work(self) -> None:
@@ -92,7 +92,7 @@ class RetrievalQueue:
             await asyncio.wait({searching})
             error: Any = searching.exception()
             for number, one in enumerate(batch):
-                if one.answer.done():  # given up meanwhile
+                if one.answer.done():  # abandoned meanwhile
                     continue
                 if error is not None:
                     one.answer.set_exception(error)
@@ -100,7 +100,7 @@ class RetrievalQueue:
                     one.answer.set_result(searching.result()[number])
 
     def _next_batch(self) -> list[_Waiting]:
-        """Take the next queries for one call of the retriever, of the same `topk`; those given up are left out."""
+        """Take the next queries for one call of the retriever, of the same `topk`; skips abandoned ones."""
         first = self._waiting[0]
         alike = takewhile(lambda one: one.topk == first.topk, self._waiting)
         batch = [one for one, _ in zip(alike, range(self._retriever.batch), strict=False)]
@@ -121,7 +121,7 @@ MOST_BYTES = 16 * 2**20
 
 
 class RetrieveRequest(BaseModel):
-    """Body of a request: `queries`, or one `query`, whose result is a list of one. `queries` goes first."""
+    """Body of a request: `queries`, or one `query`, which returns a list of one. `queries` takes precedence."""
 
     queries: list[str] | None = None
     query: str | None = None
@@ -136,7 +136,7 @@ class RetrieveRequest(BaseModel):
 
 
 def make_app(queue: RetrievalQueue, topk: int = 3) -> FastAPI:
-    """Return the server's application. topk: passages for queries that name no number."""
+    """Return the server's application. topk: default number of passages per query."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -178,7 +178,7 @@ class _TooLarge(ValueError):
 
 
 async def _body(request: Request) -> bytes:
-    """Return the request's body. Raises _TooLarge, before the rest of it is read."""
+    """Return the request's body. Raises _TooLarge before reading the rest of it."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)

@@ -374,7 +374,7 @@ async def test_what_the_template_leaves_out_of_a_tool_is_said_once() -> None:
             await client.chat.completions.create(model="m", messages=HELLO, tools=tools)  # type: ignore[arg-type]
     assert said == [
         "the tokenizer's chat template leaves out parts of the tool 'look', which the model never sees: kind.enum, "
-        "who.$ref, $defs; write them otherwise, or into its description"
+        "who.$ref, $defs; rephrase them, or move them into its description"
     ]
 
 
