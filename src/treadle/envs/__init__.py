@@ -1,4 +1,4 @@
-"""Environments and tasks: what an agent acts in, and what it is asked to do.
+"""Environments and tasks: the world an agent acts in, and its assignment.
 
 An environment knows messages and rewards. It knows nothing of tokens, models or training.
 """

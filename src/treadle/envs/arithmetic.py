@@ -1,4 +1,4 @@
-"""The smallest useful environment: one question, one reply. Everything trains on it in seconds.
+"""The smallest useful environment: one question, one reply. Models learn it in seconds.
 
     user       What is 3 + 4?
     assistant  <answer> 7</answer>
@@ -34,7 +34,7 @@ PAIRS: Mapping[str, tuple[Pair, ...]] = _split_pairs()
 
 
 class Arithmetic(Environment):
-    """Plays one sum: reward 1 for `<answer> 7</answer>` if it is 7; `info["ended"]` is right, wrong or format."""
+    """Plays one sum: reward 1 for `<answer> 7</answer>` if the sum is 7; `info["ended"]` is right, wrong or format."""
 
     async def step(self, text: str) -> EnvStep:
         answer = _ANSWER.fullmatch(text)
@@ -47,7 +47,7 @@ class Arithmetic(Environment):
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     """Return the first `count` tasks of a split (`train` or `held_out`), pass after pass over its pairs.
 
-    Each pass is shuffled anew, by `seed` for training; held-out tasks ignore `seed`. For example `tasks("train", 1)`:
+    Each pass is reshuffled, by `seed` for training; held-out tasks ignore `seed`. For example `tasks("train", 1)`:
 
         Task("arithmetic-train-0-000000", prompt=(<user>,), environment="arithmetic", ground_truth="7",
              extras={"a": 3, "b": 4})
@@ -69,9 +69,9 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
 def demonstration(index: int, seed: int, expert: float = 0.3, told: float = 0.0) -> tuple[Message, ...]:
     """Return conversation number `index` of a supervised warm start, about a pair of the train split only.
 
-    A share `expert` gives the sum, the others any number from 0 to 18 (so one in nineteen of those is right
-    too). In a share `told` the question comes with a number, which is the reply. All draws come from (seed, index).
-    Raises ConfigError where a share lies outside [0, 1].
+    A share `expert` gives the sum, the others any number from 0 to 18 (one in nineteen of those is right, too). In a
+    share `told`, the question comes with a number, which is the reply. All draws come from (seed, index). Raises
+    ConfigError if a share lies outside [0, 1].
     """
     check_share("expert", expert)
     check_share("told", told)

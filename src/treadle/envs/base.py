@@ -1,4 +1,4 @@
-"""What an environment is. Subclass `Environment` and write `step`; everything else has a default."""
+"""The interface of environments. Subclass `Environment` and write `step`; everything else has a default."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from treadle.core.types import Message, Status, Task, ToolCall
 P = ParamSpec("P")
 
 INTRODUCTION = "This is your summary of the conversation so far:\n\n"
-"""What stands before a summary in the message, of role `user`, that takes the place of what it sums up."""
+"""Text before the summary in the `user` message that replaces the summarized conversation."""
 
 
 class EnvStep(NamedTuple):
     """The environment's answer to one reply of the agent.
 
-    observations: the messages the agent reads next (role `user` or `tool`); empty when done.
-    reward: of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward single
-    tokens of the reply. done: the episode is over.
-    info: values of the environment's `metrics`; the rest is for code that calls it directly (tests, notebooks), and
-    neither shown to the agent nor recorded.
-    state: names the state that the next step meets, for advantages that compare steps of one state (`gigpo`).
-    history: replaces the conversation, the reply included; observations follow it. None: it goes on.
-    rejected: the reply was not used, and the agent is asked again. The conversation goes on without it; it is not
-    trained, and gets no reward.
-    rewards: of copies of the policy (self-play), by name; each is added to that of the copy's last call.
+    observations: messages the agent reads next (role `user` or `tool`); empty when done.
+    reward: reward of this step; a trajectory's reward is their sum. A `Reward` names its components, and may reward
+    single tokens of the reply. done: whether the episode is over.
+    info: values of the environment's `metrics`; other values are for direct callers (tests, notebooks), and neither
+    shown to the agent nor recorded.
+    state: key of the state at the next step, for advantages that compare steps of one state (`gigpo`).
+    history: replaces the conversation, including the reply; observations follow it. None: keep the conversation.
+    rejected: whether the reply was discarded and the agent is asked again. The conversation continues without the
+    reply, which is not trained and gets no reward.
+    rewards: rewards of copies of the policy (self-play), by name, each added to the copy's last call.
 
     >>> EnvStep([{"role": "tool", "content": "page Anna, hobby chess"}])
     >>> EnvStep(reward=1.0, done=True)
@@ -50,8 +50,8 @@ class EnvStep(NamedTuple):
 class Reply(NamedTuple):
     """A reply as the model's reply parser reads it (`rollout.reply_parser`).
 
-    text: what it said to the user, with the stop string that ended it. thoughts: what it thought; "" without any.
-    tool_calls: each with id, and its function's name and arguments (JSON text).
+    text: text for the user, with the stop string that ended it. thoughts: text of its reasoning; "" without any.
+    tool_calls: calls with id, function name and arguments (JSON text).
     """
 
     text: str
@@ -63,12 +63,12 @@ class Model(Protocol):
     """A model beside the policy."""
 
     async def chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return the reply to a conversation. options: of sampling, `temperature=0.2`, `max_tokens=100`."""
+        """Return the reply to a conversation. options: sampling options, `temperature=0.2`, `max_tokens=100`."""
         ...
 
 
 class Models(dict[str, Model]):
-    """Models beside the policy, by the names that the recipe gives them. Raises ConfigError for another name."""
+    """Models beside the policy, by their names in the recipe. Raises ConfigError for another name."""
 
     def __missing__(self, name: str) -> NoReturn:
         known = f"models names {', '.join(self)}" if self else "the recipe names none (models)"
@@ -76,15 +76,15 @@ class Models(dict[str, Model]):
 
 
 def _or_plain(method: Callable[P, Coroutine[Any, Any, Any]]) -> Callable[P, Any]:
-    """Type a method so that a plain `def` may override it, and `await super()...` is no error."""
+    """Type a method so that a plain `def` may override it, and `await super()...` type-checks."""
     return method
 
 
 class Finish(NamedTuple):
-    """What an environment says of a whole attempt once it has ended (`Environment.finish`).
+    """Result of `Environment.finish`, for a whole attempt.
 
     reward: added to the reward of the last step. info: values of the environment's `metrics`, as in `EnvStep.info`.
-    rewards: of copies of the policy, as in `EnvStep.rewards`.
+    rewards: rewards of copies of the policy, as in `EnvStep.rewards`.
 
     >>> Finish(reward=1.0)
     >>> Finish(reward=Reward({"tests": 0.75}), info={"files_changed": 3})
@@ -96,10 +96,10 @@ class Finish(NamedTuple):
 
 
 class Environment(Protocol):
-    """Plays one attempt, each instance its own: `reset` once, `step` until done, `finish` once, `close` always.
+    """Plays one attempt per instance: `reset` once, `step` until done, `finish` once, `close` always.
 
-    Any method may raise or hang: that fails this attempt alone. If a server that it needs is down, it raises
-    `treadle.InfrastructureError`, so that the attempt is played again. A single-turn task needs only `step`:
+    Any method may raise or hang: that fails only this attempt. If a server it needs is down, raise
+    `treadle.InfrastructureError` to have the attempt retried. A single-turn task needs only `step`:
 
         class Arithmetic(Environment):
             async def step(self, text: str) -> EnvStep:
@@ -108,18 +108,17 @@ class Environment(Protocol):
     Each method may be `async` or not. Asynchronous ones share one event loop and must not block it; plain ones run in a
     thread, the same for all calls of an attempt.
 
-    metrics: what it measures, each under its name in a step's `info`; recorded as `env/<name>`. Of level `step`, each
-    value counts for itself; of level `trajectory`, a trajectory's values add up first. A value that is left out is not
-    counted: give 0 as 0. A name that ends in `*` declares all that begin like it.
-    longest_wait: seconds that one of its calls may wait for a server before it fails the attempt with a cause of its
-    own. `rollout.environment_timeout` must be longer.
-    required_steps: calls of the model that it needs to give a grade, known after `reset`. `rollout.max_steps` must not
-    be lower.
-    replayable: whether an attempt that was interrupted may go on where it was: another instance is reset and given the
-    recorded replies. False where `step` leaves traces outside that a second time would meet.
-    models: those that the recipe names beside the policy, for `async` methods: `await self.models["user"].chat(...)`.
+    metrics: measured values, each under its name in a step's `info`; recorded as `env/<name>`. At level `step`, each
+    value counts separately; at level `trajectory`, a trajectory's values are added up first. Missing values are not
+    counted: give 0 as 0. A name that ends in `*` declares all names with that prefix.
+    longest_wait: seconds that one of its calls may wait for a server before it fails the attempt with its own cause.
+    `rollout.environment_timeout` must be longer.
+    required_steps: model calls needed for a grade, known after `reset`. `rollout.max_steps` must not be lower.
+    replayable: whether an interrupted attempt may be continued by resetting a new instance and replaying the recorded
+    replies. False if `step` has external side effects that a replay would repeat.
+    models: the recipe's models beside the policy, for `async` methods: `await self.models["user"].chat(...)`.
     tool_schemas: tools that the chat template describes to the model, known after `reset`; JSON schemas as in OpenAI's
-    API. `ToolEnvironment` makes them of functions.
+    API. `ToolEnvironment` derives them from functions.
     """
 
     task: Task
@@ -132,9 +131,9 @@ class Environment(Protocol):
 
     @_or_plain
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Start the attempt; returns the messages the agent starts from (default: the task's prompt).
+        """Start the attempt; return the agent's first messages (default: the task's prompt).
 
-        In a run, `self.task` is set before this is called.
+        In a run, `self.task` is already set.
         """
         self.task = task
         return task.prompt
@@ -143,7 +142,7 @@ class Environment(Protocol):
     async def step(self, text: str) -> EnvStep:
         """Act on the agent's reply: the decoded completion, with the stop string but without the end-of-turn token.
 
-        `def step(self, reply: Reply)` gets it parsed: text, thoughts and tool calls.
+        `def step(self, reply: Reply)` receives it parsed: text, thoughts and tool calls.
         """
         ...
 
@@ -152,15 +151,15 @@ class Environment(Protocol):
         """Grade the whole attempt: metrics, and a last reward for the last step. Optional.
 
         Called once, after the last step and before `close`, within `rollout.environment_timeout`, also if a limit ended
-        the attempt; not if it failed. If `finish` raises, hangs or returns something else, the attempt fails.
+        the attempt; not if it failed. If `finish` raises, hangs or returns another type, the attempt fails.
 
-        ended: `done` (`step` said so), `max_steps` (the model has made its `rollout.max_steps` calls) or `context` (the
-        next prompt would not have fitted). The reward is treated like those of steps: `rewards.weights` apply,
-        evaluations count it, shaping and `rewards.overlong` come after it.
+        ended: `done` (reported by `step`), `max_steps` (`rollout.max_steps` calls were made) or `context` (the next
+        prompt would not have fitted). The reward is treated like a step's: `rewards.weights` apply, evaluations count
+        it, and shaping and `rewards.overlong` follow it.
         """
         return None
 
     @_or_plain
     async def close(self) -> None:
-        """Release what `reset` took. Called once, also after a failure."""
+        """Release resources of `reset`. Called once, also after a failure."""
         return None

@@ -1,9 +1,9 @@
-"""Confined processes that serve this one with what a model wrote: its SQL, its Python expressions.
+"""Confined processes that execute model output for this one: its SQL, its Python expressions.
 
-    with pool.lease() as child:         one that waits; the next one starts meanwhile
-        child.ask({...}, timeout=5.0)   a line of JSON each way; a child that has not answered in time is not used again
+    with pool.lease() as child:         an idle child; the next one starts meanwhile
+        child.ask({...}, timeout=5.0)   a line of JSON each way; a child that misses its deadline is not reused
 
-What a child may do, it says to itself: `envs.sql.child.confine`.
+Children restrict themselves: `envs.sql.child.confine`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LateAnswer(NoAnswer):
 
 
 class Child:
-    """One process that answers requests. It may still be starting. usable: whether it has answered every request."""
+    """A process that answers requests, possibly still starting. usable: whether it has answered all so far."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Child:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
-            start_new_session=True,  # Ctrl-C is for the run, which may still need it
+            start_new_session=True,  # shields it from Ctrl-C, as the run may still need it
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -53,7 +53,7 @@ class Child:
         self.pid, self.usable = self._process.pid, True
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Wait until it takes requests. Raises NoAnswer. timeout: seconds."""
+        """Wait until it accepts requests. Raises NoAnswer. timeout: seconds."""
         if not self._ready:
             self._answer(timeout)
             self._ready = True
@@ -61,7 +61,7 @@ class Child:
     def ask(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Return the child's answer to a message. Raises NoAnswer. timeout: seconds."""
         self.usable = False
-        with suppress(BrokenPipeError):  # it has ended, as the missing answer will show
+        with suppress(BrokenPipeError):  # it has ended; the missing answer reports that below
             self._input.write(json.dumps(message).encode() + b"\n")
             self._input.flush()
         return self._answer(timeout)
@@ -95,11 +95,11 @@ class Child:
 
 
 class ChildPool:
-    """Children of one kind, side by side, of which one waits for the next request.
+    """Concurrent children of one kind, with one idle for the next request.
 
-    what: their purpose, for errors. children: limit on those that run at once; further leases wait. start_timeout:
-    seconds in which one must be ready. Any thread may call. A child that was killed, or has ended, is replaced. None
-    runs before the first lease or `start_spare`; all end with this process.
+    what: their purpose, for errors. children: maximum number running at once; further leases wait. start_timeout: limit
+    for starting one, in seconds. Thread-safe. A child that was killed or has ended is replaced. None runs before the
+    first lease or `start_spare`; all end with this process.
     """
 
     def __init__(self, what: str, command: Sequence[str], children: int, start_timeout: float = 30.0) -> None:
@@ -111,13 +111,13 @@ class ChildPool:
         atexit.register(self.close)
 
     def start_spare(self) -> None:
-        """Start a child if none waits, without waiting until it is ready."""
+        """Start an idle child if there is none, without waiting until it is ready."""
         with self._changed:
             if not self._idle and len(self._running) < self._limit:
                 self._idle.append(Child(self._command))
 
     def close(self) -> None:
-        """End the children that wait; one that runs ends with its request."""
+        """End idle children; busy ones end after their request."""
         with self._changed:
             self._limit, idle, self._idle = 0, self._idle, []
         for child in idle:
@@ -125,7 +125,7 @@ class ChildPool:
 
     @contextmanager
     def lease(self) -> Iterator[Child]:
-        """Lend a child for a request, or several in a row. It is not used again unless it has answered all of them.
+        """Lend a child for one or several consecutive requests. It is reused only if it has answered all of them.
 
         Raises InfrastructureError if it does not start.
         """
@@ -133,11 +133,11 @@ class ChildPool:
             self._changed.wait_for(lambda: len(self._running) < max(1, self._limit))
             try:
                 child = self._idle.pop() if self._idle else Child(self._command)
-            except OSError as error:  # no process or memory left
+            except OSError as error:  # out of processes or memory
                 raise InfrastructureError(f"a process for {self._what} did not start: {error}") from error
             self._running.add(child)
         try:
-            with suppress(OSError):  # the next lease tries again
+            with suppress(OSError):  # the next lease will retry
                 self.start_spare()
             try:
                 child.wait_until_ready(self._start_timeout)

@@ -1,4 +1,4 @@
-"""GSM8K's word problems: what a reply is worth, in one turn or over several, as SkyRL has it.
+"""GSM8K's word problems: rewards of replies, in one turn or over several, as in SkyRL.
 
     user       Weng earns $12 an hour for babysitting. Yesterday, she ... Let's think step by step and output the final
                answer after "####".
@@ -21,7 +21,7 @@ from treadle.envs.tasks import check_positive
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MULTI_TURN_INSTRUCTION = 'Let\'s think step by step and output a tentative numeric answer after "####".'
-"""What ends the published prompts, after the question and a space."""
+"""End of the published prompts, after the question and a space."""
 
 THINK_AGAIN = (
     "Please provide your step-by-step reasoning, "
@@ -30,14 +30,14 @@ THINK_AGAIN = (
 ANSWER_NOW = "Now provide only the final numeric answer in the exact format: '#### ANSWER'."
 
 FORMAT_SHARE = 0.2
-"""What an attempt is paid for if each of its turns has an answer, and none is right."""
+"""Reward of an attempt with an answer in each turn, none of them right."""
 
 _NUMBER = re.compile(r"-?[0-9.,]+")
 _ANSWER = re.compile(f"#### ({_NUMBER.pattern})")
 
 
 def answer_of(text: str) -> str | None:
-    """Return the first answer in a text, without its commas; None if there is none.
+    """Return the first answer in a text, without its commas; None without one.
 
     >>> answer_of("She has 1,000 + 200 = 1,200 left. #### 1,200")
     '1200'
@@ -47,16 +47,16 @@ def answer_of(text: str) -> str | None:
 
 
 def reward(task: Task, text: str) -> float:
-    """Return 1.0 if the answer of the reply is the task's, character by character, else 0.0.
+    """Return 1.0 if the reply's answer equals the task's, character by character, otherwise 0.0.
 
-    The ground truth is the answer ("10"), or a worked solution that ends with it, as the data set's column `answer`
-    has it ("... #### 10"). Raises DataError for anything else, which no reply could equal.
+    The ground truth is the answer ("10"), or a worked solution that ends with it, as in the data set's column `answer`
+    ("... #### 10"). Raises DataError for anything else, which no reply could equal.
     """
     return float(answer_of(text) == golden_answer(task))
 
 
 def golden_answer(task: Task) -> str:
-    """Return the answer in the task's ground truth, without its commas. Raises DataError if there is none."""
+    """Return the answer in the task's ground truth, without its commas. Raises DataError without one."""
     truth = task.ground_truth
     if isinstance(truth, str):
         if (answer := answer_of(truth)) is not None:
@@ -70,11 +70,11 @@ def golden_answer(task: Task) -> str:
 
 
 class Gsm8kMultiTurn(Environment):
-    """Lets the model think again until its answer is right, at most `max_turns` times.
+    """Lets the model retry until its answer is right, at most `max_turns` times.
 
-    A right answer is worth 1 (the component `answer`) and ends the attempt; a wrong one is worth `FORMAT_SHARE` divided
-    by `max_turns` (`format`), and no answer nothing. The model is not told that it was wrong: it is asked for its
-    reasoning again, and in the last turn for the answer only.
+    A right answer is worth 1 (component `answer`) and ends the attempt; a wrong one is worth `FORMAT_SHARE` divided by
+    `max_turns` (`format`), and no answer nothing. The model is not informed of errors: it is asked for its reasoning
+    again, and in the last turn for the answer only.
     """
 
     metrics = (Metric("no_answer", level="step", aggregation="mean", unit="share", help="replies without an answer"),)

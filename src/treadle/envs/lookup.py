@@ -1,11 +1,11 @@
-"""A small world to look things up in: multi-turn, multi-hop, and impossible to memorise.
+"""A small world for lookups: multi-turn, multi-hop, and impossible to memorize.
 
 Pages of a typed knowledge base refer to each other,
 
     person -> company, hobby, friend      company -> city, product, boss      city -> country, food, mayor
 
-and a question needs one, two or three of them. Every question has its own freshly drawn world (Anna may work
-at Acme in this one and at Zeta in the next), so the agent has to search. One episode:
+and a question needs one, two or three of them. Every question has its own freshly drawn world (Anna may work at Acme in
+this one and at Zeta in the next), so the agent has to search. One episode:
 
     system     Search, then answer.
     user       What product does the company of Anna make?
@@ -15,8 +15,8 @@ at Acme in this one and at Zeta in the next), so the agent has to search. One ep
     tool       page Acme, boss Zoe, city Rome, product lamps
     assistant  <answer> lamps</answer>
 
-The reward is 1 for the exact answer, given at the end only, unless a task pays for pages too. Pages, questions and
-demonstrations are functions of their keys, so a world needs no storage and any index can be made alone.
+The reward is 1 for the exact answer, given only at the end, unless a task also pays for pages. Pages, questions and
+demonstrations are functions of their keys, so a world needs no storage and any index can be generated separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PRODUCTS = words("shoes cars phones chairs clocks lamps boats bikes pens tents g
 FOODS = words("pizza soup rice cheese bread sushi curry noodles tacos salad honey olives")
 
 ENTITIES = PERSONS + COMPANIES + CITIES + COUNTRIES + HOBBIES + PRODUCTS + FOODS
-"""Every name of the world, pages and values alike, once."""
+"""Every name of the world, pages and values alike, once each."""
 
 VALUES: Mapping[str, tuple[str, ...]] = {
     "company": COMPANIES,
@@ -62,7 +62,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "food": FOODS,
     "mayor": PERSONS,
 }
-"""Field of a page -> what it may hold."""
+"""Field of a page -> its possible values."""
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(PERSONS, ("company", "hobby", "friend")),
@@ -72,7 +72,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """Name of a page -> its fields."""
 
 HOPS: Mapping[str, int] = {"hobby": 1, "product": 2, "city": 2, "country": 3, "food": 3}
-"""What can be asked -> the searches it takes."""
+"""Attribute in question -> number of searches needed."""
 
 QUESTIONS: Mapping[str, str] = {
     "hobby": "What is the hobby of {}?",
@@ -83,28 +83,28 @@ QUESTIONS: Mapping[str, str] = {
 }
 
 _ACTION = re.compile(r"<(search|answer)>([^<]*)</\1>")
-_LINKS = ("company", "city")  # followed from a person, one a hop
-_QUESTION_FIRST = 0.7  # share of reading drills that ask before they show the page
+_LINKS = ("company", "city")  # followed from a person, one per hop
+_QUESTION_FIRST = 0.7  # share of reading drills with the question before the page
 
 
 class World:
-    """One drawn knowledge base. The same `seed` is the same world, whatever was looked up before."""
+    """One drawn knowledge base. The same `seed` gives the same world, whatever was looked up before."""
 
     def __init__(self, seed: str) -> None:
         self.seed = seed
-        self._pages: dict[str, dict[str, str]] = {}  # only saves drawing a page twice
+        self._pages: dict[str, dict[str, str]] = {}  # a cache, to avoid drawing a page twice
 
     def page(self, name: str) -> Mapping[str, str]:
         """Return the fields of page `name` (a person, company or city) in drawn order."""
         if name not in self._pages:
             draws = random.Random(f"lookup/page/{self.seed}/{name}")
             items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]
-            draws.shuffle(items)  # a field's place on the page must not tell what it is
+            draws.shuffle(items)  # a field's position must not reveal its kind
             self._pages[name] = dict(items)
         return self._pages[name]
 
     def search(self, name: str) -> str:
-        """Return what the agent reads: `page Anna, hobby chess, company Acme, friend Bob`, or `nothing found`."""
+        """Return the agent's result: `page Anna, hobby chess, company Acme, friend Bob`, or `nothing found`."""
         if name not in FIELDS:
             return NOTHING
         return f"page {name}, " + ", ".join(f"{field} {value}" for field, value in self.page(name).items())
@@ -112,7 +112,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked (`attribute`, a key of `QUESTIONS`) about whom (`start`) in which world."""
+    """The `attribute` in question (a key of `QUESTIONS`), the person (`start`), and the world."""
 
     world_seed: str
     start: str
@@ -120,14 +120,14 @@ class Question:
 
     @property
     def hops(self) -> int:
-        """Searches that the answer takes: 1, 2 or 3."""
+        """Number of searches for the answer: 1, 2 or 3."""
         return HOPS[self.attribute]
 
     def prompt(self) -> tuple[Message, ...]:
         return opening(SYSTEM, QUESTIONS[self.attribute].format(self.start))
 
     def solve(self, world: World) -> tuple[tuple[str, ...], str]:
-        """Return the `hops` pages to search, in order, and the answer that the last of them holds."""
+        """Return the `hops` pages to search, in order, and the answer on the last one."""
         names = [self.start]
         for link in _LINKS[: self.hops - 1]:
             names.append(world.page(names[-1])[link])
@@ -135,7 +135,7 @@ class Question:
 
 
 def draw_question(world_seed: str, hops: int, draws: random.Random) -> Question:
-    """Draw a question of `hops` searches (1, 2 or 3): first whom it is about, then what is asked, both uniform."""
+    """Draw a question of `hops` searches (1, 2 or 3): first the person, then the attribute, both uniform."""
     start = draws.choice(PERSONS)
     return Question(world_seed, start, draws.choice([kind for kind, count in HOPS.items() if count == hops]))
 
@@ -143,13 +143,12 @@ def draw_question(world_seed: str, hops: int, draws: random.Random) -> Question:
 class Lookup(Environment):
     """Plays one question: `<search> X</search>` shows a page, `<answer> V</answer>` ends the episode.
 
-    Needs a task of `tasks`, or one with `extras` {"world_seed", "start", "attribute"} and its `ground_truth`;
-    the prompt is made from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0.
-    The last step's `info["ended"]` says how it ended: `right`, `wrong`, `turns` (still searching at the last
-    turn) or `format`.
+    Needs a task of `tasks`, or one with `extras` {"world_seed", "start", "attribute"} and its `ground_truth`; the
+    prompt is derived from those. At most `MAX_TURNS` replies; any other text ends the episode with reward 0. The last
+    step's `info["ended"]` is `right`, `wrong`, `turns` (still searching at the last turn) or `format`.
 
-    Extras may hold `page_reward`: each page on the way to the answer then pays that much when it is first opened (the
-    component `page`), and the answer is the component `answer`.
+    Extras may have `page_reward`: each page on the way to the answer then pays that much when it is first opened
+    (component `page`), and the answer is the component `answer`.
     """
 
     metrics = (
@@ -201,7 +200,7 @@ class Lookup(Environment):
 
 
 def question_of(task: Task) -> Question:
-    """Return the question that a task asks. Raises DataError, naming the task and what it lacks."""
+    """Return a task's question. Raises DataError, naming the task and its missing data."""
     where, keys = f"task {task.task_id} of environment lookup", ("world_seed", "start", "attribute")
     if missing := [key for key in keys if not isinstance(task.extras.get(key), str)]:
         raise DataError(f"{where} needs the strings {', '.join(missing)} in extras, has {dict(task.extras)}")
@@ -219,14 +218,14 @@ def tasks(
 ) -> list[Task]:
     """Return the first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
 
-    Held-out tasks ignore `seed`: every training seed is evaluated on the same ones. The split is part of each
-    world's key, so no held-out world is ever trained on. A larger `count` only appends tasks. For example task 1
+    Held-out tasks ignore `seed`: every training seed is evaluated on the same ones. The split is part of each world's
+    key, so no held-out world is ever trained on. A larger `count` only appends tasks. For example task 1
     of `tasks("train", 3)`:
 
         Task("lookup-train-0-000001", prompt=(<system>, <user>), environment="lookup", ground_truth="lamps",
              extras={"world_seed": "train/0/1", "hops": 2, "attribute": "product", "start": "Anna"})
 
-    page_reward: what each page on the way to the answer pays; with it, `evaluation.success_of=answer` shows success.
+    page_reward: reward for each page on the way to the answer; with it, `evaluation.success_of=answer` shows success.
 
     Raises DataError for another split, ConfigError for an impossible `count`, `hops` or `page_reward`.
     """
@@ -249,14 +248,14 @@ def tasks(
 def demonstration(
     index: int, seed: int, expert: float = 0.2, drill: float = 0.4, hops: Sequence[int] = (1, 2, 3)
 ) -> tuple[Message, ...]:
-    """Return conversation number `index` of a supervised warm start; its assistant messages are what to learn.
+    """Return conversation number `index` of a supervised warm start; its assistant messages are the training targets.
 
-    A share `drill` are reading drills ("What city?" and a page -> " Paris"), a stand-in for pretraining. The
-    others are search episodes: a share `expert` of them correct, the rest random walks blind to the question.
-    Those show the format and copying from context, not whom to follow or when to stop.
+    A share `drill` are reading drills ("What city?" and a page -> " Paris"), a stand-in for pretraining. The others are
+    search episodes: a share `expert` of them correct, the rest random walks blind to the question. The latter show the
+    format and copying from context, but not which links to follow or when to stop.
 
     Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). Answers keep their leading
-    space: with it they are one token. Raises ConfigError where a share lies outside [0, 1] or `hops` is impossible.
+    space, to be single tokens. Raises ConfigError for a share outside [0, 1] or impossible `hops`.
     """
     check_share("expert", expert)
     hops = check_hops(hops, 3)
@@ -271,7 +270,7 @@ def demonstration(
 
 
 def _random_walk(world: World, start: str, draws: random.Random) -> tuple[tuple[str, ...], str]:
-    """Search `start`, then pages named on the last page, one to three in all; answer a value of the last."""
+    """Search `start`, then pages named on the last page, one to three in total; answer with a value from the last."""
     names = [start]
     for _ in range(draws.randint(0, 2)):
         names.append(draws.choice([value for value in world.page(names[-1]).values() if value in FIELDS]))
@@ -287,7 +286,7 @@ def _episode(question: Question, world: World, names: Sequence[str], answer: str
 
 
 def _question_first(world: World, draws: random.Random) -> tuple[Message, ...]:
-    """Three questions, each followed by its own page: `What city?\\npage Acme, ...` -> ` Paris`."""
+    """Return three questions, each followed by its own page: `What city?\\npage Acme, ...` -> ` Paris`."""
     messages: list[Message] = []
     for _ in range(3):
         name = draws.choice(draws.choice((PERSONS, COMPANIES, CITIES)))
@@ -297,7 +296,7 @@ def _question_first(world: World, draws: random.Random) -> tuple[Message, ...]:
 
 
 def _page_first(world: World, draws: random.Random) -> tuple[Message, ...]:
-    """One page, then a question for each of its three fields in random order."""
+    """Return one page, then a question for each of its three fields in random order."""
     name = draws.choice(list(FIELDS))
     items = list(world.page(name).items())
     draws.shuffle(items)
@@ -309,5 +308,5 @@ def _page_first(world: World, draws: random.Random) -> tuple[Message, ...]:
 
 
 def corpus(count: int) -> Iterator[str]:
-    """Yield the contents of `count` demonstrations, to train a tokenizer on: pinned, or words would get other ids."""
+    """Yield the contents of `count` demonstrations for training a tokenizer. Fixed: word ids depend on it."""
     return contents(demonstration(index, seed=0, expert=0.2, drill=0.4, hops=(1, 2, 3)) for index in range(count))

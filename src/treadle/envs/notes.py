@@ -1,7 +1,7 @@
-"""More pages than fit the context: an agent that has to write notes (docs/long-episodes.md).
+"""More pages than fit the context: an agent has to write notes (docs/long-episodes.md).
 
-Each page says one thing that may be asked for later, among six that never are. The agent reads page after page, and is
-asked for one of those things after the last. With `rollout.compaction` one episode is
+Each page has one fact that may be asked for later, among six that never are. The agent reads page after page, and is
+then asked for one of those facts. With `rollout.compaction` one episode is
 
     system     Search, then answer.
     user       Read 4 pages.
@@ -27,8 +27,8 @@ and so on. After the last page
     tool       What is the hobby?
     assistant  <answer> chess</answer>
 
-The reward is 1 for the exact answer, at the end only. Names and values are those of `lookup`, and each task has freshly
-drawn pages, so that nothing can be known by heart.
+The reward is 1 for the exact answer, given only at the end. Names and values are `lookup`'s, and each task has freshly
+drawn pages, so that nothing can be memorized.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ PAGES = (4, 5, 6)
 ASKED = ("hobby", "product", "food", "company", "city", "country")
 """Attributes that may be asked for; a page has one of them."""
 FILLERS = ("friend", "boss", "mayor")
-"""What is never asked for; a page has each of them twice."""
+"""Attributes that are never asked for; a page has each of them twice."""
 PROMPT = "What is found?"
-"""What asks for a summary, in demonstrations: `rollout.compaction.prompt` must be the same."""
+"""Request for a summary in demonstrations: `rollout.compaction.prompt` must be the same."""
 
 _SEARCH = "<search>page</search>"
 _ACTION = re.compile(r"<answer>([^<]*)</answer>")
-_KEPT = 0.8  # share of facts that a demonstrated summary notes
+_KEPT = 0.8  # share of facts noted in a demonstrated summary
 
 Fact = tuple[str, str]
 """Attribute and value."""
 
 
 def page_of(seed: str, attribute: str) -> list[Fact]:
-    """Return what the page with this attribute says, in drawn order: a place must not tell what stands there."""
+    """Return the facts of the page with this attribute, in drawn order: positions must not reveal attributes."""
     draws = random.Random(f"notes/page/{seed}/{attribute}")
     facts = [(name, draws.choice(VALUES[name])) for name in (attribute, *FILLERS, *FILLERS)]
     draws.shuffle(facts)
@@ -80,9 +80,9 @@ def question(attribute: str) -> str:
 class Notes(Environment):
     """Shows the next page for each `<search>page</search>`, then asks; `<answer> V</answer>` ends the episode.
 
-    Needs a task of `tasks`. Searching on after the last page repeats the question. An answer before the question was
-    asked is worth nothing, and neither is any other text. The last step's `info["ended"]` says how it ended: `right`,
-    `wrong`, `early` or `format`.
+    Needs a task of `tasks`. Further searches after the last page repeat the question. An answer before the question is
+    worth nothing, and neither is any other text. The last step's `info["ended"]` is `right`, `wrong`, `early` or
+    `format`.
     """
 
     metrics = (
@@ -117,7 +117,7 @@ def tasks(split: str, count: int, seed: int = 0, pages: Sequence[int] = PAGES) -
     """Return the first `count` tasks of a split (`train`, `held_out`); task i has `pages[i % len(pages)]` pages.
 
     Held-out tasks ignore `seed`: every training seed is evaluated on the same ones. The split is part of the key of a
-    task's pages, so no held-out pages are ever trained on. Task 0 of `tasks("train", 3)`, for example:
+    task's pages, so no held-out pages are ever trained on. For example, task 0 of `tasks("train", 3)`:
 
         Task("notes-train-0-000000", prompt=(<system>, <user>), environment="notes", ground_truth="chess",
              extras={"seed": "train/0/0", "pages": 4, "attributes": ("city", "hobby", "food", "product"),
@@ -143,13 +143,13 @@ def tasks(split: str, count: int, seed: int = 0, pages: Sequence[int] = PAGES) -
 def demonstration(
     index: int, seed: int, expert: float = 0.0, drill: float = 0.5, pages: Sequence[int] = PAGES
 ) -> tuple[Message, ...]:
-    """Return conversation number `index` of a supervised warm start; its assistant messages are what to learn.
+    """Return conversation number `index` of a supervised warm start; its assistant messages are the training targets.
 
     A share `drill` are reading drills, a stand-in for pretraining: "What hobby?" and a page -> " chess", notes and
-    questions about them, texts and the same text. The others are parts of episodes, from one summary to the next, or
-    to the answer. Their summaries have the form of notes, but what they note is random: of a new page any attribute,
-    fillers as well, and of facts, new or noted before, each with probability .8. A share `expert` of these parts notes
-    what may be asked, and all of it.
+    questions about them, copies of a text. The others are parts of episodes, from one summary to the next, or to the
+    answer. Their summaries have the form of notes, but random contents: any attribute of a new page, including fillers,
+    and each fact, new or noted before, with probability .8. A share `expert` of these parts notes exactly the facts
+    that may be asked for.
 
     Raises ConfigError if a share lies outside [0, 1], or for impossible `pages`.
     """
@@ -159,7 +159,7 @@ def demonstration(
     if is_drill(index, drill):
         return draws.choice((_read_page, _read_notes, _copy_notes))(key, draws)
     attributes = draws.sample(ASKED, draws.choice(pages))
-    read = draws.choice((0, *range(3, len(attributes) + 1)))  # pages that the notes are of
+    read = draws.choice((0, *range(3, len(attributes) + 1)))  # pages covered by the notes
     is_expert = draws.random() < expert
 
     def note(names: Sequence[str], noted: Sequence[Fact] = ()) -> list[Fact]:
@@ -184,12 +184,12 @@ def demonstration(
 
 
 def _some(facts: Sequence[Fact], draws: random.Random) -> list[Fact]:
-    """Return each of the facts with probability `_KEPT`, one at least."""
+    """Return each of the facts with probability `_KEPT`, but at least one."""
     return [fact for fact in facts if draws.random() < _KEPT] or [draws.choice(facts)]
 
 
 def _sorted(facts: Sequence[Fact]) -> list[Fact]:
-    """Return the facts in the one order of notes, so that what comes next does not depend on what came first."""
+    """Return the facts in the canonical order of notes, so that later ones do not depend on the order of arrival."""
     return sorted(facts, key=lambda fact: (*ASKED, *FILLERS).index(fact[0]))
 
 
@@ -200,7 +200,7 @@ def _facts(key: str, draws: random.Random) -> list[Fact]:
 
 
 def _read_page(key: str, draws: random.Random) -> tuple[Message, ...]:
-    """Three times `What hobby?\\npage friend Bob, hobby chess, ...` -> ` chess`."""
+    """Return three times `What hobby?\\npage friend Bob, hobby chess, ...` -> ` chess`."""
     messages: list[Message] = []
     for name in draws.sample(ASKED, 3):
         facts = page_of(key, name)
@@ -209,7 +209,7 @@ def _read_page(key: str, draws: random.Random) -> tuple[Message, ...]:
 
 
 def _read_notes(key: str, draws: random.Random) -> tuple[Message, ...]:
-    """Notes, and a question about each fact."""
+    """Return notes, and a question about each fact."""
     facts = _facts(key, draws)
     messages = [_summary(facts)]
     for name, value in draws.sample(facts, len(facts)):
@@ -218,7 +218,7 @@ def _read_notes(key: str, draws: random.Random) -> tuple[Message, ...]:
 
 
 def _copy_notes(key: str, draws: random.Random) -> tuple[Message, ...]:
-    """Notes and the same once more, three times."""
+    """Return notes and a copy of them, three times."""
     texts = [text_of(_facts(key, draws)) for _ in range(3)]
     return tuple(message for text in texts for message in exchange(text, text))
 

@@ -9,8 +9,8 @@
     user       4172
     assistant  ANSWER 4172
 
-Every question has a book of its own, of five people; half of the questions take one call of a tool, half take two. The
-names of the two splits and of the examples are disjoint: what is learned is to use the tools.
+Every question has its own book of five people; half of the questions take one tool call, half take two. The names of
+the two splits and of the examples are disjoint, so that only the use of the tools can be learned.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _EXAMPLES = (("Bella", "", "5031"), ("Hugo", "Ada", "7264"), ("Leo", "", "3942")
 class PhoneBook(Environment):
     """Plays one question: `FRIEND name` and `PHONE name` look something up, `ANSWER value` ends the episode.
 
-    Needs a task of `tasks`. The reward is 1 for the right number, given at the end. A reply that is no call ends the
-    episode with 0; `info["ended"]` says how it ended: `right`, `wrong` or `format`.
+    Needs a task of `tasks`. The reward is 1 for the right number, given at the end. A reply without a call ends the
+    episode with 0; `info["ended"]` is `right`, `wrong` or `format`.
     """
 
     metrics = (
@@ -83,8 +83,8 @@ class PhoneBook(Environment):
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     """Return the first `count` tasks of a split (`train` or `held_out`), one and two hops in turn.
 
-    Held-out tasks ignore `seed`. `extras`: `people`, name -> `friend` and `phone`; `hops`, 1 or 2; `name`, who is asked
-    about. Raises DataError for another split, ConfigError for an impossible `count`.
+    Held-out tasks ignore `seed`. `extras`: `people`, name -> `friend` and `phone`; `hops`, 1 or 2; `name`, the person
+    in question. Raises DataError for another split, ConfigError for an impossible `count`.
     """
     key = split_key(split, count, seed)
     return [_task(key, split, index) for index in range(count)]

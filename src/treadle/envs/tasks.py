@@ -1,4 +1,4 @@
-"""Environments and reward functions by name, and what generated worlds share."""
+"""Environments and reward functions by name, and helpers shared by generated worlds."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _METHODS = {"reset": "self, task", "step": "self, text", "close": "self"}
 
 
 def load_environment(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> Callable[[], Environment]:
-    """Return what makes environments of class `name` (registered, or `module:attribute`) with the options.
+    """Return a factory of environments of class `name` (registered, or `module:attribute`) with the options.
 
-    Raises ConfigError: unknown name, not a class, a constructor that does not take the options or needs more, or one of
-    `reset`, `step` and `close` missing.
+    Raises ConfigError for an unknown name, a non-class, a constructor that does not take the options or needs more, or
+    a missing `reset`, `step` or `close`.
     """
     environment = check_environment(registry.resolve("environments", name), name, options)
     return partial(environment, **options) if options else environment
 
 
 def check_environment(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Environment]:
-    """Return the class, if it is an environment's. Raises ConfigError as `load_environment` does."""
+    """Return the class if it is an environment. Raises ConfigError as `load_environment` does."""
     if not inspect.isclass(candidate):
         others = f"; a reward function is named by reward={name}, an agent by agent={name}" * callable(candidate)
         raise ConfigError(f"environments: {name!r} is of type {type(candidate).__name__}, it must be a class{others}")
@@ -54,17 +54,16 @@ def check_environment(candidate: object, name: str, options: Mapping[str, Any] =
 
 
 def made_class(factory: object) -> object:
-    """Return the class of the environments that are made with options; anything else as it is."""
+    """Return the class of environments made with options; anything else unchanged."""
     while isinstance(factory, partial):
         factory = factory.func
     return factory
 
 
 def split_key(split: str, count: int, seed: int = 0) -> str:
-    """Return the key of a split's draws, which held-out tasks share for all seeds: `train/3`, `held_out`.
+    """Return the key of a split's draws, the same for all seeds if held out: `train/3`, `held_out`.
 
-    Raises DataError for a split other than `train` and `held_out`, ConfigError for a `count` that is no whole number
-    >= 0.
+    Raises DataError for a split other than `train` and `held_out`, ConfigError if `count` is not a whole number >= 0.
     """
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}; write {' or '.join(map(repr, SPLITS))}")
@@ -91,7 +90,7 @@ def contents(conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
 
 
 def is_drill(index: int, share: float) -> bool:
-    """Whether conversation `index` of a warm start is a drill: n * share of any n in a row are, give or take one.
+    """Return whether conversation `index` of a warm start is a drill. Any n in a row contain n * share drills, +-1.
 
     Raises ConfigError unless `share` lies in [0, 1].
     """
@@ -100,7 +99,7 @@ def is_drill(index: int, share: float) -> bool:
 
 
 def check_hops(hops: Sequence[int], largest: int) -> tuple[int, ...]:
-    """Return the hops. Raises ConfigError unless they are a list out of 1 to `largest`."""
+    """Return the hops. Raises ConfigError unless they are a list of numbers from 1 to `largest`."""
     allowed = range(1, largest + 1)
     if not isinstance(hops, Sequence) or not hops or any(count not in allowed for count in hops):
         raise ConfigError(f"hops must be a list out of {', '.join(map(str, allowed))}; got {hops!r}")
@@ -121,7 +120,7 @@ def check_share(name: str, value: float) -> None:
 
 Grade = float | Reward
 RewardFunction = Callable[[Task, str], Grade | Awaitable[Grade]]
-"""`def reward(task, text)`, async or not: what a reply to the task's prompt is worth."""
+"""`def reward(task, text)`, async or not: reward of a reply to the task's prompt."""
 
 REWARD_FUNCTION = Expected(
     "    def reward(task, text):\n        return float(text.strip() == task.ground_truth)",
@@ -148,10 +147,10 @@ _OTHERS = {"completions": "TRL's", "solution_str": "verl's"}  # parameters of ot
 
 
 def check_reward_function(candidate: object, where: str) -> None:
-    """Raise ConfigError, beginning with `where`, for what is not to be called with a task and a text."""
+    """Raise ConfigError, prefixed by `where`, unless it is callable with a task and a text."""
     try:
         parameters = inspect.signature(candidate).parameters if callable(candidate) else {}
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         parameters = {}
     if library := next((_OTHERS[name] for name in parameters if name in _OTHERS), None):
         signature = ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters.values())
@@ -163,20 +162,20 @@ def check_reward_function(candidate: object, where: str) -> None:
 
 
 def is_reward_function(candidate: object) -> bool:
-    """Whether it is a function of (task, text), or another library's; an agent is one of (task, client)."""
+    """Return whether it is a function of (task, text), or another library's; an agent takes (task, client)."""
     if inspect.isclass(candidate) or not callable(candidate):
         return False
     try:
         parameters = list(inspect.signature(candidate).parameters)
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return False
     return parameters[1:2] == ["text"] or not _OTHERS.keys().isdisjoint(parameters)
 
 
 def load_reward(name: str) -> Callable[[], Environment]:
-    """Return what makes environments of the reward function `name` (`module:function`, or a registered name).
+    """Return a factory of environments for the reward function `name` (`module:function`, or a registered name).
 
-    Raises ConfigError for an unknown name, and for what cannot be called with a task and a text.
+    Raises ConfigError for an unknown name, or an object not callable with a task and a text.
     """
     candidate = registry.resolve("rewards", name, "reward")
     check_reward_function(candidate, f"reward: {name!r}")

@@ -42,7 +42,7 @@ Tool = Callable[..., Any]
 
 
 class _Described(NamedTuple):
-    """A tool as it is described to the model, and what reads its arguments."""
+    """A tool's description for the model, and the validator of its arguments."""
 
     name: str
     schema: Mapping[str, Any]
@@ -50,25 +50,25 @@ class _Described(NamedTuple):
 
 
 class _Error(str):
-    """What the model reads if a call fails."""
+    """Text for the model if a call fails."""
 
 
 class ToolEnvironment(Environment):
     """Lets the model call tools: functions, or methods of the class, `async` or not.
 
-    The schema of each is made of its signature and docstring: types must be such that pydantic knows, and a line
-    `name: text` of the docstring describes the parameter of that name. What a tool returns is the answer, text or
-    JSON; if it is an `EnvStep`, its reward, info and state count, and `done` ends the episode. What it raises is
-    reported to the model as text, as are unknown tools and arguments that do not fit: `env/tool_errors` counts them. A
-    reply without a call is the last one: `answered` grades it.
+    Schemas are derived from signatures and docstrings: types must be supported by pydantic, and a docstring line
+    `name: text` describes the parameter of that name. The return value, text or JSON, is the answer; for an `EnvStep`,
+    its reward, info and state count, and `done` ends the episode. Exceptions are reported to the model as text, as are
+    unknown tools and invalid arguments, and counted by `env/tool_errors`. A reply without a call is the last one:
+    `answered` grades it.
 
-    A tool whose server is down raises `treadle.InfrastructureError`: the model reads nothing of it, and the attempt
-    fails without a reward.
+    A tool with a server that is down raises `treadle.InfrastructureError`: the model sees nothing of it, and the
+    attempt fails without a reward.
 
-    tools: what the model may call. max_calls: in one reply; others get an error. max_answer: characters of an answer;
-    what is longer is cut.
+    tools: tools for the model. max_calls: limit per reply; further calls get an error. max_answer: maximum length of an
+    answer, in characters; longer ones are shortened.
 
-    Where no tool is `async`, all of them run on the attempt's own thread; else plain ones run in threads of their own.
+    If no tool is `async`, all run on the attempt's own thread; otherwise plain ones run in separate threads.
     """
 
     tools: ClassVar[Sequence[Tool]] = ()
@@ -95,9 +95,9 @@ class ToolEnvironment(Environment):
         return [tool.schema for tool in described]
 
     def answered(self, text: str) -> float | Reward | EnvStep:
-        """Grade a reply without tool calls, with which the episode ends unless this returns an EnvStep; `async` or not.
+        """Grade a reply without tool calls, which ends the episode unless this returns an EnvStep; `async` or not.
 
-        Default: it earns nothing.
+        Default: no reward.
         """
         return 0.0
 
@@ -108,7 +108,7 @@ class ToolEnvironment(Environment):
         return await self._turn(reply, awaits=True)
 
     async def _turn(self, reply: Reply, awaits: bool) -> EnvStep:
-        """Play the calls of a reply. awaits: whether tools may be `async`; otherwise nothing is awaited here."""
+        """Play the calls of a reply. awaits: whether tools may be `async`; if not, nothing is awaited here."""
         answers: list[Message] = []
         reward, done, errors = Reward(), False, 0
         info: dict[str, Any] = {}
@@ -118,7 +118,8 @@ class ToolEnvironment(Environment):
             bound = self._bound(call) if number < self.max_calls else _Error(f"at most {self.max_calls} calls a turn")
             try:
                 result = bound if isinstance(bound, _Error) else await _called(bound) if awaits else bound()
-            except Exception as error:  # whatever else a tool raises is reported to the model
+            # Any other error of a tool is reported to the model.
+            except Exception as error:
                 if failure_in(error):
                     raise
                 result = _Error(f"{type(error).__name__}: {error}"[:2000])
@@ -164,7 +165,8 @@ class ToolEnvironment(Environment):
             text = result if isinstance(result, str) else _json(result)
         if len(text) > self.max_answer:
             text = f"{text[: self.max_answer]}... ({len(text) - self.max_answer} more characters are left out)"
-        name, text = call["function"]["name"], text.encode(errors="backslashreplace").decode()  # half characters
+        # escapes lone surrogates
+        name, text = call["function"]["name"], text.encode(errors="backslashreplace").decode()
         return Message(role="tool", content=text or "done", tool_call_id=call["id"], name=name)
 
 
@@ -180,7 +182,7 @@ def _plain_step(self: ToolEnvironment, reply: Reply) -> EnvStep:
 
 
 def _called(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Call what may be `async`; if it is not, in a thread."""
+    """Call a function that may be `async`; in a thread if it is not."""
     return call() if inspect.iscoroutinefunction(call) else asyncio.to_thread(call)
 
 
@@ -193,12 +195,12 @@ def _last(graded: float | Reward | EnvStep) -> EnvStep:
 
 @lru_cache(maxsize=1024)
 def _described(tool: Tool) -> _Described:
-    """Describe a tool. Raises ConfigError for parameters without a type, or of a type that has no JSON schema."""
+    """Describe a tool. Raises ConfigError for parameters without a type, or of a type without a JSON schema."""
     name = getattr(tool, "__name__", "")
     if not name.isidentifier():
         raise ConfigError(f"tool {tool!r:.100} has no name; define it by 'def'")
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-        raise ConfigError(f"tool {name!r} is a generator; return a list, or what the model shall read")
+        raise ConfigError(f"tool {name!r} is a generator; return a list, or a text for the model")
     text = inspect.getdoc(tool) or ""
     try:
         hints, signature = get_type_hints(tool, include_extras=True), inspect.signature(tool)
@@ -215,7 +217,7 @@ def _described(tool: Tool) -> _Described:
         default = ... if parameter.default is parameter.empty else parameter.default
         line = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
         about = Field(alias=key, description=line[1]) if line else Field(alias=key)
-        fields[f"p{number}"] = Annotated[hints[key], about], default  # pydantic keeps some names to itself
+        fields[f"p{number}"] = Annotated[hints[key], about], default  # own names, because pydantic reserves some
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters = _without_titles(model.model_json_schema())
@@ -227,7 +229,7 @@ def _described(tool: Tool) -> _Described:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Remove the titles that pydantic makes of names from a JSON schema."""
+    """Remove the titles that pydantic derives from names from a JSON schema."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -245,17 +247,18 @@ def _json(value: Any) -> str:
     def other(value: Any) -> Any:
         if isinstance(value, np.generic | np.ndarray):
             return value.tolist()
-        if re.search(r" at 0x[0-9a-f]+>", text := str(value)):  # an address in memory, of an object without a text
-            raise TypeError(f"a tool gave a {type(value).__name__}; return text, or what can be written as JSON")
+        # A memory address in the text of an object without its own `__str__`.
+        if re.search(r" at 0x[0-9a-f]+>", text := str(value)):
+            raise TypeError(f"a tool gave a {type(value).__name__}; return text, or JSON data")
         return text
 
-    if isinstance(value, set | frozenset):  # whose order differs between processes
+    if isinstance(value, set | frozenset):  # its order differs between processes
         value = sorted(value, key=repr)
     return json.dumps(to_jsonable_python(value, fallback=other), ensure_ascii=False)
 
 
 def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the info of two calls of one reply: numbers add up."""
+    """Merge the info of two calls of one reply by adding up numbers."""
     numbers = {key for key in info.keys() & more.keys() if isinstance(info[key], int | float)}
     sums = {key: info[key] + more[key] for key in numbers if isinstance(more[key], int | float)}
     return {**info, **more, **sums}
@@ -264,10 +267,10 @@ def _merged(info: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 def _is_method(tool: Tool) -> bool:
     try:
         return next(iter(inspect.signature(tool).parameters), "") == "self"
-    except (TypeError, ValueError):  # `_described` says so
+    except (TypeError, ValueError):  # `_described` reports it
         return False
 
 
 def _of(owner: type, tool: Tool) -> Tool:
-    """Return the tool, or what overrides it in a subclass."""
+    """Return the tool, or a subclass's override of it."""
     return getattr(owner, getattr(tool, "__name__", ""), tool) if _is_method(tool) else tool

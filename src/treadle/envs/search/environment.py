@@ -1,12 +1,12 @@
-"""Questions that a search engine helps to answer, with the protocol of SkyRL or that of Search-R1.
+"""Questions to answer with a search engine, with the protocol of SkyRL or of Search-R1.
 
     user       Answer the given question. ... Question: Where does Anna Lopez work?
     assistant  <search>Anna Lopez</search>
     user       <information>{"result": "Doc 1: \"Anna Lopez\"\nAnna Lopez works at Acme Motors.\n"}</information>
     assistant  <answer>Acme Motors</answer>
 
-The reward, given at the end, is 1 if the answer is exactly a golden one, normalized, else 0. Only what the model wrote
-is searched for an answer: one in a passage, which the published environments would grade, is worth nothing.
+The reward, given at the end, is 1 if the normalized answer exactly equals a golden one, otherwise 0. Only the model's
+own text is searched for an answer: one in a passage, which the published environments would grade, is worth nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-"""What Search-R1 shows after a reply that neither searches nor answers."""
+"""Search-R1's message after a reply that neither searches nor answers."""
 
 _QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_OBSERVED = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for what the environment wrote, so that no answer spans it
+_OBSERVED = "\N{OBJECT REPLACEMENT CHARACTER}"  # replaces the environment's text, so that no answer spans it
 
 
 class SkyRL:
-    """Protocol of SkyRL's environment `search`: results as JSON, and nothing said of replies that do neither.
+    """Protocol of SkyRL's environment `search`: results as JSON, and no message after replies that do neither.
 
-    extra_calls: calls of the model after its last turn, in which it can only answer.
+    extra_calls: model calls after its last turn, which can only answer.
     """
 
     extra_calls = 0
@@ -54,12 +54,12 @@ class SkyRL:
         return "<answer>" in reply and "</answer>" in reply
 
     def query(self, reply: str) -> str | None:
-        """Return what the reply searches for; None if it does not search."""
+        """Return the reply's query; None if it does not search."""
         match = _QUERY.search(reply)
         return None if match is None else match[1].strip()
 
     def observation(self, contents: Sequence[str] | None) -> str:
-        """Return what the model reads: the contents of passages, or None after a reply that did not search."""
+        """Return the message to the model. contents: passages, or None after a reply that did not search."""
         result = ""
         if contents is not None:
             documents = "".join(f"Doc {n}: {text.strip()}\n" for n, text in enumerate(contents, start=1))
@@ -68,9 +68,9 @@ class SkyRL:
 
 
 class SearchR1(SkyRL):
-    """Protocol of Search-R1: titles apart, a message after invalid replies, one call more to answer.
+    """Protocol of Search-R1: separate titles, a message after invalid replies, one extra call for the answer.
 
-    What follows the first `</search>` of a reply, or else the first `</answer>`, does not count.
+    Text after the first `</search>` of a reply, or otherwise the first `</answer>`, does not count.
     """
 
     extra_calls = 1
@@ -100,21 +100,21 @@ class SearchR1(SkyRL):
 
 
 PROTOCOLS: Mapping[str, SkyRL] = {"skyrl": SkyRL(), "search_r1": SearchR1()}
-"""By the name that the option `protocol` of the environment has."""
+"""Protocols by the environment's option `protocol`."""
 
 
 def answer_of(replies: Sequence[str]) -> str | None:
-    """Return the last answer that the model wrote, between `<answer>` and `</answer>`; None if there is none.
+    """Return the last answer that the model wrote, between `<answer>` and `</answer>`; None without one.
 
-    As published, an answer begins at the first open tag, in whatever reply. One that was closed only after an
-    observation holds a character in place of that, and is no answer to anything.
+    As published, an answer begins at the first open tag, in any reply. One closed only after an observation contains a
+    placeholder for it, and never matches.
     """
     answers = _ANSWER.findall(_OBSERVED.join(replies))
     return answers[-1].strip() if answers else None
 
 
 def normalize_answer(text: str) -> str:
-    """Return the text as answers are compared (Rajpurkar et al. 2016).
+    """Return the text normalized for comparing answers (Rajpurkar et al. 2016).
 
     Lower case, no ASCII punctuation, no articles, single spaces.
     """
@@ -124,12 +124,11 @@ def normalize_answer(text: str) -> str:
 class Search(Environment):
     """Plays one question. Its options are a recipe's `environment_options`.
 
-    url, timeout, patience: of the retrieval server, as `RetrievalClient` has them. topk: passages shown for a query.
-    max_turns: replies of the model, the last of which can only answer. protocol: `skyrl` or `search_r1`, which has one
-    reply more.
+    url, timeout, patience: parameters of `RetrievalClient`. topk: passages shown per query. max_turns: replies of the
+    model, the last of which can only answer. protocol: `skyrl`, or `search_r1`, which has one more reply.
 
-    The task's ground truth is an answer, several, or the published `{"target": [...]}`. The recipe's `rollout.stop` has
-    `</search>` and `</answer>`, and `rollout.max_steps` is at least the number of these replies.
+    The task's ground truth is an answer, several, or the published `{"target": [...]}`. The recipe's `rollout.stop`
+    must contain `</search>` and `</answer>`, and `rollout.max_steps` be at least the number of these replies.
     """
 
     metrics = (
@@ -178,7 +177,7 @@ class Search(Environment):
         return EnvStep([Message(role="user", content=self._protocol.observation(contents))], info=info)
 
     async def retrieve(self, query: str, topk: int) -> Sequence[str]:
-        """Return the contents of at most `topk` passages; a subclass may take them from elsewhere."""
+        """Return the contents of at most `topk` passages. Override to use another source."""
         if self._client is None:
             self._client = RetrievalClient(*self._server)
         return await self._client.search(query, topk)
@@ -194,7 +193,7 @@ class Search(Environment):
 
 
 def golden_answers(task: Task) -> list[str]:
-    """Return the answers that count. Raises DataError for a ground truth that is none."""
+    """Return the accepted answers. Raises DataError for an invalid ground truth."""
     truth = task.ground_truth
     answers = truth.get("target") if isinstance(truth, Mapping) else truth
     answers = [answers] if isinstance(answers, str) else answers

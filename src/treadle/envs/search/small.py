@@ -1,11 +1,11 @@
-"""`search-small`: Search-R1's task on a made-up corpus of short passages, for a small model trained from nothing.
+"""`search-small`: Search-R1's task on a made-up corpus of short passages, for a small model trained from scratch.
 
     Anna Lopez works at Acme Motors and likes chess.        Acme Motors is in Rome and makes lamps.
 
-Questions take one search (what a person likes, where one works, what a company makes, where one is) or two (what, and
-where, the company of a person makes and is). The corpus is always the same; of its people and companies one half is
-asked about in training, the other half held out, and no passage of one half names anybody of the other. Their names are
-made of the same words: what is learned is to search.
+Questions take one search (a person's likes or employer, a company's product or place) or two (product or place of a
+person's company). The corpus is always the same; one half of its people and companies is asked about in training, the
+other half held out, and no passage of one half names anybody of the other. Both halves' names consist of the same
+words, so that only searching can be learned.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class World(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is asked, whom to search for, in order, and the answer, which the last passage holds."""
+    """A question's text, the names to search for, in order, and the answer, contained in the last passage."""
 
     text: str
     names: tuple[str, ...]
@@ -61,9 +61,10 @@ class Question(NamedTuple):
 
 @cache
 def world(split: str) -> World:
-    """Return the half of the corpus's world that a split asks about."""
+    """Return the half of the corpus's world used by a split."""
 
-    def half(first: Sequence[str], second: Sequence[str]) -> list[str]:  # every other pair: both are made of all words
+    # every other pair, so that both halves use all words
+    def half(first: Sequence[str], second: Sequence[str]) -> list[str]:
         pairs = product(enumerate(first), enumerate(second))
         return [f"{a} {b}" for (i, a), (j, b) in pairs if (i + j) % 2 == SPLITS.index(split)]
 
@@ -74,7 +75,7 @@ def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random
     values = {"is in": CITIES, "makes": PRODUCTS, "works at": companies, "likes": HOBBIES}
 
     def facts(*kinds: str) -> dict[str, str]:
-        order = draws.sample(kinds, len(kinds))  # a fact's place in a passage must not tell what it is
+        order = draws.sample(kinds, len(kinds))  # a fact's position must not reveal its kind
         return {kind: draws.choice(values[kind]) for kind in order}
 
     return World({n: facts("works at", "likes") for n in people}, {n: facts("is in", "makes") for n in companies})
@@ -86,7 +87,7 @@ def _drawn(first: Sequence[str], second: Sequence[str], count: int, draws: rando
 
 @cache
 def passages() -> tuple[str, ...]:
-    """Return what is searched: a passage about everybody and every company of both splits."""
+    """Return the corpus: a passage for every person and company of both splits."""
     return tuple(
         town.passage(name) for town in map(world, SPLITS) for names in (town.people, town.companies) for name in names
     )
@@ -94,7 +95,7 @@ def passages() -> tuple[str, ...]:
 
 @cache
 def questions(split: str, hops: int) -> tuple[Question, ...]:
-    """Return all questions of a split that take one search, or two, in a drawn order."""
+    """Return all questions of a split with one or two searches, in a drawn order."""
     shuffled = _questions(world(split), hops)
     random.Random(f"search_small/questions/{split}/{hops}").shuffle(shuffled)
     return tuple(shuffled)
@@ -143,13 +144,13 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -
     """Return the first `count` tasks of a split (`train`, `held_out`); task i takes `hops[i % len(hops)]` searches.
 
     Training tasks come in an order drawn from `seed`; held-out tasks ignore it. A larger `count` only appends tasks;
-    after all 1264 questions of one hop, or 1024 of two, they come round again. `extras`: `hops`, and `names`, whom to
-    search for.
+    after all 1264 questions of one hop, or 1024 of two, they repeat. `extras`: `hops`, and `names`, the names to search
+    for.
 
     Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
     """
     key, hops = split_key(split, count, seed), check_hops(hops, 2)
-    _retriever()  # now: a missing package is an error before anything is played
+    _retriever()  # early, so that a missing package is an error before anything is played
     pools: dict[int, Sequence[Question]] = {number: questions(split, number) for number in set(hops)}
     pools = {n: random.Random(f"search_small/order/{key}").sample(pool, len(pool)) for n, pool in pools.items()}
     made = []
@@ -165,15 +166,16 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -
 def demonstration(
     index: int, seed: int, expert: float = 0.2, drill: float = 0.4, topk: int = 1, hops: Sequence[int] = (1, 2)
 ) -> tuple[Message, ...]:
-    """Return conversation `index` of a warm start: it teaches form and reading, and leaves searching to learn.
+    """Return conversation `index` of a warm start: it teaches form and reading, and leaves searching to be learned.
 
     A share `drill` are reading drills (a question of one search with its passage, and the answer), a stand-in for
     pretraining. The others are episodes: a share `expert` of them correct, the rest blind to the question: they search
-    whom it names, or also the company that they read of, and answer anything of the last passage. Each conversation has
-    a world of its own, drawn with its names, which tells nothing of the corpus: only reading can be learned.
+    for the person, or also for a company that they read of, and answer with any value from the last passage. Each
+    conversation has its own world, drawn together with its names and unrelated to the corpus: only reading can be
+    learned.
 
-    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). topk: passages that are shown.
-    Raises ConfigError for a share outside [0, 1] or an impossible `hops`.
+    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). topk: number of passages
+    shown. Raises ConfigError for a share outside [0, 1] or impossible `hops`.
     """
     check_share("expert", expert)
     hops = check_hops(hops, 2)
@@ -196,7 +198,7 @@ def demonstration(
 
 
 def _blind(question: Question, town: World, draws: random.Random) -> Question:
-    """Return the question with searches, and an answer, that do not depend on what is asked of whom it names."""
+    """Return the question with searches and an answer that depend only on the name, not on the attribute."""
     name = question.names[0]
     names: tuple[str, ...] = (name,)
     if name in town.people and draws.random() < 0.5:
@@ -211,6 +213,6 @@ def _observation(name: str, town: World, topk: int) -> str:
 
 
 def corpus(count: int) -> Iterator[str]:
-    """Yield the contents of `count` demonstrations, and all passages, to train a tokenizer on. They never change."""
+    """Yield the contents of `count` demonstrations, and all passages, for training a tokenizer. They never change."""
     yield from contents(demonstration(index, seed=0, topk=3) for index in range(count))
     yield from (f" {passage}" for passage in passages())

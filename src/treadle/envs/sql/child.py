@@ -1,19 +1,19 @@
-"""`python child.py BYTES`: runs queries for `sandbox`, one at a time, and may do nothing else.
+"""`python child.py BYTES`: runs queries for `sandbox`, one at a time, confined to just that.
 
 Standard input: requests, a line of JSON each. Standard output: `{}` once it is ready, then an answer to each.
 
     {"do": "select", "uri": "file:///a/b.sqlite?mode=ro", "script": "", "sql": ..., "operations": null,
      "seconds": 5, "rows": 4501, "characters": 1000000}
-        -> {"rows": [[...], ...]}        the distinct rows in the order in which they came, no more than was asked for
+        -> {"rows": [[...], ...]}        the distinct rows in their original order, at most as many as requested
     {"do": "expect", "uri": ":memory:", "script": "CREATE TABLE ...", "sql": ..., "operations": 1000000,
      "seconds": 30}
-        -> {"count": 12}                 the distinct rows, which are kept for `compare`
+        -> {"count": 12}                 number of distinct rows, which are kept for `compare`
     {"do": "compare", ...}
-        -> {"equal": true}               whether the query gives the rows that were expected, as sets
-    {"error": "no such table: t"}        instead of any of these: what SQLite said; `"late": true` if it took too long
+        -> {"equal": true}               whether the query gives the expected rows, as sets
+    {"error": "no such table: t"}        instead of any of these: SQLite's message; `"late": true` after a timeout
     {"fault": "unable to open ..."}      the database is to blame, not the query
 
-Standard library only: it starts in little more than the time that Python itself takes.
+Uses only the standard library, to start in little more time than Python itself.
 """
 
 import json
@@ -28,16 +28,16 @@ from typing import Any, NamedTuple
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
 _PRAGMAS = {"table_info", "foreign_key_list", "index_list"}
 _FUNCTIONS_REFUSED = {"load_extension", "fts3_tokenizer"}
-_OPERATIONS = 1000  # of SQLite's virtual machine, between two looks at the budget
+_OPERATIONS = 1000  # of SQLite's virtual machine, between checks of the budget
 _LARGEST_VALUE = 2**24  # bytes of a text, a blob or a row
-_LONGEST_CELL = 9000  # characters of a cell that are shown; so long a text is cut to 50 rows anyway
-_SPARE_CPU = 2  # seconds beyond a query's limit after which the kernel ends this process, if its parent has not
+_LONGEST_CELL = 9000  # characters shown of a cell; tables of such length are cut to 50 rows anyway
+_SPARE_CPU = 2  # seconds beyond a query's limit until the kernel ends this process, unless its parent did
 
 Row = tuple[Any, ...]
 
 
 class Budget:
-    """Ends a query after so many operations of SQLite's virtual machine, or so many seconds."""
+    """Ends a query after a number of operations of SQLite's virtual machine, or of seconds."""
 
     def __init__(self, operations: int | None, seconds: float) -> None:
         self._operations = inf if operations is None else operations
@@ -54,7 +54,7 @@ class Budget:
 
 
 class Query(NamedTuple):
-    """A query. script: SQL that is run first, to make a database in memory."""
+    """A query. script: SQL to run first, to make a database in memory."""
 
     uri: str
     script: str
@@ -63,7 +63,7 @@ class Query(NamedTuple):
 
 
 def main(address_space: int) -> None:
-    """Confine this process and answer requests until standard input ends. address_space: its bound, bytes."""
+    """Confine this process and answer requests until standard input ends. address_space: limit in bytes."""
     confine(address_space)
     expected: set[Row] = set()
     send({})
@@ -88,7 +88,7 @@ def main(address_space: int) -> None:
 
 
 def send(answer: dict[str, Any]) -> None:
-    """Write an answer, in ASCII: lone surrogates are escaped."""
+    """Write an answer in ASCII: lone surrogates are escaped."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -98,7 +98,7 @@ class DatabaseFault(Exception):
 
 
 def confine(address_space: int) -> None:
-    """Give up what queries do not need: memory, files to write, other processes, core dumps."""
+    """Drop resources that queries do not need: memory, writable files, other processes, core dumps."""
     for limit, value in {
         resource.RLIMIT_AS: address_space,
         resource.RLIMIT_FSIZE: 0,
@@ -110,14 +110,14 @@ def confine(address_space: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process if the query runs far beyond its limit, in case the parent is gone."""
+    """Have the kernel end this process if the query runs far beyond its limit, in case the parent is gone."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = ceil(usage.ru_utime + usage.ru_stime + seconds + _SPARE_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def select(query: Query, limit: int, characters: int) -> list[list[Any]]:
-    """Return the first distinct rows, as JSON can hold them: `limit` of them, or fewer of so many characters."""
+    """Return the first distinct rows as JSON data: at most `limit` rows and `characters` characters in total."""
     rows: dict[Row, None] = {}
     size = 0
     for row in rows_of(query):
@@ -130,7 +130,7 @@ def select(query: Query, limit: int, characters: int) -> list[list[Any]]:
 
 
 def shown(cell: Any) -> Any:
-    """Convert a cell to JSON: texts are cut and made valid Unicode, other things are written as Python writes them."""
+    """Convert a cell to JSON: texts are shortened and made valid Unicode, other values written as by Python."""
     if isinstance(cell, bytes):
         return repr(cell[:_LONGEST_CELL])[:_LONGEST_CELL]
     if isinstance(cell, str):
@@ -139,7 +139,7 @@ def shown(cell: Any) -> Any:
 
 
 def is_equal(query: Query, expected: set[Row]) -> bool:
-    """Return whether the query's rows are those expected, as sets; ends at the first that is not."""
+    """Return whether the query gives exactly the expected rows, as sets; stops at the first unexpected one."""
     met: set[Row] = set()
     for row in rows_of(query):
         if row not in expected:
@@ -149,7 +149,7 @@ def is_equal(query: Query, expected: set[Row]) -> bool:
 
 
 def rows_of(query: Query) -> Iterator[Row]:
-    """Yield the rows of a query, run on a connection of its own. Raises sqlite3.Error; DatabaseFault."""
+    """Yield the rows of a query, run on a new connection. Raises sqlite3.Error; DatabaseFault."""
     connection = connect(query)
     try:
         connection.set_authorizer(authorize)
@@ -167,22 +167,23 @@ def connect(query: Query) -> sqlite3.Connection:
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_progress_handler(query.budget.spend, _OPERATIONS)
         connection.executescript(f"PRAGMA temp_store = MEMORY; PRAGMA trusted_schema = OFF; {query.script}")
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # a file is only opened when it is read
+        # SQLite opens a file only on the first read
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except sqlite3.Error as error:
         raise DatabaseFault(str(error)) from error
     return connection
 
 
 def as_text(value: bytes) -> str:
-    """Decode a text of the database; bytes that are no UTF-8 stay distinct, as lone surrogates."""
+    """Decode a text of the database; bytes that are not UTF-8 stay distinct, as lone surrogates."""
     return value.decode(errors="surrogateescape")
 
 
 def authorize(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
-    """Authorizer of SQLite: allow only what reads.
+    """Authorizer of SQLite: allow only read operations.
 
-    Table-valued functions (json_each, pragma_table_info) declare their columns by what looks like an update of the
-    schema; a real one is refused by SQLite itself.
+    Table-valued functions (json_each, pragma_table_info) declare their columns by an apparent update of the schema;
+    SQLite itself refuses real ones.
     """
     if action in _READING:
         allowed = True

@@ -7,8 +7,8 @@
                    <reminder>You have 5 turns left to complete the task.</reminder></observation>
     assistant      <think>...</think><solution>SELECT count(*) FROM airports WHERE city = 'Rome'</solution>
 
-An attempt ends with the reply that has a solution, or with the last turn. Its reward is 1 if the solution's rows are
-those of the reference query, as sets, 0 if they are not, and -1 if the replies break the format (`solution_of`).
+An attempt ends with the reply that has a solution, or with the last turn. Its reward is 1 if the solution's rows equal
+the reference query's, as sets, 0 if they do not, and -1 if the replies break the format (`solution_of`).
 Queries run in `sandbox.SANDBOX`.
 """
 
@@ -27,21 +27,21 @@ from treadle.envs.base import Environment, EnvStep, Finish
 from treadle.envs.sql.sandbox import SANDBOX, Cell, Database, Query, QueryError, QueryTimeout
 from treadle.envs.tasks import check_positive
 
-if find_spec("pandas") is None:  # missed at the start of a run; loaded for the first table, because it is large
+if find_spec("pandas") is None:  # checked early, but loaded only for the first table, because it is large
     raise ModuleNotFoundError("No module named 'pandas'", name="pandas")
 
 LONGEST = 9000
-"""Characters of a table that is shown whole."""
+"""Longest table shown in full, in characters."""
 SHOWN = 50
-"""Rows that are shown of a longer one."""
+"""Number of rows shown of a longer table."""
 ENOUGH = LONGEST // 2 + 1
-"""Rows of which a table is too long, whatever is in them: each takes two characters."""
+"""Number of rows that always exceeds the limit: each takes at least two characters."""
 
 _TRUNCATED = f"Truncated to {SHOWN} lines since returned response too long: "
 
 
 def render_table(rows: Sequence[tuple[Cell, ...]]) -> str:
-    """Return the rows as text; the first `SHOWN`, with a note, if that is longer than `LONGEST` characters."""
+    """Return the rows as text; only the first `SHOWN`, with a note, if that exceeds `LONGEST` characters."""
     frame = _frame(rows)
     if not _is_surely_long(rows):
         text: str = frame.to_string(index=False)
@@ -51,13 +51,13 @@ def render_table(rows: Sequence[tuple[Cell, ...]]) -> str:
 
 
 def _is_surely_long(rows: Sequence[tuple[Cell, ...]]) -> bool:
-    """Return whether no table of these rows fits, to save making it: all cells of a column are of one width."""
+    """Return whether no table of these rows fits, to save rendering it: all cells of a column have the same width."""
     widths = (max((len(cell) for cell in column if isinstance(cell, str)), default=1) for column in zip(*rows))  # noqa: B905
     return len(rows) * sum(1 + width for width in widths) > LONGEST
 
 
 def _frame(rows: Sequence[tuple[Cell, ...]]) -> Any:
-    """Return a data frame. Columns with a text stay as they are: what pandas makes of them depends on its version."""
+    """Return a data frame. Columns with a text keep dtype object: pandas' inference depends on its version."""
     import pandas
 
     columns = {}
@@ -70,7 +70,7 @@ def _frame(rows: Sequence[tuple[Cell, ...]]) -> Any:
 INVALID = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql tool, and try again."
 )
-"""What the agent reads after a reply with neither query nor solution."""
+"""Message after a reply with neither query nor solution."""
 
 BAD_FORMAT = -1.0
 
@@ -83,13 +83,13 @@ _OTHER_TAG = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
 class TextToSql(Environment):
     """Plays one question about a SQLite database. Its options are a recipe's `environment_options`.
 
-    max_turns: replies of the model; `rollout.max_steps` is at least that. query_seconds: time of a query.
-    grading_seconds: of each of the two queries that are compared, the solution and the reference. operations: of
-    SQLite's virtual machine, of each query; then rewards do not depend on how fast or busy the machine is, and the
-    times only protect. Default: any number.
+    max_turns: replies of the model; `rollout.max_steps` is at least that. query_seconds: time limit of a query.
+    grading_seconds: time limit of each of the two compared queries, the solution and the reference. operations: limit
+    of each query in operations of SQLite's virtual machine; with it, rewards do not depend on the speed or load of the
+    machine, and the time limits only protect. Default: unlimited.
 
-    The task's ground truth is the reference query. Its extras hold `database`, the path of a SQLite file, or `script`,
-    SQL that makes one in memory. Only what the model wrote is graded: tags in the rows of a database change nothing.
+    The task's ground truth is the reference query. Its extras have `database`, the path of a SQLite file, or `script`,
+    SQL to make one in memory. Only the model's own text is graded: tags in the rows of a database change nothing.
     """
 
     metrics = (
@@ -133,7 +133,7 @@ class TextToSql(Environment):
         return EnvStep([observation(shown, turns_left)], info={"queries": 1, "query_failed": failed})
 
     def finish(self, ended: Status) -> Finish | None:
-        """Grade an attempt whose calls were fewer than its turns (`rollout.max_steps`); without a solution, -1."""
+        """Grade an attempt that made fewer calls than its turns (`rollout.max_steps`); without a solution, -1."""
         return Finish(*self._grade()) if ended is Status.MAX_STEPS else None
 
     def _grade(self) -> tuple[float, Mapping[str, Any]]:
@@ -145,7 +145,7 @@ class TextToSql(Environment):
 
 
 def run_query(query: Query) -> tuple[str, bool]:
-    """Return what the agent reads of a query, and whether it failed or took too long."""
+    """Return the agent's view of a query's result, and whether the query failed or timed out."""
     try:
         rows = SANDBOX.select(query, ENOUGH)
     except QueryTimeout:
@@ -157,7 +157,7 @@ def run_query(query: Query) -> tuple[str, bool]:
 
 
 def grade(query: Query, gold: str) -> float:
-    """Return the reward of a solution: whether its rows are those of `gold`; not, if it fails or takes too long."""
+    """Return the reward of a solution: 1 if its rows equal `gold`'s, 0 if not, or if it fails or times out."""
     try:
         return float(SANDBOX.has_same_rows(query, gold))
     except QueryError:
@@ -165,17 +165,17 @@ def grade(query: Query, gold: str) -> float:
 
 
 def observation(shown: str, turns_left: int) -> Message:
-    """Return the message in which the agent reads something."""
+    """Return the message with an observation for the agent."""
     reminder = f"<reminder>You have {turns_left} turns left to complete the task.</reminder>"
     return Message(role="user", content=f"\n\n<observation>{shown}\n{reminder}</observation>\n\n")
 
 
 def solution_of(replies: Sequence[str]) -> str | None:
-    """Return the query of the one solution; None if the replies break the format.
+    """Return the query of the only solution; None if the replies break the format.
 
-    They keep it if there is exactly one `<solution>`, and one `</solution>` after it, with no other tag between, if
-    something is thought at all, and if each observation before the solution is followed by `<think>`. An observation
-    stands between any two replies; what was in it does not matter.
+    The format requires exactly one `<solution>`, followed by one `</solution>` with no other tag between, at least one
+    thought, and `<think>` after each observation before the solution. An observation separates any two replies; its
+    contents do not matter.
     """
     text = "<observation></observation>".join(replies)
     before, _, after = text.partition("<solution>")
@@ -190,7 +190,7 @@ def solution_of(replies: Sequence[str]) -> str | None:
 
 
 def database_of(task: Task) -> Database:
-    """Return the database of a task. Raises DataError, naming the task and what it lacks."""
+    """Return the database of a task. Raises DataError, naming the task and its missing data."""
     where = f"task {task.task_id} of environment text_to_sql"
     extras = task.extras
     file, script = extras.get("database"), extras.get("script")

@@ -1,21 +1,21 @@
-"""`Sandbox`: SQL of a model, run by SQLite in confined processes, each query within its time.
+"""`Sandbox`: a model's SQL, run by SQLite in confined processes, each query within its time limit.
 
     Sandbox.select, has_same_rows
-      -> ChildPool.lease   a child that waits; the next one starts meanwhile
-      -> Child.ask         over a pipe; a child that has not answered a moment after the limit is killed
+      -> ChildPool.lease   an idle child; the next one starts meanwhile
+      -> Child.ask         over a pipe; a child without an answer shortly after the limit is killed
       -> child.py          SQLite
 
-What holds a query, in the order in which it meets them:
+Barriers against a query, in the order in which it meets them:
 
-    the authorizer           compiles only what reads: no ATTACH, no write, no VACUUM INTO, three PRAGMAs
+    the authorizer           compiles only read operations: no ATTACH, no write, no VACUUM INTO, three PRAGMAs
     a read-only connection   the database's file is opened for reading, and its directory is never written
-    SQLite's limits          a value of 16 MB at most, nothing attached
-    the progress handler     ends what takes too many operations
-    the parent               kills what is one long operation: `printf('%.*c', 1e9, 'x')`, a quadratic `instr`
-    rlimits                  address space, no file can grow, CPU time should the parent be gone
+    SQLite's limits          values of at most 16 MB, nothing attached
+    the progress handler     ends queries with too many operations
+    the parent               kills single long operations: `printf('%.*c', 1e9, 'x')`, a quadratic `instr`
+    rlimits                  address space, no file can grow, CPU time in case the parent is gone
 
-It is no boundary against a bug of SQLite's that runs code: such code would have this user's rights to read files and to
-use the network. For that, play in a container.
+It is no boundary against a code-execution bug in SQLite: such code could read this user's files and use the network.
+For that, play in a container.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from treadle.envs.confined import Child, ChildPool, LateAnswer, NoAnswer
 Cell = str | int | float | None
 
 ADDRESS_SPACE = 2**29
-"""Bytes of address space that a child may have."""
+"""Address space of a child, in bytes."""
 
-_GRACE = 0.15  # seconds after its limit that a query has to be interrupted, before its child is killed
-_CHARACTERS = 10**6  # of cells in the rows that are shown
+_GRACE = 0.15  # seconds between a query's limit and killing its child, time to interrupt it
+_CHARACTERS = 10**6  # total length of the cells shown
 
 
 class QueryError(TreadleError, RuntimeError):
@@ -48,14 +48,14 @@ class QueryTimeout(QueryError):
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """A SQLite file, or the SQL that makes a database in memory."""
+    """A SQLite file, or the SQL to make a database in memory."""
 
     file: Path | None = None
     script: str = ""
 
     @property
     def uri(self) -> str:
-        """Name by which SQLite opens it; `immutable` also keeps it from making files beside the database."""
+        """URI for SQLite; `immutable` also keeps it from making files beside the database."""
         return ":memory:" if self.file is None else f"{self.file.absolute().as_uri()}?mode=ro&immutable=1"
 
 
@@ -63,7 +63,8 @@ class Database:
 class Query:
     """A query and its limits.
 
-    seconds: from when a child has it. operations: of SQLite's virtual machine, equal on all machines; None: no limit.
+    seconds: limit, from when a child has it. operations: limit in operations of SQLite's virtual machine, equal on all
+    machines; None: unlimited.
     """
 
     database: Database
@@ -73,17 +74,17 @@ class Query:
 
 
 class Sandbox(ChildPool):
-    """Runs queries in confined children, side by side. children: most at once; a query's time begins with its turn."""
+    """Runs queries in concurrent confined children. children: maximum number; a query's time begins with its turn."""
 
     def __init__(self, children: int) -> None:
         program = str(Path(__file__).with_name("child.py"))
         super().__init__("SQL", [sys.executable, "-I", "-S", program, str(ADDRESS_SPACE)], children)
 
     def select(self, query: Query, rows: int) -> list[tuple[Cell, ...]]:
-        """Return the query's distinct rows in the order in which they come, the first `rows` of them.
+        """Return the query's first `rows` distinct rows, in their original order.
 
-        Blobs are texts, as Python writes them; a text of more than 9,000 characters is cut, rows end after 1,000,000
-        characters. Raises QueryError, QueryTimeout; TrajectoryFailure where the database cannot be opened.
+        Blobs become texts, as written by Python; texts longer than 9,000 characters are shortened, and rows end after
+        1,000,000 characters. Raises QueryError, QueryTimeout; TrajectoryFailure if the database cannot be opened.
         """
         with self.lease() as child:
             answer = _ask(child, "select", query, rows=rows, characters=_CHARACTERS)
@@ -92,8 +93,8 @@ class Sandbox(ChildPool):
     def has_same_rows(self, query: Query, gold: str) -> bool:
         """Return whether the query and `gold` give the same set of rows; each has the query's `seconds`.
 
-        All rows are compared, and where they are: in the child. Raises QueryError, QueryTimeout for the query;
-        TrajectoryFailure (verifier) where `gold` fails, which says nothing about the query.
+        All rows are compared, inside the child. Raises QueryError, QueryTimeout for the query; TrajectoryFailure
+        (verifier) if `gold` fails, which is no fault of the query.
         """
         with self.lease() as child:
             try:
@@ -105,7 +106,7 @@ class Sandbox(ChildPool):
 
 
 def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
-    """Return the child's answer. Raises QueryError; TrajectoryFailure (environment) if there is no such database."""
+    """Return the child's answer. Raises QueryError; TrajectoryFailure (environment) for a missing database."""
     database = query.database
     message: dict[str, Any] = {"do": do, "uri": database.uri, "script": database.script, "sql": query.sql}
     message |= {"operations": query.operations, "seconds": query.seconds}
@@ -127,4 +128,4 @@ def _ask(child: Child, do: str, query: Query, **more: int) -> dict[str, Any]:
 
 
 SANDBOX = Sandbox(children=max(4, 2 * (os.cpu_count() or 1)))
-"""The one of this process. No child runs before the first query."""
+"""This process's sandbox. No child runs before the first query."""

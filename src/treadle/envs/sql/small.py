@@ -1,7 +1,7 @@
-"""Generated databases and questions for `sql-small`, which a model of 0.4M parameters can learn from scratch.
+"""Generated databases and questions for `sql-small`, learnable from scratch by a model of 0.4M parameters.
 
-Every question has a database of its own: two tables, one of which refers to the other. The prompt has the schema, each
-column with its table, in drawn order; the rows are only to be had by queries.
+Every question has its own database: two tables, one of which refers to the other. The prompt has the schema, each
+column with its table, in drawn order; the rows can only be read by queries.
 
     system     Answer with SQL.
     user       Columns: city farms, id clubs, food clubs, farms clubs, hobby clubs, id farms, product farms, ...
@@ -12,12 +12,12 @@ column with its table, in drawn order; the rows are only to be had by queries.
                <reminder>You have 2 turns left to complete the task.</reminder></observation>
     assistant  <think>Bob</think><solution> select city from farms where id='Bob'</solution>
 
-That was two hops. With one hop the column is in the table that the question names, and the first reply is the solution.
-Half of the questions take one, half take two. Two hops can be had in one query, too, by a join; demonstrations never
+This question takes two hops. With one hop, the column is in the table named by the question, and the first reply is the
+solution. Half of the questions take one, half two. Two hops also fit into one query, with a join; demonstrations never
 show that.
 
-Which tables occur together is split: the pairs of held-out questions occur in no training task. Demonstrations have all
-pairs, or the model would learn which ones there are.
+The split is over pairs of tables: the pairs in held-out questions occur in no training task. Demonstrations have all
+pairs, so that the model does not learn which pairs exist.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from treadle.envs.tasks import check_share, contents, exchange, is_drill, openin
 
 SYSTEM = "Answer with SQL."
 MAX_TURNS = 3
-"""Turns in demonstrations, and in the recipe: a reminder that is never shown would be no words to the model."""
+"""Turns in demonstrations, and in the recipe: a tokenizer has no words for a reminder that is never shown."""
 
 PLACES = words("shops farms banks parks inns mills")
 GROUPS = words("clubs teams crews bands labs camps")
 TABLES = PLACES + GROUPS
-"""A database has one table of each kind, and a table's name tells what columns it may have. With names that told
-nothing, a warm start of 300 steps had not learned to look up the table of a column."""
+"""A database has one table of each kind, and a table's name determines its possible columns. With uninformative names,
+a warm start of 300 steps had not learned to look up the table of a column."""
 
 VALUES: Mapping[str, tuple[str, ...]] = {
     "city": CITIES,
@@ -51,12 +51,12 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "food": FOODS,
     "company": COMPANIES,
 }
-"""Column -> what it may hold; no value is in two of them. The first three are of places, the others of groups."""
+"""Column -> its values; no two columns share one. The first three belong to places, the others to groups."""
 
 _COLUMNS = tuple(VALUES)
-_ROWS = 6  # of each table
+_ROWS = 6  # rows per table
 _HELD_OUT_PAIRS = 9  # of 36
-_STRAY = 0.25  # share of blind episodes that also take the way of the other number of hops
+_STRAY = 0.25  # share of blind episodes with the path of the other number of hops
 
 
 def _split_pairs() -> dict[str, tuple[tuple[str, str], ...]]:
@@ -66,7 +66,7 @@ def _split_pairs() -> dict[str, tuple[tuple[str, str], ...]]:
 
 
 PAIRS: Mapping[str, tuple[tuple[str, str], ...]] = _split_pairs()
-"""Split -> the pairs of a place and a group whose databases are its own: 27 for `train`, 9 for `held_out`."""
+"""Split -> its own pairs of a place and a group: 27 for `train`, 9 for `held_out`."""
 ALL_PAIRS = tuple(product(PLACES, GROUPS))
 
 
@@ -74,8 +74,10 @@ ALL_PAIRS = tuple(product(PLACES, GROUPS))
 class World:
     """One drawn database.
 
-    tables: the first refers to the second, by a column of the second's name. columns: of each table, `id` first.
-    listed: every (column, table), in the order of the prompt. rows: table -> its rows, with cells as `columns`.
+    tables: the first refers to the second, by a column of the second's name. columns: columns of each table, `id`
+    first.
+    listed: every (column, table), in the order of the prompt. rows: table -> its rows, with cells in order of
+    `columns`.
     """
 
     tables: tuple[str, str]
@@ -87,7 +89,7 @@ class World:
         return f"Columns: {', '.join(' '.join(pair) for pair in self.listed)}."
 
     def script(self) -> str:
-        """Write the SQL that makes the database. Names and cells are words, which need no quoting."""
+        """Write the SQL to make the database. Names and cells are words, which need no quoting."""
         lines = []
         for table, columns in self.columns.items():
             lines.append(f"CREATE TABLE {table} ({', '.join(f'{column} TEXT' for column in columns)});")
@@ -95,18 +97,18 @@ class World:
         return "\n".join(lines)
 
     def table_of(self, column: str) -> str:
-        """Return the table that has this column of `VALUES`."""
+        """Return the table with this column of `VALUES`."""
         return next(table for table in self.tables if column in self.columns[table])
 
     def linked(self, name: str) -> str:
-        """Return whom the row `name` of the first table refers to, in the second."""
+        """Return the row of the second table that the row `name` of the first one refers to."""
         at = self.columns[self.tables[0]].index(self.tables[1])
         return next(row[at] for row in self.rows[self.tables[0]] if row[0] == name)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: a column of `VALUES`, of a row of the first table or of the one it refers to."""
+    """The column in question, from `VALUES`, of a row of the first table or of the row it refers to."""
 
     world: World
     start: str
@@ -114,7 +116,7 @@ class Question:
 
     @property
     def hops(self) -> int:
-        """1 if the column is in the first table, else 2."""
+        """1 if the column is in the first table, otherwise 2."""
         return 1 + self.world.tables.index(self.world.table_of(self.column))
 
     def prompt(self) -> tuple[Message, ...]:
@@ -150,7 +152,7 @@ def draw_question(key: str, pairs: Sequence[tuple[str, str]], hops: int) -> Ques
 def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
     """Return the first `count` tasks of a split (`train`, `held_out`), of one and two hops in turn.
 
-    Held-out tasks ignore `seed`. `extras` hold `hops` and the database's `script`. Raises DataError for another split,
+    Held-out tasks ignore `seed`. `extras` have `hops` and the database's `script`. Raises DataError for another split,
     ConfigError for an impossible `count`.
     """
     key = split_key(split, count, seed)
@@ -165,14 +167,14 @@ def tasks(split: str, count: int, seed: int = 0) -> list[Task]:
 
 
 def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3) -> tuple[Message, ...]:
-    """Return conversation number `index` of a supervised warm start; its assistant messages are what to learn.
+    """Return conversation number `index` of a supervised warm start; its assistant messages are the training targets.
 
-    A share `drill` are drills of one sub-skill: which table has a column? The others are attempts. A share `expert` of
-    them solve their question. The rest are blind to it: they look up a column drawn at random, and a quarter of them
-    take the way of the other number of hops, so that their queries are well formed, but seldom right.
+    A share `drill` are drills of one sub-skill: finding the table of a column. The others are attempts. A share
+    `expert` of them solve their question. The rest are blind to it: they look up a column drawn at random, and a
+    quarter of them use the other number of hops, so that their queries are well formed, but seldom right.
 
-    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). Raises ConfigError where a
-    share lies outside [0, 1].
+    Drills are placed by index (`is_drill`); everything else is drawn from (seed, index). Raises ConfigError for a share
+    outside [0, 1].
     """
     check_share("expert", expert)
     draws = random.Random(f"sql_small/demonstration/{seed}/{index}")
@@ -192,7 +194,7 @@ def demonstration(index: int, seed: int, expert: float = 0.2, drill: float = 0.3
 
 
 def _attempt(question: Question, column: str, through_link: bool) -> tuple[Message, ...]:
-    """Return an attempt that looks `column` up: of the row asked about, or of the one that this refers to."""
+    """Return an attempt that looks up `column`, of the row in question or of the row it refers to."""
     world, name = question.world, question.start
     first, second = world.tables
     table = world.table_of(column)
@@ -216,5 +218,5 @@ def _shown(name: str) -> str:
 
 
 def corpus(count: int) -> Iterator[str]:
-    """Yield the contents of the messages of `count` demonstrations, to train a tokenizer on; they never change."""
+    """Yield the messages of `count` demonstrations, for training a tokenizer; they never change."""
     return contents(demonstration(index, seed=0, expert=0.2, drill=0.3) for index in range(count))
