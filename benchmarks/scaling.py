@@ -101,13 +101,14 @@ def started(build: Mapping[str, Any], training: Mapping[str, Any], count: int) -
 
 def _update(ranks: RankProcesses, groups: Sequence[Group], repeats: int) -> dict[str, float]:
     result = _train(ranks, groups)  # warms up
+    pids = [place.pid for _, _, place in ranks.call("facts")]
     seconds, cpu, memory = [], [], []
     for _ in range(repeats):
-        cpu_before, began = process_cpu_seconds(ranks.pids), time.perf_counter()
-        with largest(partial(pss_bytes, ranks.pids)) as peaks:
+        cpu_before, began = process_cpu_seconds(pids), time.perf_counter()
+        with largest(partial(pss_bytes, pids)) as peaks:
             _train(ranks, groups)
         seconds.append(time.perf_counter() - began)
-        cpu.append(process_cpu_seconds(ranks.pids) - cpu_before)
+        cpu.append(process_cpu_seconds(pids) - cpu_before)
         memory.append(max(peaks))
     return {
         "s": median(seconds),
@@ -131,10 +132,11 @@ def memory(layers: int, count: int = 2) -> Table:
     for precision in ("bfloat16", "bfloat16_pure"):
         training = {"precision": precision, "gradient_checkpointing": True, "max_tokens_per_microbatch": 2048}
         with started({**LARGE_MODEL, "num_hidden_layers": layers}, training, count) as ranks:
-            parameters = ranks.call("facts")[0][0].parameters
+            facts = ranks.call("facts")
+            parameters, pids = facts[0][0].parameters, [place.pid for _, _, place in facts]
             _train(ranks, groups)  # the optimizer's moments are there afterwards
             began = time.perf_counter()
-            with largest(lambda pids=ranks.pids: [sum(pss_bytes(pids))]) as peak:  # type: ignore[misc]
+            with largest(lambda pids=pids: [sum(pss_bytes(pids))]) as peak:  # type: ignore[misc]
                 result = _train(ranks, groups)
             seconds = time.perf_counter() - began
         rows.append(

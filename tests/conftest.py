@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forks import ForkedProcess
-from treadle.core import processes
+from treadle.workers import child
 
 # Before anything loads torch: one thread a process makes numbers independent of the machine's core count, and
 # keeps parallel test processes from fighting over cores.
@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # No test depends on the hub; those of models by name serve one themselves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Ranks and engines of this process; those of the processes that tests start are started as ever.
-processes.Popen = ForkedProcess  # type: ignore[attr-defined]
+child.Popen = ForkedProcess  # type: ignore[attr-defined]
 # Whoever starts the tests in the background may have them ignore Ctrl-C, of which some are.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,9 +15,9 @@ ROOT = Path(treadle.__file__).parent
 TOP_DOWN = (
     *("recipes", "cli", "view", "testing", "placement", "api", "integrations", "training"),
     *("algorithms", "packing", "engines", "models", "judge", "rollout"),
-    *("rendering", "data", "envs", "retrieval", "core"),
+    *("rendering", "data", "envs", "retrieval", "workers", "core"),
 )  # nobody imports recipes: they are data, and scripts that built it
-LIGHT = ("core", "envs", "rendering", "rollout")
+LIGHT = ("core", "workers", "envs", "rendering", "rollout")
 HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")
 
 

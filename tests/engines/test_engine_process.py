@@ -23,7 +23,6 @@ from treadle.core.config import build
 from treadle.core.engine import Completion, Engine, VersionSpan
 from treadle.core.errors import ConfigError, EngineError, PlacementError
 from treadle.core.types import Ids, SamplingParams
-from treadle.engines import child
 from treadle.engines.config import EngineConfig
 from treadle.engines.remote import RemoteEngine, start_engine
 from treadle.engines.staging import StagedFile
@@ -31,6 +30,7 @@ from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 from treadle.training.checkpoint import export_model
+from treadle.workers import child
 
 pytestmark = pytest.mark.xdist_group("engines_engine_process")  # what its tests share is made once
 
@@ -271,7 +271,7 @@ async def test_cancelling_a_call_frees_its_row_and_closing_the_engine_ends_its_p
 
 @pytest.mark.slow
 async def test_a_model_that_cannot_be_served_is_refused_as_in_this_process(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="cannot be sampled here"):
+    with pytest.raises(ConfigError, match="cannot be sampled here"):
         async with started(tmp_path, tiny("jamba")):
             pass
 

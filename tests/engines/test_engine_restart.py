@@ -34,7 +34,7 @@ LOCK_STEP = pytest.mark.parametrize(
 
 def children() -> set[int]:
     """Return the processes of engines that this one has started and that run."""
-    return running("treadle.engines.child")
+    return running("treadle.workers.child")
 
 
 def staged() -> list[Path]:
@@ -173,7 +173,7 @@ async def test_a_process_that_cannot_be_started_again_fails_every_call(tmp_path:
         shutil.rmtree(tmp_path / "model")
         os.kill(pid_of(engine), signal.SIGKILL)
         await until(lambda: engine.failure)
-        told = r"failed with .*model"
+        told = r"model.path: .* cannot be loaded"
         engine.close_session("b")
         with pytest.raises(EngineError, match=told):
             await asyncio.wait_for(waits, CEILING)

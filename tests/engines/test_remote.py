@@ -18,11 +18,11 @@ from treadle.core.types import Ids, SamplingParams
 from treadle.engines.pool import EnginePool, PoolSync
 from treadle.engines.remote import EngineService, RemoteEngine
 from treadle.engines.staging import Staged
-from treadle.engines.supervised import Supervised
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.models.weights import unique_weights
 from treadle.testing import FakeEngine, FakeTrainer
+from treadle.workers.supervised import Supervised
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 

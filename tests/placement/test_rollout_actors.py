@@ -23,7 +23,6 @@ from treadle.core.draws import Stream
 from treadle.core.engine import Completion
 from treadle.core.errors import Cause, ConfigError, EngineError
 from treadle.core.types import Ids, Message, SamplingParams, Task, Trajectory, trajectory_id
-from treadle.engines.supervised import Supervised
 from treadle.placement import rollout_actors
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
@@ -33,6 +32,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 from treadle.testing import FakeEngine
+from treadle.workers.supervised import Supervised
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 

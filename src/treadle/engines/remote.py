@@ -24,13 +24,14 @@ import torch
 from treadle.core.engine import Completion, ComponentStatus
 from treadle.core.errors import EngineEnded, EngineError, PlacementError, TreadleError, WorkerLost
 from treadle.core.types import Floats, Ids, SamplingParams
-from treadle.engines.child import ChildProcess
 from treadle.engines.config import tolerance_of
 from treadle.engines.staging import Staged
-from treadle.engines.supervised import SILENCE, Supervised, Worker
 from treadle.engines.torch.engine import Limits, everybody_waits
 from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, load_engine
+from treadle.workers.child import ChildProcess
+from treadle.workers.supervised import SILENCE, Supervised
+from treadle.workers.worker import Worker
 
 _PROBE = 64  # tokens that a restarted engine must score as before
 

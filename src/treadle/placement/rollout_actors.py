@@ -26,7 +26,6 @@ from ray.exceptions import RayError
 from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import Cause, EngineError, TreadleError, WorkerLost
 from treadle.core.types import Failure, Floats, Ids, SamplingParams, Status, Task, Trajectory, trajectory_id
-from treadle.engines.supervised import Supervised
 from treadle.engines.vllm.server import ServerLost
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
@@ -36,6 +35,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
+from treadle.workers.supervised import Supervised
 
 _CLOSING = 20.0  # seconds for a worker to end what it has started
 

@@ -53,20 +53,16 @@ def start_ranks(spec: TrainerSpec) -> RankGroup:
 
 
 class Calls(Protocol):
-    """Passes calls on to the ranks' trainers, wherever those are."""
+    """Passes calls on to the ranks' trainers, wherever those are: a `RankGang`, or a fake."""
 
     @property
-    def busy(self) -> bool:
-        """Return whether a call waits for its answers, perhaps on another thread."""
+    def busy(self) -> bool: ...
 
-    def call(self, name: str, *arguments: Any) -> Sequence[Any]:
-        """Return every rank's answer, or raise the error of the rank that failed first."""
+    def call(self, name: str, *arguments: Any) -> Sequence[Any]: ...
 
-    def kill(self) -> None:
-        """End the ranks at once, also while a call waits for them, which then fails."""
+    def kill(self) -> None: ...
 
-    def close(self) -> None:
-        """End the ranks. Idempotent."""
+    def close(self) -> None: ...
 
 
 class RankGroup:

@@ -1,47 +1,23 @@
 """Restart worker processes that end or stop answering.
 
 Supervised: make -> Worker -> prepare -> (ended, or silent) -> make ...
-
-A worker is a process of this machine (`engines.child`) or a Ray actor (`placement.actors`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
+from treadle.workers.worker import Worker
 
 _PERIOD = 5.0  # seconds between pings
 SILENCE = 60.0  # seconds without an answer to a ping after which a worker is replaced
 _PARTS = 4  # into which the wait for a ping is cut
 _STARTING = 600.0  # seconds for a worker to start and be prepared
 _FRUITLESS = 3  # workers in a row that end before they have answered a call, after which no other is started
-
-
-class Worker(Protocol):
-    """A process that answers calls."""
-
-    @property
-    def process(self) -> ProcessId | None:
-        """The process; None until `open` has returned."""
-
-    async def open(self) -> None:
-        """Start it and wait until it runs. Raises WorkerLost."""
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the answer; cancelling this cancels the call. Raises Treadle's errors as raised there, WorkerLost."""
-
-    async def close(self) -> None:
-        """Kill it. Idempotent."""
-
-    def post(self, method: str, *arguments: Any) -> None:
-        """Call a method without waiting for its answer."""
-
-    def tail(self) -> str:
-        """Return the end of its output, or where to find it, as the end of an error."""
 
 
 W = TypeVar("W", bound=Worker)

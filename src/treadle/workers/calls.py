@@ -1,0 +1,88 @@
+"""Calls of an object in another process, by number.
+
+Calls.call --(number, method, arguments)--> Service.take -> await object.method(*arguments)
+Calls.take <--(number, value, error)----------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from treadle.core.errors import TreadleError
+
+Request = tuple[int, str, tuple[Any, ...]]
+"""Number, method and arguments of a call; an empty method cancels the call of that number."""
+Answer = tuple[int, Any, TreadleError | str | None]
+"""Number, value and error of a call; a text describes an error that is not one of Treadle's."""
+
+
+class Calls:
+    """The caller's end.
+
+    send: carries a request to the `Service`. failure: makes an error of the text of one that is not Treadle's.
+    """
+
+    def __init__(self, send: Callable[[Request], None], failure: Callable[[str], TreadleError]) -> None:
+        self._send, self._failure = send, failure
+        self._numbers = count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the answer; cancelling this cancels the call."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._send((number, method, arguments))
+            return await answer
+        except asyncio.CancelledError:
+            self._send((number, "", ()))
+            raise
+        finally:
+            del self._answers[number]
+
+    def post(self, method: str, *arguments: Any) -> None:
+        self._send((next(self._numbers), method, arguments))
+
+    def take(self, number: int, value: Any, error: TreadleError | str | None) -> None:
+        answer = self._answers.get(number)
+        if answer is None or answer.done():  # cancelled, or posted
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(self._failure(error) if isinstance(error, str) else error)
+
+    def fail(self, error: TreadleError) -> None:
+        """Fail all calls that wait."""
+        for number in self._answers:
+            self.take(number, None, error)
+
+
+class Service:
+    """The end that is called: runs the object's asynchronous methods, and sends each answer when it is ready."""
+
+    def __init__(self, served: Any, send: Callable[[Answer], None]) -> None:
+        self._served, self._send = served, send
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Start a call, or cancel it."""
+        if method:
+            self._running[number] = asyncio.get_running_loop().create_task(self._run(number, method, arguments))
+        elif number in self._running:
+            self._running[number].cancel()
+
+    async def _run(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            self._send((number, await getattr(self._served, method)(*arguments), None))
+        except TreadleError as error:
+            self._send((number, None, error))
+        except Exception as error:  # noqa: BLE001  # a boundary: the caller gets it, also of a value without a pickle
+            traceback.print_exception(error)
+            self._send((number, None, f"{type(error).__name__}: {error}"))
+        finally:
+            del self._running[number]
