@@ -280,7 +280,9 @@ async def test_a_process_that_does_not_start_is_told_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "_MODULE", "treadle.no_such_module")
-    told = r"ended with code 1\nIts log .*engine\.log ends:\n[\s\S]*No module named [\s\S]*started 3 times in vain"
+    told = (
+        r"ended with code 1\nIts log .*engine\.log ends:\n[\s\S]*No module named [\s\S]*3 attempts to start it failed"
+    )
     with pytest.raises(EngineError, match=told):
         await start_engine(tmp_path, TorchEngineOptions([]), log=tmp_path / "engine.log")
 

@@ -112,7 +112,7 @@ async def test_the_next_process_goes_on_with_what_was_published_last(lock_step: 
         answers, right = await sampled(engine, *"cbd"), await expected(4, 7, *"cbd")
         # called one by one, they may begin one by one
         assert answers == right if lock_step else [a[0] for a in answers] == [a[0] for a in right]
-        assert said == ["the engine ended with code -9 (Killed); starting it again"]
+        assert said == ["the engine ended with code -9 (Killed); restarting it"]
         with pytest.raises(EngineError, match="'a' is not open"):
             await engine.generate(PROMPT, sampling(), session="a")
         for name in "bd":

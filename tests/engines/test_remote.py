@@ -118,7 +118,7 @@ async def test_the_next_process_has_the_weights_that_were_published_last() -> No
         assert (await engine.score(PROMPT)).tobytes() == scores.tobytes()
         completion = await engine.generate(PROMPT, SamplingParams(max_tokens=2), session="a")
         assert set(completion.versions_per_token()) == {1}
-        assert said == ["engine 0 ended: killed; starting it again"]
+        assert said == ["engine 0 ended: killed; restarting it"]
 
 
 async def test_a_process_that_scores_otherwise_does_not_serve() -> None:
@@ -167,7 +167,7 @@ async def test_an_engine_that_always_ends_is_given_up() -> None:
             kill(engine)
             with pytest.raises(EngineEnded):
                 await engine.score(PROMPT)
-        with pytest.raises(EngineEnded, match="started 3 times in vain"):
+        with pytest.raises(EngineEnded, match="3 attempts to start it failed"):
             await engine.score(PROMPT)
         assert engine.failure and engine.is_down and len(said) == 2
 

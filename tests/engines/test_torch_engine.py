@@ -725,7 +725,7 @@ def test_layers_that_the_engine_does_not_continue_are_refused_at_once() -> None:
     [
         *((name, "layers of .* did not read the engine's cache") for name in ("bloom", "rwkv", "xlstm", "minimax")),
         ("recurrent-gemma", "1 of 2 layers of RecurrentGemmaForCausalLM did not read the engine's cache"),
-        ("doge", "DogeAttention makes an attention mask of its own; sample it with vLLM"),
+        ("doge", "DogeAttention makes its own attention mask; sample it with vLLM"),
     ],
 )
 def test_so_are_those_that_do_not_ask_its_cache(family: str, why: str) -> None:

@@ -235,7 +235,7 @@ def test_a_run_goes_on_when_its_engine_was_killed(max_staleness: int, batch: int
     start(path, *options, progress=progress)
     check_finished(path)
     said = [line for line in progress.lines if line.startswith("the engine ended")]
-    assert said == ["the engine ended with code -9 (Killed); starting it again"]
+    assert said == ["the engine ended with code -9 (Killed); restarting it"]
     assert not query(path, "SELECT failure_cause AS cause FROM trajectories WHERE reward IS NULL")
     graded = query(
         path,

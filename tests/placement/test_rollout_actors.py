@@ -169,7 +169,7 @@ async def test_a_worker_that_is_lost_is_replaced_and_its_attempts_fail(
         again = await asyncio.gather(*start(pool, 2, first=2))
         assert all(t.failure is None for t in again) and len(processes()) == 2
     [line] = said
-    assert line.startswith("rollout worker ") and line.endswith("; starting it again")
+    assert line.startswith("rollout worker ") and line.endswith("; restarting it")
     assert ("did not answer for 8 s" in line) == (how is signal.SIGSTOP)
     await gone()
 

@@ -139,5 +139,5 @@ def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: 
 @pytest.mark.parametrize("more", [(), ("placement.rollout.workers=2", "orchestration.max_staleness=1")])
 def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
     _, lines = play(tmp_path / "killed", "EngineActor", *more)
-    assert any(line.startswith("engine ") and "; starting it again" in line for line in lines), lines
+    assert any(line.startswith("engine ") and "; restarting it" in line for line in lines), lines
     assert not any("going on from the checkpoint" in line for line in lines)

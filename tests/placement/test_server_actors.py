@@ -153,12 +153,12 @@ async def test_a_server_that_is_lost_is_told_to_workers_and_started_again(
             await first
         sampling = SamplingParams(max_tokens=5)
         assert (await engine.generate(prompt(0), sampling, session="s0")).token_ids.size == 5  # on the other one
-        await until(lambda: sum("was started again" in line for line in said) == 1)
+        await until(lambda: sum("was restarted" in line for line in said) == 1)
         actor, *_ = processes_of(engine, 1 - number)
         actor.send_signal(signal.SIGSTOP)  # it cannot be held, so its server is given up
         await publish(engine, unique_weights(model), 1)
-        await until(lambda: sum("was started again" in line for line in said) == 2)
-        assert any("the process that makes rollout workers' calls of it: no answer for 3 s" in line for line in said)
+        await until(lambda: sum("was restarted" in line for line in said) == 2)
+        assert any("the process that makes rollout workers' calls to it: no answer for 3 s" in line for line in said)
         assert not actor.is_running()
         assert {engine._sessions[f"s{n}"] for n in [_open(engine, n) for n in range(2, 6)]} == set(engine._servers)
         for answer in await asyncio.gather(*(call(engine, n, 20) for n in range(2, 6))):

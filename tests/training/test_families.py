@@ -217,7 +217,7 @@ REASONS = {
     "minimax": "1 of 2 layers of MiniMaxForCausalLM attended through the prefix tree; the others would mix sequences",
     "recurrent-gemma": "1 of 2 layers of RecurrentGemmaForCausalLM attended through the prefix tree; the others .*",
     "bloom": "0 of 2 layers of BloomForCausalLM attended through the prefix tree; the others would mix sequences",
-    "doge": "DogeAttention makes an attention mask of its own, which tree attention does not implement",
+    "doge": "DogeAttention makes its own attention mask, which tree attention does not implement",
     "rwkv": "0 of 2 layers of RwkvForCausalLM attended through the prefix tree; the others would mix sequences",
     "xlstm": "0 of 2 layers of xLSTMForCausalLM attended through the prefix tree; the others would mix sequences",
 }

@@ -189,7 +189,7 @@ def test_a_model_that_computes_something_else_in_a_batch_than_alone_is_refused()
 
 def test_attention_with_a_mask_of_its_own_is_trained_in_rows() -> None:
     """Not found by comparing logits: a fresh Doge's mask is constant."""
-    with pytest.warns(UserWarning, match="DogeAttention makes an attention mask of its own"):
+    with pytest.warns(UserWarning, match="DogeAttention makes its own attention mask"):
         make_learner(tiny("llama", model_type="doge"))
 
 

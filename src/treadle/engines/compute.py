@@ -1,4 +1,4 @@
-"""Where a model computes: on the caller's thread, or on one of its own."""
+"""Where a model computes: on the caller's thread, or on a dedicated one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Compute:
     """Runs functions one at a time, inline or beside the event loop.
 
     OpenMP keeps a team of workers per calling thread, and several teams on a small machine slow each other down (1.5
-    times on two cores): compute inline if nothing else has work meanwhile, as in synchronous training.
-    A thread of its own takes over the thread count of the first caller, as OpenMP and MKL keep one per thread. name:
-    of the thread; None: inline.
+    times on two cores): compute inline if nothing else has work meanwhile, as in synchronous training. A dedicated
+    thread adopts the thread count of the first caller, as OpenMP and MKL keep one per thread. name: name of the thread;
+    None: inline.
     """
 
     def __init__(self, name: str | None) -> None:
         self._name = name
-        self.running = 0  # functions that run or wait for their turn
+        self.running = 0  # number of running and queued functions
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -33,7 +33,7 @@ class Compute:
         return self._name is None
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Return what `work` returns for these arguments, and raise what it raises."""
+        """Return the result of `work` for these arguments; passes on its errors."""
         self.running += 1
         try:
             if self._name is None:
@@ -46,6 +46,6 @@ class Compute:
             self.running -= 1
 
     def close(self) -> None:
-        """Wait for what runs, drop what waits, and end the thread. Idempotent."""
+        """Wait for the running function, drop queued ones, and end the thread. Idempotent."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)

@@ -16,7 +16,7 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 class VLLMConfig(Config):
-    """Options of engine vllm: servers that run already, or that Treadle starts here and stops again."""
+    """Options of engine vllm: servers that already run, or that Treadle starts and stops."""
 
     removed_keys = MappingProxyType(
         {
@@ -28,19 +28,21 @@ class VLLMConfig(Config):
     )
 
     servers: Annotated[int, Field(ge=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        1, description="how many to start, or the URLs of those that run already: [http://127.0.0.1:8000]"
+        1, description="number of servers to start, or URLs of running ones: [http://127.0.0.1:8000]"
     )
     python: str | None = Field(
-        None, description="interpreter that has vLLM; default: $TREADLE_VLLM_VENV, .venv-vllm, or Treadle's own"
+        None, description="interpreter with vLLM; default: $TREADLE_VLLM_VENV, .venv-vllm, or Treadle's own"
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
-        description="further arguments of the servers: {tensor-parallel-size: 2, enforce-eager: true}; null drops one",
+        description="additional server arguments: {tensor-parallel-size: 2, enforce-eager: true}; null drops one",
     )
-    environment: dict[str, str] = Field(default_factory=dict, description="further environment variables of theirs")
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="additional environment variables of the servers"
+    )
     transfer: Literal["shared_memory", "collective"] = Field(
         "shared_memory",
-        description="how weights get to servers: a file all of them see, or a broadcast (NCCL between GPUs, else gloo)",
+        description="transfer of weights to servers: shared file, or broadcast (NCCL between GPUs, else gloo)",
     )
 
     @model_validator(mode="after")
@@ -71,38 +73,40 @@ class EngineConfig(Config):
     options: dict[str, Any] = Field(
         default_factory=dict, description="options of the kind; vllm: {python: /opt/vllm/bin/python} (docs/vllm.md)"
     )
-    batch: int = Field(256, ge=1, description="most sequences that are decoded together")
+    batch: int = Field(256, ge=1, description="maximum number of sequences decoded together")
     cache_gib: float = Field(
-        4.0, gt=0, description="torch: most memory for keys and values; what was not used for long is computed again"
+        4.0,
+        gt=0,
+        description="torch: memory limit for keys and values; the least recently used are evicted and recomputed",
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="type of the engine's weights; default: float32, on a GPU bfloat16"
+        None, description="dtype of the engine's weights; default: float32, on a GPU bfloat16"
     )
     in_flight: InFlight = Field(
         "keep",
-        description="what becomes of the KV caches of completions in flight when weights change: keep them, or "
-        "recompute them under the new weights",
+        description="KV caches of completions in flight when weights change: keep them, or recompute them with the new "
+        "weights",
     )
     lock_step: bool | None = Field(
         None,
-        description="torch: decode only when every open session waits, so that runs repeat bit for bit; false: start "
-        "each call at once, for agents that take their time; default: in synchronous training",
+        description="torch: decode only when every open session waits, to repeat runs bit for bit; false: start each "
+        "call at once, for slow agents; default: only in synchronous training",
     )
     own_process: bool = Field(
-        False, description="torch: compute in a process of its own, beside environments and learner, with the same bits"
+        False, description="torch: compute in a separate process, beside environments and learner, with the same bits"
     )
     kv_budget: int | None = Field(
         None,
         ge=1,
-        description="tokens that the KV cache of one engine holds: an episode then starts only when those that it is "
-        "expected to hold at its end fit beside the others'; not for engines in lock-step. Default: no such limit",
+        description="capacity of one engine's KV cache in tokens: an episode starts only when its expected tokens fit "
+        "beside the others'; not for engines in lock-step. Default: unlimited",
     )
 
     @model_validator(mode="after")
     def _settings_are_of_this_kind(self) -> EngineConfig:
         if self.own_process and self.kind == "vllm":
             raise ValueError(
-                "engine.own_process is for engine.kind=torch: vLLM's servers are processes of their own; leave it out"
+                "engine.own_process is for engine.kind=torch: vLLM's servers are separate processes; leave it out"
             )
         try:
             if self.kind in ("torch", "vllm"):
@@ -123,7 +127,7 @@ class EngineConfig(Config):
 
     @property
     def capacity(self) -> int:
-        """Return how many sequences are decoded together, by all servers."""
+        """Return the number of sequences decoded together, over all servers."""
         return self.batch * self.count
 
     @property
@@ -136,5 +140,5 @@ class EngineConfig(Config):
 
 
 def tolerance_of(dtype: str | None) -> float:
-    """Return by how much log-probabilities of the same weights may differ, on average. None: the model's precision."""
+    """Return the largest mean difference of log-probabilities under the same weights. None: the model's precision."""
     return 1e-4 if dtype == "float32" else 0.05

@@ -1,4 +1,4 @@
-"""Admission by KV budget: an episode starts when the tokens that it will hold fit beside the others'.
+"""Admission by KV budget: an episode starts when its expected tokens fit beside the others'.
 
 first call of a session -> KVBudget (by ExpectedTokens) -> admitted: its calls go to the engine -> closed: room
 """
@@ -21,7 +21,7 @@ _MEMORY, _FEW = 200, 8  # episodes
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """Tokens of an episode: `held` in the cache now, and `final`, expected at its end."""
+    """Tokens of an episode: `held` in the cache now, and `final`, the expected number at its end."""
 
     held: int
     final: int
@@ -32,10 +32,10 @@ class Episode:
 
 
 def peak_tokens(episodes: Iterable[Episode]) -> int:
-    """Return the most tokens that these episodes will hold together, if all grow at one pace and leave at their end.
+    """Return the peak number of tokens of these episodes together, if all grow at one pace and leave at their end.
 
-    The most is reached just before one of them ends: `remaining` tokens from now, with those that have more to come.
-    Source: Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", who do it for single calls.
+    The peak is reached just before one of them ends, `remaining` tokens from now, together with those that remain
+    longer. Source: Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees", for single calls.
     """
     ending = sorted(episodes, key=lambda episode: episode.remaining)
     peak, held = 0, sum(episode.held for episode in ending)
@@ -46,15 +46,13 @@ def peak_tokens(episodes: Iterable[Episode]) -> int:
 
 
 class KVBudget:
-    """Decides which episodes may call an engine, by the tokens that they will hold in its cache.
+    """Decides which episodes may call an engine, by their future tokens in its cache.
 
     An episode grows with every call. If it started as soon as its first prompt fits, it would later evict the prefixes
-    of others, which are then computed again. So it starts only if the most tokens that all will hold at a time,
-    `peak_tokens`, fit.
+    of others, which would have to be recomputed. So it starts only if the `peak_tokens` of all episodes fit.
 
-    Invariants: no admission makes the peak exceed `capacity`, but for that of an episode which is too large for it, and
-    starts alone. Episodes start in order of arrival: a small one never overtakes a large one, so that none
-    starves.
+    Invariants: no admission makes the peak exceed `capacity`, except of an episode too large for it, which starts
+    alone. Episodes start in order of arrival: a small one never overtakes a large one, so that none starves.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,17 +61,17 @@ class KVBudget:
         self.waiting: dict[str, Episode] = {}  # in order of arrival
 
     def request(self, name: str, episode: Episode) -> list[str]:
-        """Queue an episode; return the names of those admitted now, in order."""
+        """Queue an episode; return the names admitted now, in order."""
         self.waiting[name] = episode
         return self._admit()
 
     def update(self, name: str, episode: Episode) -> list[str]:
-        """Update an admitted episode, which goes on in any case; return those admitted now, as it may need less."""
+        """Update an admitted episode, which continues in any case; return the names admitted now."""
         self.admitted[name] = episode
         return self._admit()
 
     def release(self, name: str) -> list[str]:
-        """End an episode, admitted or waiting; return those admitted in its place. Unknown ones are ignored."""
+        """End an episode, admitted or waiting; return the names admitted in its place. Unknown ones are ignored."""
         self.admitted.pop(name, None)
         self.waiting.pop(name, None)
         return self._admit()
@@ -91,10 +89,10 @@ class KVBudget:
 
 
 class ExpectedTokens:
-    """Learns how many tokens an episode holds at its end, from those that ended last.
+    """Predicts an episode's final number of tokens from the latest completed episodes.
 
-    longest: the most that one may hold, assumed until the first few have ended, so that the episodes that begin a run
-    do not crowd the cache.
+    longest: maximum of an episode, assumed until the first few have ended, so that a run's first episodes do not
+    overfill the cache.
     """
 
     def __init__(self, longest: int) -> None:
@@ -102,7 +100,7 @@ class ExpectedTokens:
         self._missing = _FEW
 
     def final(self, held: int) -> int:
-        """Return how many tokens an episode that holds so many will hold: the mean of those that held more."""
+        """Return the expected final tokens of an episode that has `held`: the mean of those that held more."""
         longer = [tokens for tokens in self._ended if tokens > held]
         return math.ceil(sum(longer) / len(longer)) if longer else held
 
@@ -116,38 +114,38 @@ class ExpectedTokens:
 def budgeted(engine: Engine, config: EngineConfig, longest: int, engines: int = 1) -> Engine:
     """Return the engine, behind a `BudgetedEngine` if `engine.kv_budget` is set.
 
-    longest: the most tokens of an episode. engines: how many there are of this configuration. Raises ConfigError
-    for an engine in lock-step.
+    longest: maximum tokens of an episode. engines: number of engines with this configuration. Raises ConfigError for an
+    engine in lock-step.
     """
     if config.kv_budget is None:
         return engine
     if config.kind == "torch" and config.lock_step is not False:
         raise ConfigError(
-            f"engine.kv_budget={config.kv_budget} makes episodes wait, for which an engine in lock-step would wait for "
-            "ever; set engine.lock_step=false, or leave the budget out"
+            f"engine.kv_budget={config.kv_budget} makes episodes wait, and an engine in lock-step would wait for them "
+            "forever; set engine.lock_step=false, or leave the budget out"
         )
     return BudgetedEngine(engine, config.kv_budget * config.count * engines, longest)
 
 
 class BudgetedEngine:
-    """Passes calls on to an engine, and makes the first call of a session wait until its episode fits (`KVBudget`).
+    """Passes calls on to an engine, but delays the first call of a session until its episode fits (`KVBudget`).
 
-    longest: the most tokens that an episode may hold. For engines that start each call at once: one in lock-step waits
-    for all open sessions, those that wait here among them.
+    longest: maximum tokens of an episode. Only for engines that start each call at once: one in lock-step would wait
+    for all open sessions, including those that wait here.
     """
 
     def __init__(self, engine: Engine, capacity: int, longest: int) -> None:
         self._engine, self._budget, self._expected = engine, KVBudget(capacity), ExpectedTokens(longest)
         self._held: dict[str, int] = {}  # admitted session -> tokens of its longest call so far
-        self._admission: dict[str, asyncio.Event] = {}  # of sessions that have made a call
+        self._admission: dict[str, asyncio.Event] = {}  # for sessions that have made a call
 
     def open_session(self, session: str) -> None:
-        """Open the session; it takes no room before its first call."""
+        """Open the session; it occupies no budget before its first call."""
         self._engine.open_session(session)
 
     def close_session(self, session: str) -> None:
         if (admission := self._admission.pop(session, None)) is not None:
-            admission.set()  # calls that wait go on to the engine, which refuses them
+            admission.set()  # waiting calls proceed to the engine, which refuses them
             if tokens := self._held.pop(session, 0):
                 self._expected.note(tokens)
             self._admit(self._budget.release(session))

@@ -1,7 +1,7 @@
-"""`EnginePool`: several engines in processes of their own, as one.
+"""`EnginePool`: several engines in separate processes, as one.
 
-session -> the engine with the fewest open sessions, which then has its prefixes in its cache -> its process
-                ^------------- moved while that process is down, and its call made again ----------'
+session -> the engine with the fewest open sessions, which then caches its prefixes -> its process
+                ^---------- moved while that process is down, and its call repeated -----------'
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from treadle.engines.staging import Staged
 
 
 class Member(Engine, Protocol):
-    """An engine in a process of its own, which may end and be replaced: `RemoteEngine`, or a fake."""
+    """An engine in a separate process, which may end and be replaced: `RemoteEngine`, or a fake."""
 
     @property
     def is_down(self) -> bool:
@@ -28,14 +28,14 @@ class Member(Engine, Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why it will not be started again; None while it may be."""
+        """Why it will not be restarted; None while it may be."""
 
     @property
     def route(self) -> Any:
-        """Handle by which other processes call it directly; None if they cannot."""
+        """Handle for direct calls from other processes; None if unsupported."""
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
-        """Serve what `stage` returns as this version. Raises EngineError."""
+        """Serve the weights returned by `stage` as this version. Raises EngineError."""
 
     async def sleep(self) -> None:
         """Free memory until weights are published or `wake` is called. Raises EngineError."""
@@ -47,11 +47,11 @@ class Member(Engine, Protocol):
 class EnginePool:
     """Spreads sessions over engines: an `Engine`.
 
-    A session stays on its engine, whose cache has its prefixes. Sessions that are all opened at once, as in synchronous
+    A session stays on its engine, which caches its prefixes. Sessions that are all opened together, as in synchronous
     training, are dealt out in turn, so that engines in lock-step sample the same bits every time.
 
-    While an engine's process is down, its sessions and unanswered calls move to others. The process is started again
-    with the latest published weights (`RemoteEngine`), and gets new sessions. If no other engine is up, calls wait.
+    While an engine's process is down, its sessions and unanswered calls move to others. The process is restarted with
+    the latest published weights (`RemoteEngine`), and gets new sessions. If no other engine is up, calls wait.
     """
 
     def __init__(self, engines: Sequence[Member]) -> None:
@@ -74,8 +74,8 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion; on another engine if the session's has ended. Raises EngineError.
 
-        A call during which as many processes ended as there are engines, and two at least, fails: it may be what kills
-        them.
+        A call fails after as many processes ended during it as there are engines, but at least two: it may be what
+        kills them.
         """
         for losses in count(1):
             engine = self._engine(session)
@@ -87,9 +87,9 @@ class EnginePool:
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """Return the handle by which other processes call the session's engine directly; None if they cannot.
+        """Return the handle for direct calls to the session's engine from other processes; None if unsupported.
 
-        It is valid while that engine's process lives; callers that find it ended use `generate` here.
+        Valid while that engine's process lives; after it has ended, callers use `generate` here.
         """
         return self._sessions[session].route
 
@@ -99,7 +99,7 @@ class EnginePool:
     async def update_weights(self, staged: Staged, version: int) -> None:
         """Have every engine load staged weights, which must stay available until the next ones are staged.
 
-        Engines fetch them while they sample, and swap between two tokens. Raises EngineError if all ended, or if one
+        Engines fetch them while sampling, and swap between two tokens. Raises EngineError if all ended, or if one
         refuses.
         """
 
@@ -113,7 +113,7 @@ class EnginePool:
             if not isinstance(error, EngineEnded) or len(errors) == len(usable):
                 raise error
         if not usable:
-            self._least_busy()  # raises
+            self._least_busy()  # raises EngineError
 
     async def sleep(self) -> None:
         await asyncio.gather(*(engine.sleep() for engine in self._usable()))
@@ -147,7 +147,7 @@ class EnginePool:
         return [engine for engine in self._engines if engine.failure is None]
 
     def _least_busy(self) -> Member:
-        """Return the engine with the fewest sessions, one that is up if any. Raises EngineError if none is left."""
+        """Return the engine with the fewest sessions, preferring live ones. Raises EngineError if none is left."""
         if not (usable := self._usable()):
             raise EngineError("no engine is left: " + "; ".join(engine.failure or "" for engine in self._engines))
         sessions = list(self._sessions.values())
@@ -156,17 +156,17 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True)
 class PoolSync:
-    """Publishes to a pool's engines. destination: where they get weights, which stay there as long as needed."""
+    """Publishes to a pool's engines. destination: where they fetch weights, which stay there as long as needed."""
 
     source: WeightSource
     pool: EnginePool
     destination: WeightsDestination[Staged]
 
     async def publish(self, version: int) -> None:
-        """Make every engine serve the source's weights as this version. Raises EngineError, and what the source raises.
+        """Make every engine serve the source's weights as this version. Raises EngineError, or the source's errors.
 
-        Retries once: weights are lost with the process that staged them. If that has ended, the source's own error says
-        so.
+        Retries once: weights are lost with the process that staged them. If that has ended, the source's own error
+        reports it.
         """
         try:
             await self.pool.update_weights(await self.source.stage(self.destination), version)

@@ -1,6 +1,6 @@
-"""The start-up probe: an engine samples a few tokens, and everything that training relies on is checked.
+"""The start-up probe: sample a few tokens, and check everything that training relies on.
 
-What an engine gets wrong here would be trained on silently; refused in one sentence it costs seconds.
+An engine's error would be trained on silently; refusing it here costs only seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treadle.core.types import Ids, SamplingParams, StopReason
 
 _PLAIN = SamplingParams(temperature=1.0, max_tokens=8)
 _SEEDS = (1, 2, 3, 4)
-_CHANCE = -30.0  # log-probability below which equal samples are no coincidence
+_CHANCE = -30.0  # log-probability below which equal samples cannot be a coincidence
 _number = count()
 
 
@@ -26,8 +26,8 @@ _number = count()
 class ProbeResult:
     """Result of the probe. prompt_ids, sampled: one call at temperature 1, for comparison with a learner.
 
-    gap, tempered_gap: most by which reported log-probabilities differ from the engine's own scoring pass, at
-    temperature 1 and 0.7. tokens: sampled in all.
+    gap, tempered_gap: largest difference between reported log-probabilities and the engine's own scoring pass, at
+    temperature 1 and 0.7. tokens: total number sampled.
     """
 
     engine: str
@@ -48,12 +48,13 @@ async def probe_engine(
     tolerance: float = 1e-3,
     timeout: float = 120.0,
 ) -> ProbeResult:
-    """Sample a few tokens in a session of its own and check what comes back.
+    """Sample a few tokens in a separate session and check the results.
 
-    stop_token_ids: the only tokens after which a completion may call itself stopped; empty: unknown.
-    version: that the engine must report; None: any. tolerance: most by which log-probabilities may differ from those
-    of the scoring pass. timeout: seconds for the whole probe.
-    Raises EngineError, which names the engine, what is wrong and what to do.
+    stop_token_ids: the only tokens after which a completion may report that it stopped; empty: unknown.
+    version: expected policy version; None: any. tolerance: largest difference of log-probabilities from the scoring
+    pass.
+    timeout: limit of the whole probe, in seconds.
+    Raises EngineError that names the engine, the problem and the remedy.
     """
     name = type(engine).__name__
     session = f"treadle-probe-{next(_number)}"
@@ -157,7 +158,7 @@ class _Probe:
     async def _gap(self, answer: Completion, temperature: float) -> float:
         """Return the largest difference of reported and scored log-probabilities; raise EngineError if it is too large.
 
-        Then the reported ones are not of the distribution that was sampled from.
+        If so, the reported ones do not refer to the sampling distribution.
         """
         whole = np.concatenate([self.prompt, answer.token_ids])
         scores = await self.engine.score(whole, temperature=temperature)
@@ -183,7 +184,7 @@ class _Probe:
     async def _check_side_by_side(self, first: Completion) -> None:
         answers = await asyncio.gather(*[self._ask(replace(_PLAIN, seed=seed)) for seed in _SEEDS])
         for answer in answers:
-            await self._gap(answer, _PLAIN.temperature)  # mixed up, they would not fit
+            await self._gap(answer, _PLAIN.temperature)  # mixed-up answers would not match
         same = all(answer.token_ids.tolist() == first.token_ids.tolist() for answer in answers)
         if same and (len(_SEEDS) - 1) * float(first.logprobs.sum()) < _CHANCE:
             raise self._refused(
@@ -192,7 +193,7 @@ class _Probe:
             )
 
     async def _check_certain(self) -> None:
-        """Check sampling that leaves no choice: greedy, and with a filter that leaves one token."""
+        """Check deterministic sampling: greedy, and with a filter that leaves one token."""
         greedy = [await self._ask(replace(_PLAIN, temperature=0.0, seed=seed)) for seed in _SEEDS[:2]]
         if greedy[0].token_ids.tolist() != greedy[1].token_ids.tolist():
             raise self._refused("samples other tokens at temperature 0 for another seed", "0 must mean greedy")

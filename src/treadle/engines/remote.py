@@ -1,5 +1,5 @@
-"""`RemoteEngine`: a `TorchEngine` in a process of its own, so that engine, learner and environments never
-block one another.
+"""`RemoteEngine`: a `TorchEngine` in a separate process, so that engine, learner and environments never block one
+another.
 
     open / close / generate -> waiting -> wave --(Worker.call)--> EngineService -> TorchEngine
     update_weights -> staged weights -----------------^
@@ -33,7 +33,7 @@ from treadle.workers.child import ChildProcess
 from treadle.workers.supervised import SILENCE, Supervised
 from treadle.workers.worker import Worker
 
-_PROBE = 64  # tokens that a restarted engine must score as before
+_PROBE = 64  # tokens with scores that a restarted engine must reproduce
 
 MakeEngine = Callable[[], LocalEngine]
 
@@ -41,7 +41,7 @@ MakeEngine = Callable[[], LocalEngine]
 class Call(NamedTuple):
     """One call of `generate`."""
 
-    number: int  # among those of its engine
+    number: int  # sequence number within its engine
     prompt_ids: Ids
     sampling: SamplingParams
     session: str
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class EngineService:
-    """Answers a `RemoteEngine`'s calls in the engine's process. A session is opened there by its first call."""
+    """Answers a `RemoteEngine`'s calls in the engine's process. A session is opened by its first call."""
 
     def __init__(self) -> None:
         self._engine: LocalEngine
@@ -72,8 +72,8 @@ class EngineService:
     async def wave(self, calls: Sequence[Call], closed: Sequence[str]) -> list[tuple[int, Completion | EngineError]]:
         """Close sessions, then sample for all other open ones. Return answers with their calls' numbers.
 
-        calls: in the order in which their sessions were opened. Answers come in the order in which they were completed;
-        calls that were cancelled have none.
+        calls: in the order in which their sessions were opened. Answers come in order of completion; cancelled calls
+        have none.
         """
         await self.close_sessions(closed)
         for call in calls:
@@ -124,7 +124,7 @@ class EngineService:
 
 @dataclass(slots=True)
 class _Published:
-    """The latest published weights. scores: of the probe under them, once computed."""
+    """The latest published weights. scores: scores of the probe under them, once computed."""
 
     staged: Staged
     version: int
@@ -135,14 +135,14 @@ class RemoteEngine:
     """Client of an engine in another process (a `pool.Member`). Call `open` first.
 
     make: creates the engine in that process. start: starts a worker that serves an `EngineService`. tolerance: largest
-    mean difference of log-probabilities under the same weights, in nats. on_close: called once it is closed. losses: of
-    processes during one call, after which it fails; a pool asks another engine after the first.
+    mean difference of log-probabilities under the same weights, in nats. on_close: called after closing. losses: number
+    of processes lost during one call before it fails; a pool asks another engine after the first.
 
     In lock-step, waves are formed here by TorchEngine's rule, in as many turns of the event loop, and each is one call
-    of the worker; in the other process they would depend on when messages arrive.
+    of the worker; in the other process they would depend on the arrival times of messages.
 
-    When the process ends, another is started with the latest published weights, under which it must score the probe as
-    before. Until then calls wait.
+    When the process ends, another is started with the latest published weights, and must reproduce the probe's scores.
+    Until then calls wait.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class RemoteEngine:
         self._supervised = Supervised(name, start, self._prepare, notify, silence)
 
     async def open(self) -> None:
-        """Wait until the engine is loaded. Raises EngineError, and what loading raises."""
+        """Wait until the engine is loaded. Raises EngineError, and passes on errors of loading."""
         try:
             await self._supervised.ready()
         except PlacementError as error:
@@ -189,7 +189,7 @@ class RemoteEngine:
 
     @property
     def route(self) -> Any:
-        """The worker, which other processes may call; None in lock-step, whose waves are formed here."""
+        """The worker, which other processes may call; None in lock-step, because waves are formed here."""
         return None if self._lock_step else self._supervised.worker
 
     def open_session(self, session: str) -> None:
@@ -198,7 +198,7 @@ class RemoteEngine:
         self._sessions[session] = None
 
     def close_session(self, session: str) -> None:
-        """End a session. Its waiting calls fail, others finish; a wave may be waiting for this."""
+        """End a session. Its waiting calls fail, running ones finish. May start a wave."""
         if session not in self._sessions:
             return
         del self._sessions[session]
@@ -212,7 +212,7 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """Sample one completion, again if the process ends. Raises EngineError; EngineEnded after `losses`."""
+        """Sample one completion, repeated if the process ends. Raises EngineError; EngineEnded after `losses`."""
         for losses in count(1):
             if self.failure:
                 raise EngineEnded(self.failure)
@@ -238,14 +238,15 @@ class RemoteEngine:
         return scores
 
     async def update_weights(self, stage: Callable[[], Awaitable[Staged]], version: int) -> None:
-        """Serve what `stage` returns, for calls in flight and waves that start later.
+        """Serve the weights returned by `stage`, for calls in flight and later waves.
 
         Raises EngineError, and changes nothing, if weights are missing or have another shape.
         """
         async with self._turn:
             before, self._published = self._published, _Published(await stage(), version)
             try:
-                with suppress(EngineEnded):  # the next process begins with these weights
+                # The next process begins with these weights.
+                with suppress(EngineEnded):
                     await self._publish(self._call, self._published)
                 await self._ready()
             except BaseException:
@@ -264,7 +265,7 @@ class RemoteEngine:
         await self._publish(self._call, self._published)
 
     def status(self) -> list[ComponentStatus]:
-        """Return the current load; its cache and calls of other processes are as of the last ping."""
+        """Return the current load; cache and calls of other processes are as of the last ping."""
         ping: ComponentStatus | None = self._supervised.last_ping
         running, waiting = self._running - len(self._waiting), len(self._waiting)
         if ping is not None and not self._lock_step:
@@ -309,8 +310,8 @@ class RemoteEngine:
         gap = float(np.abs(scores - published.scores).mean())
         if not gap <= self._tolerance:
             raise EngineError(
-                f"log-probabilities differ by {gap:.2e} on average from those of the engine before it slept or was "
-                f"started again, with the same weights (at most {self._tolerance:g})"
+                f"log-probabilities differ by {gap:.2e} on average from those before the engine slept or restarted, "
+                f"with the same weights (at most {self._tolerance:g})"
             )
 
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -347,7 +348,7 @@ class RemoteEngine:
     async def _drive(self) -> None:
         try:
             while True:
-                await asyncio.sleep(0)  # answers and closed sessions of the same tick change who waits
+                await asyncio.sleep(0)  # lets answers and closings of the same tick take effect
                 if not self._wave_is_complete():
                     return
                 async with self._turn:
@@ -363,7 +364,7 @@ class RemoteEngine:
             await self._ready()
         except EngineEnded as error:
             self._fail_waiting(error)
-        if not self._wave_is_complete():  # a publication or a restart came between
+        if not self._wave_is_complete():  # a publication or a restart intervened
             return
         waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
         for answer in waiting:
@@ -410,9 +411,10 @@ async def start_engine(
     on_close: Callable[[], None] = lambda: None,
     silence: float = SILENCE,
 ) -> RemoteEngine:
-    """Start a process on this machine that has loaded `model`, a directory needed until `on_close`; return its engine.
+    """Start a process on this machine that serves `model`, a directory needed until `on_close`; return its engine.
 
-    Thread count and determinism are copied from this process. log: file for the process's output. notify: gets a line
+    Thread count and determinism are copied from this process. log: file for the process's output. notify: receives a
+    line
     at each restart. Raises EngineError, with the end of the log.
     """
     name = "the engine"

@@ -1,6 +1,6 @@
-"""Drawing tokens: temperature, filters, then an inverse CDF in float64 at draws that the caller addresses.
+"""Drawing tokens: temperature, filters, then an inverse CDF in float64 at keyed draws from the caller.
 
-Filters work as in vLLM and in its order: min_p, top_k, top_p, each on what the previous one left.
+Filters work as in vLLM and in its order: min_p, top_k, top_p, each on the result of the previous one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from treadle.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How each of B rows is sampled; None where every row has the neutral value.
+    """Sampling settings of B rows; None if every row has the neutral value.
 
     temperature float32[B, 1], 1 for greedy rows; greedy bool[B]; min_p float32[B, 1]; top_k int64[B, 1], 0: all;
     top_p float64[B, 1].
@@ -46,22 +46,23 @@ def rules(params: Sequence[SamplingParams], device: torch.device | None = None) 
 
 
 def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample one token a row.
+    """Sample one token per row.
 
     logits float32[B, V], draws float64[B] in [0, 1).
-    Returns token ids int64[B] and logprobs float32[B] of the distribution really sampled from, after temperature and
-    filters; 0 for a greedy token, which is certain. Raises EngineError for logits that are not numbers.
+    Returns token ids int64[B] and logprobs float32[B] under the actual sampling distribution, after temperature and
+    filters; 0 for a greedy token, which is certain. Raises EngineError for logits that are not finite.
     """
     logprobs = processed_logprobs(logits, how)
-    # float64: a float32 CDF moves the boundaries between tokens by up to 7e-5
+    # float64, because a float32 CDF moves the boundaries between tokens by up to 7e-5.
     cdf = logprobs.double().exp_().cumsum(-1)
     total = cdf[:, -1:]
-    if not total.isfinite().all():  # greedy rows would go on silently; the index below would kill a GPU's process
+    # Greedy rows would continue silently; the index below would kill a GPU's process.
+    if not total.isfinite().all():
         raise EngineError(
             "the model's logits are not finite: its weights have diverged (lower training.optimizer.learning_rate), or "
             "its dtype is too narrow (engine.dtype=float32)"
         )
-    # below the total, or a rounded product could choose a last token of probability 0
+    # Below the total: otherwise a rounded product could choose a final token of probability 0.
     target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(cdf, target, right=True)[:, 0]
     if how.greedy is not None:
@@ -71,7 +72,7 @@ def sample(logits: Tensor, how: Rules, draws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
-    """Return log-probabilities after temperature and filters, float32[B, V]; -inf for what is filtered out."""
+    """Return log-probabilities after temperature and filters, float32[B, V]; -inf for filtered tokens."""
     if how.temperature is not None:
         logits = logits / how.temperature
     if how.min_p is not None:
@@ -82,14 +83,14 @@ def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
         size = logits.shape[-1]
         rank = torch.where(how.top_k == 0, size, how.top_k.clamp(max=size))
         threshold = logits.topk(int(rank.max())).values.gather(1, rank - 1)
-        logits = logits.masked_fill(logits < threshold, float("-inf"))  # a tie with the last one stays, as in vLLM
+        logits = logits.masked_fill(logits < threshold, float("-inf"))  # ties with the last one are kept, as in vLLM
     if how.top_p is not None:
         logits = logits.masked_fill(_outside_nucleus(logits, how.top_p), float("-inf"))
     return logits.log_softmax(-1)
 
 
 def _outside_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Return bool[B, V]: tokens outside the smallest set of most probable ones whose sum is at least top_p."""
+    """Return bool[B, V]: tokens outside the smallest set of most probable ones with a total of at least top_p."""
     ascending, index = logits.sort(dim=-1, stable=True)
     outside = (ascending.double().softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
     outside[:, -1] = False

@@ -1,6 +1,6 @@
-"""Where engines find published weights: in this process, or in a file in shared memory that other processes read.
+"""Published weights for engines: in this process, or in a shared-memory file for other processes.
 
-Directories for weights live as long as the process which made them; a killed one's are removed by others.
+Directories for weights live as long as the process that made them; those of killed processes are removed by others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIX = f"{_KIND}{socket.gethostname()}-"
 
 
 class InProcess:
-    """Hands an engine in this process the tensors by name, without copying them (a `WeightsDestination`)."""
+    """Hands tensors by name to an engine in this process, without copying them (a `WeightsDestination`)."""
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return all tensors by name."""
@@ -40,7 +40,7 @@ class Staged(Protocol):
     """Weights for engines in other processes until they are discarded; each process gets a copy of this object."""
 
     async def fetch(self) -> Mapping[str, Tensor]:
-        """Return the weights by name, in the process of an engine. Raises EngineError."""
+        """Return the weights by name; called in an engine's process. Raises EngineError."""
 
     def discard(self) -> None:
         """Release them. Idempotent."""
@@ -48,7 +48,7 @@ class Staged(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """Weights in a file, until they are discarded. shapes: by name."""
+    """Weights in a file, until they are discarded. shapes: shapes by name."""
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -64,10 +64,11 @@ class StagedFile:
 class WeightsFile:
     """Writes weights to one safetensors file, complete or absent (a `WeightsDestination`).
 
-    It lies in shared memory, or with temporary files where that lacks room or does not exist.
+    The file is in shared memory, or among temporary files if that is full or missing.
 
-    dtype: of floating-point weights; None: their own. private: other users of the machine cannot read it.
-    remedy: ends the message about a file that cannot be written. key: of the directory made for it.
+    dtype: dtype of floating-point weights; None: unchanged. private: whether to hide it from other users of the
+    machine.
+    remedy: end of the message about a file that cannot be written. key: key of its directory.
     """
 
     dtype: torch.dtype | None = None
@@ -76,7 +77,7 @@ class WeightsFile:
     key: str = field(default_factory=lambda: uuid4().hex)
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StagedFile:
-        """Write the file, in the process that has the weights, one after the other. Raises EngineError."""
+        """Write the file tensor by tensor, in the process that has the weights. Raises EngineError."""
         written = {
             name: torch.empty(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device="meta")
             for name, tensor in described.items()
@@ -97,7 +98,7 @@ class WeightsFile:
 
     def discard(self) -> None:
         for folder in _folders():
-            for directory in folder.glob(f"{_KIND}*-{self.key}"):  # of whichever process
+            for directory in folder.glob(f"{_KIND}*-{self.key}"):  # made by any process
                 shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -108,7 +109,7 @@ def _folders() -> Iterator[Path]:
 
 
 async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
-    """Return the file with the source's published weights; nothing is left of one that fails. Raises EngineError."""
+    """Return the file with the source's published weights; removes it after a failure. Raises EngineError."""
     try:
         return await source.stage(file)
     except BaseException:
@@ -117,7 +118,7 @@ async def stage_file(source: WeightSource, file: WeightsFile) -> StagedFile:
 
 
 def to_host(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor on the CPU, contiguous, a floating-point one in `dtype`; no copy if it is all this already."""
+    """Return the tensor on the CPU, contiguous, floating-point ones in `dtype`; copies only if necessary."""
     return tensor.detach().to("cpu", _dtype_of(tensor, dtype)).contiguous()
 
 
@@ -126,9 +127,9 @@ def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
-    """Make a directory that lasts no longer than this process, and remove those of processes that were killed.
+    """Make a directory that lasts no longer than this process, and remove those of killed processes.
 
-    key: unique. mode: permissions; default: this user's alone.
+    key: unique key. mode: permissions; default: this user only.
     """
     for path in folder.glob(f"{_PREFIX}*-*"):
         if not is_running(int(path.name.removeprefix(_PREFIX).split("-")[0])):
@@ -139,15 +140,15 @@ def temporary_directory(folder: Path, key: str = "", mode: int = 0o700) -> Path:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process is running; a zombie, which keeps its number, is not."""
+    """Return whether a process is running; a zombie, which keeps its number, does not count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # belongs to another user
         return True
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # it has just ended, or the system has no /proc
+    except OSError:  # just ended, or the system has no /proc
         return not Path("/proc/self/stat").exists()
     return stat.rpartition(")")[2].split()[0] not in "ZX"

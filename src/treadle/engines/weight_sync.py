@@ -1,4 +1,4 @@
-"""`WeightSync` for engines that run Treadle's own code. That of vLLM's servers: `engines.vllm.publication`."""
+"""`WeightSync` for engines that run Treadle's own code. For vLLM's servers: `engines.vllm.publication`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from treadle.engines.torch.pinned import LocalEngine
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSync:
-    """Publishes to an engine in this process, between two tokens. Weights that do not fit change nothing.
+    """Publishes to an engine in this process, between two tokens. Mismatched weights change nothing.
 
-    by_file: the source's tensors are in other processes, and come by a file in shared memory.
+    by_file: whether the source's tensors are in other processes, and come by a file in shared memory.
     """
 
     source: WeightSource

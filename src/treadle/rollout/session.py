@@ -400,7 +400,7 @@ class Session:
             await self._replay.give_up(number, outdated=True)
         raise EngineError(
             f"step {number} was sampled by version {max(versions)} and earlier steps by version {max(self._versions)}, "
-            "which the engine lost when it was started again: training.lora.pin_attempts keeps an attempt to one"
+            "which the engine lost when it was restarted: training.lora.pin_attempts keeps an attempt to one"
         )
 
     def _sampling_of(self, number: int, overrides: Mapping[str, Any], prompt_tokens: int) -> SamplingParams:

@@ -361,7 +361,7 @@ async def test_a_server_that_took_the_place_of_a_lost_one_is_watched_and_replace
     async def restart(number: int) -> Server:
         if publication.is_refused:
             raise AssertionError("nothing is started for an engine that is refused")
-        return started[len([line for line in said if line.endswith("starting it again")])]
+        return started[len([line for line in said if line.endswith("restarting it")])]
 
     engine = VLLMEngine(servers, publication, stop_token_ids=[], restart=restart, notify=said.append)
     for number in range(2):

@@ -155,7 +155,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_old_version_serving(
             damaged(how, patch)
             calls = start(engine, 4, 200)
             await under_way(engine._servers[0], 40)
-            with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
+            with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 keeps serving"):
                 await publish(engine, unique_weights(new), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):  # they never noticed
             assert_sampled_by(old, 3, number, answer)
@@ -194,7 +194,7 @@ async def test_weights_that_fail_halfway_leave_the_old_version_serving(
         engine._publication._connected = []  # the server is to forget what it expects
         calls = start(engine, 4, 200)
         await under_way(engine._servers[0], 40)
-        with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 serves on"):
+        with pytest.raises(EngineError, match=r"publication of version 4 failed: .*; version 3 keeps serving"):
             async with asyncio.timeout(CEILING):  # a server that refuses weights keeps nobody waiting in the broadcast
                 await publish(engine, spoil(unique_weights(new)), 4)
         for number, answer in enumerate(await asyncio.gather(*calls)):
@@ -231,7 +231,7 @@ async def test_weights_that_are_not_proven_are_never_admitted(transfer: str, con
             calls = start(engine, 8, LONG)
             await under_way(engine._servers[0], 8)
             with pytest.raises(
-                EngineError, match=r"scores the new weights otherwise than the learner, by .*version 3 serves on"
+                EngineError, match=r"scores the new weights differently from the learner, by .*version 3 keeps serving"
             ):
                 await publish(engine, unique_weights(models[1]), 4)
             if await unadmitted_or_old(calls, models[0]) < len(calls):
@@ -251,12 +251,12 @@ async def test_a_first_publication_that_fails_refuses_the_engine(connect: Connec
     async with connect("tied", probe=Probe(PROBE, 1e-4)) as engine:
         with pytest.raises(EngineError, match=r"version 0 failed, and the engine is refused: .*otherwise"):
             await publish(engine, unique_weights(model), 0)
-        with pytest.raises(EngineError, match=r"no server is left: .*there is no earlier publication to go back to"):
+        with pytest.raises(EngineError, match=r"no server is left: .*there is no earlier publication to fall back to"):
             await start(engine, 1, 4)[0]
 
 
 async def test_weights_that_somebody_else_published_are_noticed(connect: Connect) -> None:
     async with connect("tied") as mine, connect("tied") as theirs:
         await publish(theirs, unique_weights(sized("qwen3", 1)), 1)
-        with pytest.raises(EngineError, match="sampled tokens and were never admitted"):
+        with pytest.raises(EngineError, match="sampled tokens but were never admitted"):
             await start(mine, 1, 4)[0]

@@ -65,7 +65,7 @@ def test_layers_without_experts_are_left_out(report: tuple[NDArray[Any], list[in
         (encoded(np.zeros((2, 2, 2), np.uint8)), r"shape \(2, 2, 2\) for 3 sampled tokens and hidden layers up to 1"),
         (encoded(np.zeros((3, 1, 2), np.uint8)), r"shape \(3, 1, 2\) for 3 sampled tokens and hidden layers up to 1"),
         (encoded(np.zeros((3, 2), np.uint8)), r"shape \(3, 2\) for 3 sampled tokens"),
-        ("AAAA", "reports experts that are no .npy file in base64"),
+        ("AAAA", "reports experts that are not a .npy file in base64"),
     ],
 )
 def test_reports_that_do_not_fit_are_refused(report: str | None, message: str) -> None:

@@ -50,7 +50,7 @@ def test_a_run_without_vllm_is_refused_before_it_is_made(tmp_path: Path) -> None
 
 
 class Patient(Vowels):
-    """Of late updates, it waits until a server was started again, however long a busy machine takes."""
+    """Of late updates, it waits until a server was restarted, however long a busy machine takes."""
 
     late = threading.Event()
     again = threading.Event()
@@ -90,7 +90,7 @@ def test_a_run_starts_its_own_servers_and_goes_on_when_one_dies(servers: Servers
         """While the other one serves."""
         wait_until(lambda: (run / "metrics.jsonl").is_file() and len(updates(run)) >= 1)
         end_group_of(real_log(run))
-        wait_until(lambda: any(line.endswith("was started again") for line in progress.lines))
+        wait_until(lambda: any(line.endswith("was restarted") for line in progress.lines))
         Patient.again.set()
 
     thread = threading.Thread(target=kill_one, daemon=True)
@@ -109,7 +109,7 @@ def test_a_run_starts_its_own_servers_and_goes_on_when_one_dies(servers: Servers
     thread.join(CEILING)
     assert Patient.again.is_set(), progress.lines
     check_finished(run)  # what was sampled has the learner's log-probabilities to 1e-4
-    [lost] = [line for line in progress.lines if line.endswith("; starting it again")]
+    [lost] = [line for line in progress.lines if line.endswith("; restarting it")]
     assert lost.startswith("vLLM server http://")
     assert "POST /update_weights" in real_log(run).read_text()
 

@@ -86,7 +86,7 @@ async def test_where_one_server_fails_all_go_back(transfer: str, connect: Connec
             await publish(engine, old, 1)
             ids = np.arange(100, 140, dtype=np.int32)
             before = await engine._servers[0].score(ids)
-            with pytest.raises(EngineError, match=r"update_weights answered 400.*version 1 serves on"):
+            with pytest.raises(EngineError, match=r"update_weights answered 400.*version 1 keeps serving"):
                 await publish(engine, new, 2)
             np.testing.assert_allclose(await engine._servers[0].score(ids), before, atol=1e-6)
             assert not any(server.is_lost for server in engine._servers)

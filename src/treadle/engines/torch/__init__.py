@@ -1,1 +1,1 @@
-"""`TorchEngine`: the embedded engine, continuous batching over a Hugging Face model with a KV cache of its own."""
+"""`TorchEngine`: the embedded engine, continuous batching over a Hugging Face model with its own KV cache."""

@@ -20,10 +20,10 @@ from treadle.engines.torch.kv_cache import Cached, CachedRows, KVCache, KVCall
 from treadle.engines.torch.model import CachedModel, Predicted
 
 Decode = Callable[[Sequence[int]], str]
-_UNFINISHED = "�"  # what decoders write for a character whose bytes have not all come
-_SHARED = 0.75  # share of live rows from which computing all rows is cheaper than gathering the live ones
-_DRAWS = 16  # tokens whose draws are made at once
-_PREFIX = 64  # length of a common prefix from which computing it once pays
+_UNFINISHED = "�"  # decoded text of an incomplete character
+_SHARED = 0.75  # share of live rows above which computing all rows is cheaper than gathering the live ones
+_DRAWS = 16  # tokens per batch of draws
+_PREFIX = 64  # minimum common prefix worth computing once
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class EngineCounters:
     """Tokens computed and saved since the start."""
 
     prefilled: int = 0  # prompt tokens computed
-    reused: int = 0  # prompt tokens in the session's cache
+    reused: int = 0  # prompt tokens found in the session's cache
     shared: int = 0  # prompt tokens computed once for several calls
     sampled: int = 0
 
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def positions(self) -> int:
-        """Most positions of a row that it takes, with one for padding."""
+        """Maximum number of positions in its row, including one for padding."""
         return len(self.prompt) + self.sampling.max_tokens + 1
 
 
@@ -68,11 +68,11 @@ class _Row:
     ended: StopReason | None = None
 
     def position(self) -> int:
-        """Position of its last token; once it has ended, the one behind that, which no query reads."""
+        """Position of its last token; after its end, the position behind that, which no query reads."""
         return len(self.call.prompt) + len(self.tokens) - (self.ended is None)
 
     def cached_ids(self) -> Ids:
-        """The ids that have keys: all but the last token."""
+        """Ids with computed keys: all but the last token."""
         return np.concatenate([self.call.prompt, np.array(self.tokens[:-1], np.int32)])
 
     def completion(self, reason: StopReason) -> Completion:
@@ -90,8 +90,8 @@ class _Row:
 class Batch:
     """Rows of the cache that decode together.
 
-    The row of a call that has ended is still computed until others join, or until so few are left that gathering theirs
-    is cheaper. What a call samples does not depend on the other calls, except for rounding.
+    The row of an ended call is still computed until others join, or until so few are live that gathering them is
+    cheaper. A call's samples do not depend on other calls, except for rounding.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Batch:
         self._computed: list[int] = []  # the rows of `_rules`
         self._rules: Rules = rules([])
         self._draws: NDArray[np.float64] = np.empty((0, _DRAWS))
-        self._drawn = 0  # columns of `_draws` that are used up
+        self._drawn = 0  # consumed columns of `_draws`
         self.version = 0
         self.counters = EngineCounters()
-        self.finished: list[tuple[Call, Completion]] = []  # for the caller to take away
+        self.finished: list[tuple[Call, Completion]] = []  # taken by the caller
 
     @property
     def live(self) -> list[_Row]:
@@ -124,7 +124,7 @@ class Batch:
 
     @torch.inference_mode()
     def join(self, calls: Sequence[Call]) -> int:
-        """Add as many of `calls` as there is room for, and sample their first tokens; return how many.
+        """Add as many of `calls` as fit, and sample their first tokens; return their number.
 
         An empty batch takes at least one.
         """
@@ -156,7 +156,7 @@ class Batch:
         computed = [number for number, row in enumerate(self._rows) if row.ended is None]
         if not computed:
             return
-        # the state of a row that ended must stay as it is
+        # The state of an ended row must not change.
         everything = len(computed) >= (1.0 if self._model.stateful else _SHARED) * len(self._rows)
         if everything:
             computed = list(range(len(self._rows)))
@@ -198,11 +198,11 @@ class Batch:
         self._model.release()
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """Drop what closed sessions without running calls left in the cache."""
+        """Drop cached sequences of closed sessions without running calls."""
         self._cached.forget(sessions)
 
     def clear(self) -> None:
-        """Drop all rows and everything cached, whose content is unknown after a failure."""
+        """Drop all rows and cached data, which are undefined after a failure."""
         self._rows, self.finished = [], []
         self._cached.clear()
 
@@ -223,7 +223,7 @@ class Batch:
     # --- prompts -------------------------------------------------------------------------------------------------
 
     def _prefill(self, rows: Sequence[_Row], cached: Sequence[int]) -> Predicted:
-        """Compute what the cache lacks of every prompt; return the predictions after each.
+        """Compute the uncached part of every prompt; return the predictions after each.
 
         cached: number of cached tokens of each prompt.
         """
@@ -246,9 +246,9 @@ class Batch:
         return predicted
 
     def _prefill_prefix(self, rows: Sequence[_Row], prompts: int) -> int:
-        """Compute the common prefix of these fresh rows once; return its length, or 0 if it does not pay.
+        """Compute the common prefix of these fresh rows once; return its length, or 0 if it is not worthwhile.
 
-        prompts: number of distinct ones.
+        prompts: number of distinct prompts.
         """
         first = rows[0].call.prompt
         length = min(min(common_prefix(first, row.call.prompt), len(row.call.prompt) - 1) for row in rows)
@@ -289,7 +289,7 @@ class Batch:
         self.counters.shared += sum(len(rows[first].call.prompt) for first, _ in pairs)
 
     def _where(self, rows: list[int]) -> slice | Tensor:
-        """A slice if rows are consecutive (no copy), else an index."""
+        """Return a slice if rows are consecutive (no copy), otherwise an index."""
         if rows == list(range(rows[0], rows[0] + len(rows))):
             return slice(rows[0], rows[0] + len(rows))
         return torch.tensor(rows, device=self._model.device)
@@ -338,20 +338,20 @@ class Batch:
 class StopStrings:
     """Watches one growing completion for stop strings.
 
-    Only the newest tokens are decoded, with those of the piece before them: what a token contributes to the text can
-    depend on its predecessor (spaces, characters of several tokens).
+    Decodes only the newest tokens, with those of the piece before them: a token's text can depend on its predecessor
+    (spaces, characters of several tokens).
     """
 
     def __init__(self, stop: Sequence[str], decode: Decode) -> None:
         self._stop, self._decode = stop, decode
-        self._reach = max(map(len, stop)) - 1  # characters before a token's text in which a match may begin
+        self._reach = max(map(len, stop)) - 1  # characters before a token's text where a match may begin
         self._tail = ""
-        self._tokens: list[int] = []  # of the last finished piece, then of the unfinished one
-        self._read = 0  # how many of them belong to the finished piece
+        self._tokens: list[int] = []  # tokens of the last finished piece, then of the unfinished one
+        self._read = 0  # number of tokens in the finished piece
         self._known = ""  # that piece's text
 
     def completes(self, token: int) -> bool:
-        """Return whether the text holds a stop string with this token added."""
+        """Return whether the text contains a stop string once this token is added."""
         self._tokens.append(token)
         fresh = self._decode(self._tokens)[len(self._known) :]
         if any(s in self._tail + fresh for s in self._stop):

@@ -5,7 +5,7 @@
 Two rules of admission, one loop. Continuous: a call joins between two tokens, as soon as there is room. Lock-step: a
 wave starts when every open session waits, with rows in the order in which sessions were opened, and nothing joins until
 all of it is answered. Batch shapes, and with them float rounding, then do not depend on timing: the same calls give the
-same bits, however slow the environments in between.
+same bits, however slow the environments are in between.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Limits:
     """Checks calls against a model's limits.
 
-    vocabulary: ids are below it. context: most tokens of prompt and completion together.
+    vocabulary: exclusive bound of ids. context: maximum number of tokens of prompt and completion together.
     """
 
     vocabulary: int
@@ -68,9 +68,10 @@ class TorchEngine:
     """Decodes concurrent sessions in one batch, with a KV cache kept from turn to turn.
 
     model: any Hugging Face decoder with full or sliding-window attention, or layers with a state. It is copied:
-    publication copies weights, and never races the optimizer. decode: ids -> text, for stop strings.
-    own_thread: compute beside the event loop, so that environments keep stepping; otherwise inline (`Compute`).
-    Raises ConfigError for other layers, and with `options.routing` if the choice of experts cannot be observed.
+    publication copies weights, and never races with the optimizer. decode: ids -> text, for stop strings.
+    own_thread: whether to compute beside the event loop, so that environments keep stepping; otherwise inline
+    (`Compute`). Raises ConfigError for other layers, and with `options.routing` if the choice of experts cannot be
+    observed.
 
     Invariant: a call reuses only keys and values of the current weights, of a prefix of its prompt, computed for the
     same session and salt, or for calls of the same salt that were admitted together.
@@ -94,14 +95,14 @@ class TorchEngine:
         self._closed = self._asleep = False
         self._opened = 0
         self._sessions: dict[str, int] = {}  # name -> number, in the order of opening
-        self._gone: list[int] = []  # closed sessions that the batch has not forgotten yet
+        self._gone: list[int] = []  # closed sessions still cached by the batch
         self._waiting: dict[Call, _Request] = {}  # in order of arrival
         self._admitted: list[Call] = []  # for the batch, as it has room
         self._running: dict[Call, _Request] = {}
         self._driver: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # held to use the batch, between two tokens (in lock-step: between two waves)
-        self._asked = 0  # publications and scoring passes that wait for their turn or have it
-        self._pause = False  # calls came or sessions closed: return to the event loop before the next token
+        self._asked = 0  # publications and scoring passes that have the turn or wait for it
+        self._pause = False  # set when calls arrive or sessions close: return to the event loop before the next token
         self._computing = Compute("treadle-engine" if own_thread else None)
 
     @property
@@ -118,7 +119,7 @@ class TorchEngine:
         self._opened += 1
 
     def close_session(self, session: str) -> None:
-        """Drop a session and its cache; a wave may be waiting for this. Its waiting calls fail, running ones finish."""
+        """Drop a session and its cache. Its waiting calls fail, running ones finish. May start a wave."""
         if session not in self._sessions:
             return
         self._gone.append(self._sessions.pop(session))
@@ -131,8 +132,8 @@ class TorchEngine:
         """Sample one completion; cancelling the call frees its row at the next token.
 
         A session may make several calls at once; in lock-step it waits as soon as one of them does.
-        Raises EngineError: unknown session, ids outside the vocabulary, a prompt that leaves no room for `max_tokens`
-        in the model's context, or a failure of the batch.
+        Raises EngineError for an unknown session, ids outside the vocabulary, a prompt that leaves no room for
+        `max_tokens` in the model's context, or a failure of the batch.
         """
         self._check_awake()
         if session not in self._sessions:
@@ -151,10 +152,10 @@ class TorchEngine:
             self._waiting.pop(call, None)
 
     async def alone(self, prompt_ids: Ids, sampling: SamplingParams) -> Completion:
-        """Sample one completion between two tokens (in lock-step: waves), by itself, without session or cached prefix.
+        """Sample one completion alone, between two tokens (in lock-step: waves), without session or cached prefix.
 
-        Its bits depend on weights and arguments alone, and other calls' not on it; but they wait. Raises EngineError
-        as `generate` does.
+        Its bits depend only on weights and arguments, and it does not affect other calls' bits, only delays them.
+        Raises EngineError as `generate` does.
         """
         self._check_awake()
         self.limits.check_call(prompt_ids, sampling, "alone")
@@ -167,7 +168,7 @@ class TorchEngine:
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1].
 
-        Raises EngineError: ids outside the vocabulary, more than the model's context, or temperature 0.
+        Raises EngineError for ids outside the vocabulary, more than the model's context, or temperature 0.
         """
         self._check_awake()
         self.limits.check_ids(ids, "ids to score")
@@ -180,7 +181,8 @@ class TorchEngine:
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy in weights, named as by `unique_weights`, between two tokens; drop all cached prefixes.
 
-        Calls in flight go on with the new weights. Raises EngineError, and changes nothing, if weights are missing or
+        Calls in flight continue with the new weights. Raises EngineError, and changes nothing, if weights are missing
+        or
         of another shape.
         """
         self._check_open()
@@ -190,7 +192,7 @@ class TorchEngine:
     async def sleep(self) -> None:
         """Free the memory of cache and weights until `update_weights`. Sessions stay open. Idempotent.
 
-        Raises EngineError while calls run. Calls made meanwhile raise it, too.
+        Raises EngineError while calls run. Calls made while asleep raise it, too.
         """
         self._check_open()
         await self._between_tokens(self._batch.sleep)
@@ -211,14 +213,14 @@ class TorchEngine:
         ]
 
     async def close(self) -> None:
-        """Stop the worker thread and free the cache; calls that wait or run fail."""
+        """Stop the worker thread and free the cache; waiting and running calls fail."""
         self._closed = True
         self._fail_waiting("the engine was closed")
         for call in self._running:
             call.cancelled = True
         if self._driver is not None:
             await asyncio.wait([self._driver])
-        async with self._turn:  # its holder ends first; those waiting for it are refused
+        async with self._turn:  # its holder ends first; others waiting for it are refused
             self._computing.close()
             self._batch.clear()
 
@@ -257,21 +259,22 @@ class TorchEngine:
         """Admit and compute until there is nothing to do."""
         try:
             while True:
-                await asyncio.sleep(0)  # what was answered or closed in this same tick may change who waits
+                await asyncio.sleep(0)  # lets answers and closings of the same tick take effect
                 if not self._running and not self._may_work():
                     return
                 async with self._turn:
                     self._pause = False
                     self._admit()
                     await self._advance()
-        except BaseException:  # Ctrl-C, or the event loop is being torn down: nobody takes what is computed now
+        # Ctrl-C, or the event loop is being torn down: no caller takes the results now.
+        except BaseException:
             self._fail_running(EngineError("the engine was interrupted"))
             raise
         finally:
             self._driver = None
 
     def _may_work(self) -> bool:
-        """Whether there are calls to admit, or a cache to free because no session is open."""
+        """Return whether there are calls to admit, or a cache to free because no session is open."""
         return self._may_admit() or (bool(self._gone) and not self._sessions)
 
     def _admit(self) -> None:
@@ -279,17 +282,17 @@ class TorchEngine:
             return
         admitted, self._waiting = self._waiting, {}
         self._running |= admitted
-        # a stable sort: calls of a session in order of arrival
+        # A stable sort keeps a session's calls in order of arrival.
         self._admitted += sorted(admitted, key=lambda call: call.session) if self._lock_step else admitted
 
     def _may_admit(self) -> bool:
-        """Whether the waiting calls join: at once, or in lock-step when every open session waits."""
+        """Return whether the waiting calls join: at once, or in lock-step when every open session waits."""
         if not self._lock_step:
             return bool(self._waiting)
         return everybody_waits([request.session for request in self._waiting.values()], self._sessions.keys())
 
     async def _advance(self) -> None:
-        for call in [call for call in self._admitted if call.cancelled]:  # there was no room for them yet
+        for call in [call for call in self._admitted if call.cancelled]:  # cancelled before there was room
             self._admitted.remove(call)
             _fail(self._running.pop(call), EngineError("the engine was closed"))
         work = asyncio.ensure_future(self._computing.run(self._compute, self._take_gone()))
@@ -354,7 +357,7 @@ def _fail(request: _Request, error: BaseException) -> None:
 
 
 def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseException | None:
-    """The batch's failure as an EngineError; None if it did not fail."""
+    """Return the batch's failure as an EngineError; None if it succeeded."""
     if work.cancelled():
         return EngineError("the engine was closed")
     error = work.exception()
@@ -368,8 +371,9 @@ def _failure(work: asyncio.Future[list[tuple[Call, Completion]]]) -> BaseExcepti
 def everybody_waits(waiting: Collection[str], sessions: KeysView[str]) -> bool:
     """Return whether every open session, of at least one, waits for a completion.
 
-    waiting: the session of each call that waits; a session may have several.
+    waiting: session of each waiting call; a session may have several.
     """
-    if not waiting or len(waiting) < len(sessions):  # counted first: sets cost as much as they are large
+    # Counts first, because building the sets takes time in proportion to their size.
+    if not waiting or len(waiting) < len(sessions):
         return False
     return set(waiting) == sessions

@@ -1,17 +1,18 @@
-"""The KV cache of `TorchEngine`: which row holds which tokens, and the attention that reads them.
+"""The KV cache of `TorchEngine`: assignment of tokens to rows, and the attention that reads them.
 
     rows      0 ............ n                       R
               busy, no gaps   | idle sequences, free rows
 
 Calls decode in the first rows, so that a pass reads one slice of the cache. A sequence stays after its call, for the
-session's next one; the least recently used goes when memory is short.
+session's next one; the least recently used are evicted when memory is short.
 
-Shapes: B rows of a call, R rows of the cache, C new tokens a row, T positions, H heads, K key/value heads, D head size.
+Shapes: B rows of a call, R rows of the cache, C new tokens per row, T positions, H heads, K key/value heads, D head
+size.
 
 Any Hugging Face decoder writes and reads this cache through transformers' attention interface: it is called with
-`attention="treadle_kv"`, and every attention layer finds the call's `KVCall` (`models.passing`). Layers with a state in
-place of keys and values find theirs there, too; a sequence can go on where one was kept, behind its prompt and its
-last token.
+`attention="treadle_kv"`, and every attention layer finds the call's `KVCall` (`models.passing`). Layers with a state
+instead of keys and values also find theirs there; a sequence can continue where a state was kept, after its prompt and
+after its last token.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from treadle.models.states import States
 
 ATTENTION = "treadle_kv"
 _GROW = 64  # positions
-_SCORES = 2**26  # of one product of queries and keys
+_SCORES = 2**26  # size of one product of queries and keys
 
 
 class StateRows:
-    """The states of every layer that keeps one, of R rows: behind the last token, and behind the prompt.
+    """States of R rows for every layer that keeps one: after the last token, and after the prompt.
 
-    layers: layer -> name -> [2, R, ...], those two. Layers are allocated at their first write.
+    layers: layer -> name -> [2, R, ...], in that order. Layers are allocated at their first write.
     """
 
     def __init__(self, rows: int) -> None:
@@ -52,11 +53,11 @@ class StateRows:
         return bool(self.layers)
 
     def take(self, layer: int, rows: slice | Tensor) -> States:
-        """Return the states behind the last tokens of rows; a slice of rows is a view."""
+        """Return the states after the last tokens of rows; a slice of rows is a view."""
         return States({name: held[0][rows] for name, held in self.layers[layer].items()})
 
     def put(self, layer: int, rows: slice | Tensor, states: States) -> None:
-        """Set the states behind the last tokens of rows."""
+        """Set the states after the last tokens of rows."""
         held = self.layers.setdefault(layer, {})
         for name, new in states.now.items():
             if name not in held:
@@ -64,7 +65,7 @@ class StateRows:
             held[name][0][rows] = new
 
     def mark(self, rows: Tensor) -> None:
-        """Keep the present states of rows as those behind their prompts."""
+        """Keep the present states of rows as their states after the prompt."""
         for held in self._tensors():
             held[1, rows] = held[0, rows]
 
@@ -76,9 +77,9 @@ class StateRows:
                 states[name][:, :kept] = held[:, :kept]
 
     def move(self, sources: Mapping[int, int], marked: Collection[int]) -> None:
-        """Copy simultaneously to each row the states of the row that `sources` names for it.
+        """Simultaneously copy states between rows. sources: target row -> source row.
 
-        marked: the rows that begin with the state behind a prompt.
+        marked: rows that begin with the state after a prompt.
         """
         if not sources:
             return
@@ -88,7 +89,7 @@ class StateRows:
             held[0, rows], held[1, rows] = held[which, origins], held[1, origins]
 
     def copy_rows(self, other: StateRows, sources: Tensor, rows: Tensor) -> None:
-        """Copy to row rows[i] the state behind the last token of `other`'s row sources[i]."""
+        """Copy to row rows[i] the state after the last token of `other`'s row sources[i]."""
         for layer in other.layers:
             self.put(layer, rows, other.take(layer, sources))
 
@@ -105,9 +106,9 @@ class StateRows:
 class KVCache:
     """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers are allocated at their first write.
 
-    states: of the layers that have states instead.
+    states: states of layers that have them instead.
 
-    Memory starts as zeros: masked positions are still multiplied by 0, and must be finite.
+    Memory is zero-initialized: masked positions are still multiplied by 0, and must be finite.
     """
 
     rows: int
@@ -119,7 +120,7 @@ class KVCache:
         self.states = StateRows(self.rows)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's (K, V); allocate them like the new key and value [B, K, C, D] if needed."""
+        """Return the layer's (K, V); allocated like the new key and value [B, K, C, D] if necessary."""
         if index not in self.layers:
             keys, values = (t.new_zeros((self.rows, t.shape[1], self.capacity, t.shape[3])) for t in (key, value))
             self.layers[index] = (keys, values)
@@ -130,7 +131,7 @@ class KVCache:
         return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self.layers.values() for t in pair)
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Change to `rows` rows of `capacity` >= the current number of positions, and keep what still fits."""
+        """Change to `rows` rows of `capacity` >= the current number of positions, and keep the contents that fit."""
         kept_rows, old_capacity = min(rows, self.rows), self.capacity
         self.rows, self.capacity = rows, capacity
         self.states.resize(rows)
@@ -141,7 +142,7 @@ class KVCache:
             self.layers[number] = (larger[0], larger[1])
 
     def move(self, sources: Mapping[int, int], length: int) -> None:
-        """Copy simultaneously to each row the first `length` positions of the row that `sources` names for it."""
+        """Simultaneously copy the first `length` positions between rows. sources: target row -> source row."""
         if not sources or not length:
             return
         for pair in self.layers.values():
@@ -162,7 +163,7 @@ class KVCall:
     """One forward pass over some rows of a cache.
 
     rows: a slice, or int64[B]. positions: int64[B, C], where each new token is written.
-    length: number of positions that queries may attend to. begins: whether all rows begin, without a state.
+    length: number of positions that queries may attend to. begins: whether all rows start fresh, without a state.
     """
 
     cache: KVCache
@@ -177,7 +178,7 @@ class KVCall:
         """Write the new keys and values [B, K, C, D]; return all [B, K, length, D]."""
         pair = self.cache.layer(layer, key, value)
         for held, new in zip(pair, (key, value), strict=True):
-            # [B, C, K, D] is how projections leave them in memory
+            # Projections leave them as [B, C, K, D] in memory.
             vectors = new.transpose(1, 2).reshape(-1, new.shape[3])
             held.view(-1, new.shape[3]).index_copy_(0, self._places(new.shape[1]), vectors)
         if isinstance(self.rows, slice):
@@ -187,7 +188,7 @@ class KVCall:
         return keys, values
 
     def _places(self, heads: int) -> Tensor:
-        """int64[B * C * K]: index of each new vector in a layer flattened over [R, K, T]."""
+        """Return int64[B * C * K]: index of each new vector in a layer flattened over [R, K, T]."""
         if heads not in self._index:
             device = self.positions.device
             rows = self.rows
@@ -222,8 +223,9 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """Attention of the new queries [B, H, C, D] over the cache; returns ([B, C, H, D], None)."""
     kv: KVCall = handed(module)
-    if attention_mask is not None:  # transformers makes none for attention that it does not know
-        raise EngineError(f"{type(module).__name__} makes an attention mask of its own; sample it with vLLM")
+    # transformers makes no mask for attention implementations unknown to it.
+    if attention_mask is not None:
+        raise EngineError(f"{type(module).__name__} makes its own attention mask; sample it with vLLM")
     keys, values = kv.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     mask = kv.mask(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -247,9 +249,9 @@ def _attend(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return the output [B, H, C, D] of two batched products, which beat the fused kernel on CPU for one token a row.
+    """Return the output [B, H, C, D] of two batched products, which beat the fused kernel on CPU for one token per row.
 
-    Fused kernels have neither sinks nor soft caps.
+    Fused kernels support neither sinks nor soft caps.
     """
     batch, heads, columns, size = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, size)
@@ -267,10 +269,10 @@ AttentionInterface.register(ATTENTION, cached_attention)
 
 @dataclass(slots=True, eq=False)
 class Cached:
-    """Tokens whose keys and values are at the start of a row.
+    """Tokens with keys and values at the start of a row.
 
-    busy: a call still writes there. exact: all keys are of the current weights. used: time of the last use.
-    marked: how many of the tokens its prompt had, behind which layers with a state have kept theirs; 0: nothing.
+    busy: whether a call still writes there. exact: whether all keys belong to the current weights. used: time of the
+    last use. marked: number of prompt tokens after which layers with a state kept theirs; 0: none.
     """
 
     session: int
@@ -284,10 +286,11 @@ class Cached:
 
 
 class CachedRows:
-    """The cache, and what its rows hold.
+    """The cache with the assignment of its rows.
 
-    budget: most bytes of the cache; a single call may exceed it. position_bytes: of one position of one row.
-    row_bytes: of the states of one row; with any, only what ends where a state was kept can be reused.
+    budget: size limit of the cache, in bytes; a single call may exceed it. position_bytes: size of one position of one
+    row.
+    row_bytes: size of one row's states; if any, reuse is limited to prefixes that end where a state was kept.
     """
 
     def __init__(self, budget: int, position_bytes: int, row_bytes: int = 0) -> None:
@@ -298,20 +301,20 @@ class CachedRows:
 
     @property
     def share(self) -> float:
-        """Share of the budget taken by tokens, without those being sampled."""
+        """Return the share of the budget taken by tokens, without those being sampled."""
         positions = sum(len(sequence.ids) for sequence in self._held)
         return (positions * self._position_bytes + len(self._held) * self._row_bytes) / self._budget
 
     def fits(self, busy: int, positions: int) -> bool:
-        """Whether `busy` calls at once, the longest of `positions` positions, stay within the budget."""
+        """Return whether `busy` concurrent calls, the longest of `positions` positions, stay within the budget."""
         return busy <= self._most_rows(max(self.cache.capacity, _rounded(positions)))
 
     def place(self, newcomers: Sequence[Cached], positions: int) -> list[int]:
-        """Give each newcomer a row with as much of its prompt as a sequence of its session has.
+        """Give each newcomer a row with the longest prefix of its prompt cached for its session.
 
-        positions: that the longest of all calls may take. Busy sequences may change rows; afterwards they and the
-        newcomers, in order, fill the first rows. Returns the number of cached tokens of each prompt, which never
-        includes the last one, because its logits are needed.
+        positions: maximum length of all calls. Busy sequences may change rows; afterwards they and the newcomers, in
+        order, fill the first rows. Returns the number of cached tokens of each prompt, which never includes the last
+        one, because its logits are needed.
         """
         busy = [s for s in self._held if s.busy]
         origins, cached, continued = self._sources(newcomers)
@@ -342,7 +345,7 @@ class CachedRows:
         return cached
 
     def release(self, sequence: Cached, ids: Ids) -> None:
-        """Mark a sequence as idle: its call ended and left keys for `ids`. One with keys of old weights is dropped."""
+        """Mark a sequence as idle after its call left keys for `ids`. One with keys of old weights is dropped."""
         sequence.ids, sequence.busy, sequence.used = ids, False, next(self._clock)
         if not sequence.exact:
             self._held.remove(sequence)
@@ -355,7 +358,7 @@ class CachedRows:
             self.clear()
 
     def outdate(self, keep_busy: bool) -> None:
-        """Drop idle sequences, whose weights are old; busy ones when their call ends, unless `keep_busy`."""
+        """Drop idle sequences, which belong to old weights; busy ones when their call ends, unless `keep_busy`."""
         self._held = [s for s in self._held if s.busy]
         for sequence in self._held:
             sequence.exact &= keep_busy
@@ -369,7 +372,7 @@ class CachedRows:
         release_freed_memory()
 
     def _sources(self, newcomers: Sequence[Cached]) -> tuple[list[Cached | None], list[int], set[Cached]]:
-        """For each newcomer, the sequence with most of its prompt and how much; and which sequences they continue."""
+        """Return for each newcomer the sequence with most of its prompt, and how much; and which are continued."""
         sequences: dict[tuple[int, str | None], list[Cached]] = defaultdict(list)
         for sequence in self._held:
             if sequence.exact:
@@ -385,7 +388,7 @@ class CachedRows:
                 if length > longest:
                     longest, origin = length, other
             if origin is not None and not origin.busy and longest == len(origin.ids):
-                continued.add(origin)  # the newcomer's row will hold all that it holds
+                continued.add(origin)  # the newcomer's row will contain all its tokens
             origins.append(origin)
             lengths.append(longest)
         return origins, lengths, continued
@@ -394,7 +397,7 @@ class CachedRows:
         return self._budget // (capacity * self._position_bytes + self._row_bytes)
 
     def _grown(self, positions: int, rows: int) -> int:
-        """Capacity for so many positions: grows by half, so that copying is rare, if the rows then fit."""
+        """Return the capacity for so many positions: grows by half, so that copying is rare, if the rows then fit."""
         have = self.cache.capacity
         if positions <= have:
             return have
@@ -412,7 +415,7 @@ class CachedRows:
 
 
 def _with_state(sequence: Cached, length: int) -> int:
-    """Return how much of the first `length` tokens ends where a state was kept."""
+    """Return how many of the first `length` tokens can be reused, up to a kept state."""
     ends = (0 if sequence.busy else len(sequence.ids), sequence.marked)
     return max(end for end in (0, *ends) if end <= length)
 
@@ -420,7 +423,7 @@ def _with_state(sequence: Cached, length: int) -> int:
 def _assign(
     busy: Sequence[Cached], newcomers: Sequence[Cached], idle: Sequence[Cached], first: int, rows: int
 ) -> dict[Cached, int]:
-    """A row for each: busy ones and newcomers in [0, first), idle ones in [first, rows), moved only if necessary."""
+    """Return a row for each: busy ones and newcomers in [0, first), idle ones in [first, rows); moves few."""
     targets = {s: s.row for s in busy if s.row < first} | {s: s.row for s in idle if first <= s.row < rows}
     taken = set(targets.values())
     holes, free = (iter([r for r in span if r not in taken]) for span in (range(first), range(first, rows)))

@@ -1,4 +1,4 @@
-"""The model of `TorchEngine` with its passes: extending cached rows, scoring, taking new weights."""
+"""The model of `TorchEngine` with its passes: extending cached rows, scoring, loading new weights."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Span = tuple[int, int, int]  # row, first and last position + 1 of tokens to com
 class Predicted:
     """Predictions after the last token of each of B rows.
 
-    logits float32[B, V]. routing int16[B, M, k]: the experts chosen there; None unless requested.
+    logits float32[B, V]. routing int16[B, M, k]: experts chosen there; None unless requested.
     """
 
     logits: Tensor
     routing: Tensor | None = None
 
     def put(self, rows: Tensor, values: Predicted, of: Tensor | slice = slice(None)) -> None:
-        """Set rows `rows` to rows `of` of `values`."""
+        """Set rows `rows` to the rows `of` in `values`."""
         self.logits[rows] = values.logits[of]
         if self.routing is not None and values.routing is not None:
             self.routing[rows] = values.routing[of]
@@ -45,10 +45,10 @@ class Predicted:
 class CachedModel:
     """A copy of a Hugging Face decoder that reads and writes a `KVCache`; one with adapters shares the base's tensors.
 
-    dtype: of the weights and the cache; logits are always float32.
-    prefill_tokens: most (padded) tokens of one pass. routing: report which experts are chosen. device: to compute on;
-    None: the model's.
-    Raises ConfigError for layers other than attention, and with routing if the choice of experts cannot be observed.
+    dtype: dtype of weights and cache; logits are always float32.
+    prefill_tokens: maximum number of (padded) tokens per pass. routing: whether to report chosen experts. device:
+    device to compute on; None: the model's. Raises ConfigError for layers other than attention, and with routing if the
+    choice of experts cannot be observed.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CachedModel:
             if adapted and ".lora_" not in name
         }
         self.model = copy.deepcopy(model, shared).requires_grad_(False).eval()
-        # not buffers: rounded rotary frequencies would misplace late tokens
+        # Not registered as buffers: rounded rotary frequencies would misplace late tokens.
         for name, parameter in self.model.named_parameters():
             if ".lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
@@ -88,7 +88,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def cache_bytes(self) -> tuple[int, int]:
-        """Compute one cached position; return its bytes and those of a row's states.
+        """Compute one cached position; return its size and the size of a row's states, in bytes.
 
         Raises EngineError for unsupported attention.
         """
@@ -113,8 +113,8 @@ class CachedModel:
         """Append chunks[i] at position starts[i] of each row; return the predictions after each chunk.
 
         Chunks are padded on the left, so that every row's last token is in the last column; padding is written to the
-        cache's last position, which no real query attends to. Of a model with states they are of one length, and all
-        or none at position 0.
+        cache's last position, which no real query attends to. For a model with states, chunks must have one length, and
+        either all or none start at position 0.
         """
         width = max(map(len, chunks))
         ids = np.zeros((len(chunks), width), np.int64)
@@ -140,10 +140,11 @@ class CachedModel:
         return Predicted(logits[:, -1].float(), torch.stack(last, 1).to(torch.int16))
 
     def parts(self, spans: Sequence[Span]) -> list[list[Span]]:
-        """Cut spans into parts whose padded size stays within `prefill_tokens`, in the order in which to compute them.
+        """Cut spans into parts of at most `prefill_tokens` padded tokens, in computation order.
 
-        They are consecutive; of a model with states, whose rows cannot be padded, alike in length and beginning. Calls
-        with few rows are slow: where it saves calls, lengths are rounded down, and the tokens left follow one by one.
+        Parts are consecutive; for a model with states, whose rows cannot be padded, their spans are alike in length and
+        beginning. Calls with few rows are slow: if it saves calls, lengths are rounded down, and remaining tokens
+        follow one by one.
         """
         if not self.stateful:
             return self._consecutive(spans)
@@ -176,7 +177,7 @@ class CachedModel:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy weights in. Raises EngineError, and changes nothing, if some are missing or of another shape."""
+        """Copy weights in. Raises EngineError, and changes nothing, if any are missing or of another shape."""
         mine = saved(self.model)
         unfit = sorted(name for name, t in mine.items() if name not in weights or weights[name].shape != t.shape)
         if unfit:
@@ -184,17 +185,17 @@ class CachedModel:
                 f"publication of version {version} lacks {unfit[:3]} in the engine's shapes ({len(unfit)} weights)"
             )
         for name, tensor in mine.items():
-            tensor.untyped_storage().resize_(tensor.nbytes)  # no effect unless released
+            tensor.untyped_storage().resize_(tensor.nbytes)  # no-op unless released
             tensor.copy_(weights[name])
 
     def release(self) -> None:
-        """Free the memory of the weights until others are loaded; of one with adapters, theirs alone."""
+        """Free the memory of the weights until others are loaded; with adapters, only theirs."""
         for tensor in saved(self.model).values():
             tensor.untyped_storage().resize_(0)
 
 
 def _with_cached_state(layer: nn.Module, own: Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """Return the layer's forward, from and to the states of a `KVCall`'s rows. argument: the layer's for a cache."""
+    """Return the layer's forward, with the states of a `KVCall`'s rows. argument: its cache parameter."""
     index = int(layer.layer_idx)  # type: ignore[arg-type]
 
     def forward(hidden_states: Tensor, *_: Any, **named: Any) -> Any:

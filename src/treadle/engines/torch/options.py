@@ -10,16 +10,17 @@ from treadle.engines.config import InFlight
 
 @dataclass(frozen=True, slots=True)
 class TorchEngineOptions:
-    """How a `TorchEngine` decodes: `TorchEngineOptions(stop_token_ids=[2], max_batch=64)`.
+    """Decoding options of a `TorchEngine`: `TorchEngineOptions(stop_token_ids=[2], max_batch=64)`.
 
     stop_token_ids: tokens that end a completion (they are part of it).
-    max_batch: most rows decoded together. prefill_tokens: most (padded) tokens of one prefill pass.
-    cache_gib: most memory for keys and values; calls wait for room, and the least recently used sequences go.
-    dtype: of weights and cache, by torch's name; None: the model's. Logits are float32.
-    device: that it computes on, by torch's name; None: the model's.
+    max_batch: maximum number of rows decoded together. prefill_tokens: maximum number of (padded) tokens per prefill
+    pass.
+    cache_gib: memory limit for keys and values; calls wait for room, and the least recently used sequences are evicted.
+    dtype: dtype of weights and cache, by torch's name; None: the model's. Logits are float32.
+    device: device to compute on, by torch's name; None: the model's.
     lock_step: admit in waves, for synchronous training. A publication waits for the end of the wave.
     in_flight: whether calls in flight keep their cache when weights change, or recompute it with the new ones.
-    routing: completions report the chosen experts.
+    routing: whether completions report the chosen experts.
     pinned: sessions keep the version of their first call, at most so many behind the newest (`PinnedEngine`).
     """
 

@@ -1,9 +1,9 @@
-"""`PinnedEngine`: every session is sampled by the weights of its first call, whatever is published meanwhile.
+"""`PinnedEngine`: every session is sampled by the weights of its first call, whatever is published later.
 
 version   engine                        sessions
 7         adapters of 7, cache          a (which began when 7 was the newest)
 8         adapters of 8, cache          b, c          all three share the base's tensors
-9         adapters of 9, cache          d, and those that begin now
+9         adapters of 9, cache          d, and sessions that begin now
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from treadle.models.model_files import is_adapter
 def make_engine(
     model: PreTrainedModel, options: TorchEngineOptions, decode: Decode | None, own_thread: bool = True
 ) -> LocalEngine:
-    """Return an engine of the model, with a version for each session if `options.pinned` says so.
+    """Return an engine for the model, with one version per session if `options.pinned` is set.
 
-    Engines of several versions share out the memory for caches.
+    Engines of several versions share the memory for caches.
     """
     if options.pinned is None:
         return TorchEngine(model, options, decode=decode, own_thread=own_thread)
@@ -41,9 +41,9 @@ def make_engine(
 
 
 def load_engine(model: Path, options: TorchEngineOptions, threads: int, deterministic: bool) -> LocalEngine:
-    """Return an engine of the model, or adapter beside its base, and the tokenizer in a directory.
+    """Return an engine for the model, or adapter on its base, in a directory with the tokenizer.
 
-    threads: that this process computes with from now on. deterministic: by deterministic kernels only.
+    threads: thread count of this process from now on. deterministic: whether to use only deterministic kernels.
     Raises EngineError, and ConfigError for a model that cannot be loaded.
     """
     torch.set_num_threads(threads)
@@ -59,15 +59,15 @@ def load_engine(model: Path, options: TorchEngineOptions, threads: int, determin
 
 
 class PinnedEngine:
-    """Samples each session on the `TorchEngine` of its version. make: returns another engine of the same model.
+    """Samples each session on the `TorchEngine` of its version. make: returns another engine for the same model.
 
-    behind: versions that a session may be behind the newest. The calls of one that would be further behind fail: what
-    they sampled could not be trained.
+    behind: how many versions a session may be behind the newest. Beyond that its calls fail, because their samples
+    could not be trained.
     """
 
     def __init__(self, make: Callable[[], TorchEngine], behind: int) -> None:
         self._make, self._behind = make, behind
-        self._fresh: TorchEngine | None = make()  # until the first publication, which it is for
+        self._fresh: TorchEngine | None = make()  # unused engine for the first publication
         self.limits = self._fresh.limits
         self._engines: dict[int, TorchEngine] = {}  # by version, oldest first
         self._sessions: dict[str, int | None] = {}  # None until its first call
@@ -85,7 +85,7 @@ class PinnedEngine:
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        """Sample one completion, as `TorchEngine` does. Raises EngineError also for a version that is gone."""
+        """Sample one completion, as `TorchEngine` does. Raises EngineError also for a discarded version."""
         if session not in self._sessions:
             raise EngineError(f"session {session!r} is not open")
         version = self._sessions[session]
@@ -106,10 +106,11 @@ class PinnedEngine:
         return await self._engines[self._newest()].score(ids, temperature=temperature)
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sample sessions that begin from now on with these weights. Raises EngineError, and changes nothing, if some
-        are missing or of another shape.
+        """Sample sessions from now on with these weights. Raises EngineError, and changes nothing, if any are
+        missing or of another shape.
         """
-        if version in self._engines:  # again, as to a process that was started with them: calls go on
+        # Repeated, as for a process that was started with these weights: calls continue.
+        if version in self._engines:
             return await self._engines[version].update_weights(weights, version)
         engine, self._fresh = self._fresh or self._make(), None
         try:
@@ -149,4 +150,4 @@ class PinnedEngine:
 
 
 LocalEngine = TorchEngine | PinnedEngine
-"""An engine of Treadle's own code, in this process."""
+"""An engine that runs Treadle's own code in this process."""

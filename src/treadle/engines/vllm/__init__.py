@@ -1,4 +1,4 @@
-"""vLLM as an engine: servers, one HTTP client each, publication of weights in flight, and `VLLMEngine` over them.
+"""vLLM as an engine: servers with one HTTP client each, publication of weights in flight, and `VLLMEngine` over them.
 
     VLLMEngine.generate -> Server.post -> POST /inference/v1/generate        ids in, ids, logprobs and versions out
     Publication.publish -> stage -> score -> pause -> load -> resume -> prove -> admit

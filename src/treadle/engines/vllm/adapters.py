@@ -1,12 +1,12 @@
-"""LoRA adapters on vLLM's servers: each version has a name of its own, and calls say which they are for.
+"""LoRA adapters on vLLM's servers: each version has its own name, and calls name their version.
 
     write -> load -> prove -> admit for calls that begin from now on        no pause: nothing in flight changes
                 |       |
-                +- failed: unload the new one; the old one serves on
+                +- failed: unload the new one; the old one keeps serving
 
-Version 0 is an adapter too, which changes nothing: on a CPU, vLLM computes calls of the bare base with whatever adapter
+Version 0 is an adapter too, but without effect: on a CPU, vLLM computes calls of the bare base with whichever adapter
 is in its last slot, if both are in one batch. Names and files stay until no call and no session needs them: servers
-read adapters again that they have evicted.
+reread evicted adapters.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from treadle.engines.vllm.server import Adapter, Admission, Admitted, Server, on
 from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from treadle.models.tensor_file import write_tensors
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for; every call costs as much as the largest
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks with vLLM kernels; every call costs as much as the largest
 _LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _CLOSING = 10.0  # seconds for servers to unload adapters
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An adapter in a directory that all servers see; other versions are written beside it.
+    """An adapter in a directory visible to all servers; other versions are written beside it.
 
-    slots: versions that servers compute at once.
+    slots: number of versions that servers compute at once.
     """
 
     directory: Path
@@ -65,18 +65,19 @@ class Exported:
             "enable-lora": True,
             "max-loras": self.slots,
             "max-lora-rank": next(rank for rank in _RANKS if rank >= self.rank),
-            "lora-target-modules": self.targets,  # else it wraps the head too, and dies of scoring amid other calls
+            # otherwise it also wraps the head, and crashes when scoring amid other calls
+            "lora-target-modules": self.targets,
         }
 
     def served_by(self, config: EngineConfig) -> EngineConfig:
-        """Return the settings of servers to be started. `engine.options` overrides what adapters need."""
+        """Return the settings for starting servers. `engine.options` overrides the adapters' requirements."""
         args = {**self.arguments, **config.vllm.args}
         environment = {_LOADING: "True", **config.vllm.environment}
         return config.model_copy(update={"options": {**config.options, "args": args, "environment": environment}})
 
     async def check(self, server: Server) -> None:
-        """Raise EngineError if a server was started without what the adapter needs."""
-        info = await server.get("/server_info?config_format=json", 300.0)  # it looks at the machine first
+        """Raise EngineError if a server was started without the settings that the adapter needs."""
+        info = await server.get("/server_info?config_format=json", 300.0)  # slow: it first inspects the machine
         lora = info["vllm_config"]["lora_config"]
         if (
             not info["vllm_env"][_LOADING]
@@ -99,7 +100,7 @@ class AdapterFile:
     directory: Path
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write them, in the process that has them. Raises EngineError."""
+        """Write them, in the process that has the weights. Raises EngineError."""
         try:
             self.directory.mkdir()
             write_tensors(self.directory / ADAPTER_WEIGHTS, described, weights, {"format": "pt"})
@@ -110,10 +111,10 @@ class AdapterFile:
 
 
 class AdapterPublication:
-    """Publishes adapters to vLLM's servers (a `WeightSync`), and knows which of them each call is for.
+    """Publishes adapters to vLLM's servers (a `WeightSync`), and chooses the adapter of each call.
 
     exported: an adapter of the source, beside which versions are written. pinned: sessions keep the version of their
-    first call, at most so many behind the newest; None: a call is for the newest one as it begins.
+    first call, at most so many behind the newest; None: a call uses the newest one when it begins.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class AdapterPublication:
         self.admission = Admission()  # always open
         self.is_refused = False
         self._alive: list[Adapter] = []  # loaded everywhere, the newest last
-        self._expected: Floats | None = None  # scores of the probe under the newest
+        self._expected: Floats | None = None  # scores of the probe under the newest version
         self._calls: Counter[Adapter] = Counter()
         self._sessions: dict[str, Adapter] = {}
         self._one = asyncio.Lock()
@@ -142,9 +143,9 @@ class AdapterPublication:
 
     @contextmanager
     def adapter(self, session: str | None) -> Iterator[Adapter]:
-        """Within, the adapter that a call of this session is for stays loaded. None: the newest.
+        """Keep a session's adapter loaded inside the block. None: the newest.
 
-        Raises EngineError before the first publication, and for a session whose version is too old.
+        Raises EngineError before the first publication, and for a session with a version that is too old.
         """
         if not self._alive:
             raise EngineError("no adapter was published yet")
@@ -167,9 +168,9 @@ class AdapterPublication:
         self._sessions.pop(session, None)
 
     async def publish(self, version: int) -> None:
-        """Have the servers load and prove the trainer's adapter; calls that begin afterwards are for it.
+        """Have the servers load and prove the trainer's adapter; later calls use it.
 
-        Raises EngineError where that failed; then the version before serves on, everywhere.
+        Raises EngineError after a failure; the previous version then keeps serving on all servers.
         """
         async with self._one:
             self._written += 1
@@ -185,7 +186,7 @@ class AdapterPublication:
                 await self._unload(new)
                 if not isinstance(error, EngineError):
                     raise
-                now = f"version {self._alive[-1].version} serves on" if self._alive else "there is none before it"
+                now = f"version {self._alive[-1].version} keeps serving" if self._alive else "there is no earlier one"
                 raise EngineError(f"publication of version {version} failed: {error}; {now}") from error
             self._alive.append(new)
             self.admission.open(Admitted(self._owner, {self._owner: version}))
@@ -195,7 +196,7 @@ class AdapterPublication:
                 await self._unload(old)
 
     async def join(self, server: Server, number: int) -> None:
-        """Have a restarted server load what the others have, in place of the lost one of that number."""
+        """Have a restarted server load the current adapters, in place of the lost one of that number."""
         async with self._one:
             for adapter in self._alive:
                 await self._load(server, adapter)
@@ -204,14 +205,14 @@ class AdapterPublication:
             self._servers[number] = server
 
     async def close(self) -> None:
-        """Unload what is loaded, for the sake of servers that go on."""
+        """Unload all adapters, for servers that keep running."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSING):
                 for adapter in self._alive:
                     await self._unload(adapter)
 
     def _unused(self) -> list[Adapter]:
-        """The old adapters that no call is in flight for, and no session may still make one."""
+        """Return old adapters without a call in flight or a session that may still call them."""
         newest = self._alive[-1]
         kept = {a for a in self._sessions.values() if a.version >= newest.version - (self._pinned or 0)}
         return [a for a in self._alive[:-1] if not self._calls[a] and a not in kept]

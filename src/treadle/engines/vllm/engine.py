@@ -32,23 +32,24 @@ from treadle.engines.vllm.server import (
 from treadle.engines.vllm.transfer import Collective, SharedMemory, Transfer
 
 START_TIMEOUT = 1800.0  # seconds; a server that ends meanwhile is noticed at once
-_LOOK = 0.2  # seconds between looks at whether a server was restarted
+_LOOK = 0.2  # seconds between checks for a restarted server
 _HEALTH_PERIOD = 5.0  # seconds between health checks
-_SILENCE = 100.0  # seconds that an engine may take to answer one, amid a long prefill or while it loads weights
-_MISSES = 3  # failed ones in a row after which a server is given up
+_SILENCE = 100.0  # seconds for an engine to answer one, during a long prefill or while loading weights
+_MISSES = 3  # consecutive failed checks before a server is given up
 
 
 class VLLMEngine:
-    """Samples on vLLM servers. A session stays on the server that has its prefixes, until that is lost.
+    """Samples on vLLM servers. A session stays on the server that caches its prefixes, until that is lost.
 
-    Calls that a lost server had not answered are made again on another one. A server that was started for this engine
-    is restarted, and joins once it serves the admitted weights; calls wait for it if no other is left.
+    Unanswered calls of a lost server are repeated on another one. A server started for this engine is restarted, and
+    joins once it serves the admitted weights; calls wait for it if no other is left.
 
     stop_token_ids: tokens that end a completion (they are part of it); the model's own configuration is ignored.
-    expert_layers: those whose experts completions report (`server.sample`). restart: starts the server of a number.
-    notify: takes a line for a lost or restarted server. on_close: called last.
+    expert_layers: layers with experts reported by completions (`server.sample`). restart: starts the server of a
+    number.
+    notify: receives a line about a lost or restarted server. on_close: called last.
 
-    Invariant: a completion that is returned was sampled by admitted weights (see `Publication`).
+    Invariant: every returned completion was sampled by admitted weights (see `Publication`).
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class VLLMEngine:
         self._restart, self._notify = restart, notify
         self._sessions: dict[str, Server | None] = {}  # None until its first call
         self._closed = False
-        # one for each server that serves, or will again
+        # One per server that serves, or will serve again.
         self._keepers = [asyncio.ensure_future(self._keep(number)) for number in range(len(servers))]
 
     def open_session(self, session: str) -> None:
@@ -85,8 +86,8 @@ class VLLMEngine:
     ) -> Completion:
         """Sample one completion. Cancelling aborts it on the server.
 
-        Raises EngineError: unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM would
-        silently change, a request that the server refuses, no server left.
+        Raises EngineError for an unknown session, a prompt that leaves no room for `max_tokens`, sampling that vLLM
+        would silently change, a request refused by the server, or if no server is left.
         """
         check_call(len(prompt_ids), sampling, min(server.context for server in self._servers))
         admission = self._publication.admission
@@ -99,13 +100,13 @@ class VLLMEngine:
                     return await sample(
                         server, admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers, adapter
                     )
-            except ServerLost:  # try another server, unless this very call seems to end them
+            except ServerLost:  # try another server, unless this call seems to be the cause
                 if losses >= max(2, len(self._servers)):
                     raise
         raise AssertionError("unreachable")
 
     def route(self, session: str) -> Any:
-        """What makes the session's calls in another process; None to make them here, as those for adapters are.
+        """Return a handle for the session's calls in another process; None to make them here, as for adapters.
 
         Valid as long as its server: on ServerLost, call `generate` here.
         """
@@ -115,9 +116,10 @@ class VLLMEngine:
         return server.process.route
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        """Return the log-probability of ids[1:], each given what precedes it: int32[T] -> float32[T - 1].
+        """Return log-probabilities of ids[1:], each given its prefix: int32[T] -> float32[T - 1].
 
-        Raises EngineError: no server left, more ids than the context, or a temperature at which vLLM does not sample.
+        Raises EngineError if no server is left, for more ids than the context, or for a temperature unsupported by
+        vLLM.
         """
         if temperature < COLDEST:
             raise EngineError(f"vLLM scores at temperatures of at least {COLDEST}, not at {temperature}")
@@ -129,7 +131,7 @@ class VLLMEngine:
             return await server.score(np.asarray(ids), temperature, admission.now.salt(None), adapter)
 
     def status(self) -> list[ComponentStatus]:
-        """The load of each server, as of some seconds ago."""
+        """Return the load of each server, a few seconds old."""
         sessions, version = list(self._sessions.values()), self._publication.admission.now.version
         status = []
         for server in self._servers:
@@ -139,7 +141,7 @@ class VLLMEngine:
         return status
 
     async def close(self) -> None:
-        """End the servers that were started for this engine; calls that wait fail. Idempotent."""
+        """End the servers started for this engine; waiting calls fail. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -171,7 +173,7 @@ class VLLMEngine:
             await asyncio.sleep(_LOOK)
 
     async def _keep(self, number: int) -> None:
-        """Watch the server of a number, and put another one in its place whenever it is lost."""
+        """Watch the server of a number, and replace it whenever it is lost."""
         while True:
             server = self._servers[number]
             watch = asyncio.ensure_future(_watch(server))
@@ -182,9 +184,9 @@ class VLLMEngine:
             if self._closed:
                 return
             if self._restart is None or self._publication.is_refused:
-                await server.close()  # calls that it holds elsewhere fail, too
+                await server.close()  # also fails its held calls elsewhere
                 return
-            self._notify(f"{server.error()}; starting it again")
+            self._notify(f"{server.error()}; restarting it")
             await server.close()
             try:
                 another = await self._restart(number)
@@ -194,13 +196,13 @@ class VLLMEngine:
                     await another.close()
                     raise
             except (TreadleError, OSError) as error:
-                self._notify(f"vLLM server {number} could not be started again: {error}")
+                self._notify(f"vLLM server {number} could not be restarted: {error}")
                 return
-            self._notify(f"{another} was started again")
+            self._notify(f"{another} was restarted")
 
 
 async def _watch(server: Server) -> None:
-    """Give the server up if it stops answering: a machine that is switched off, or a process that is stopped."""
+    """Give the server up if it stops answering: a machine was switched off, or a process stopped."""
     misses = 0
     while misses < _MISSES:
         misses = 0 if await server.check(_SILENCE) else misses + 1
@@ -220,9 +222,9 @@ async def open_engine(
     notify: Callable[[str], None] = lambda line: None,
     on_close: Callable[[], None] = lambda: None,
 ) -> tuple[VLLMEngine, Publication | AdapterPublication]:
-    """Return an engine whose servers answer, at version 0, and the publication of the source's weights to them.
+    """Return an engine with healthy servers, at version 0, and the publication of the source's weights to them.
 
-    serve: starts the server of a number, also again when it is lost; None: servers run already.
+    serve: starts the server of a number, also again when it is lost; None: servers already run.
     adapters: one of the source, if it publishes any; pinned: see `AdapterPublication`.
     probe, notify, on_close: see `Publication` and `VLLMEngine`.
     Raises EngineError, with the end of the log, for a server that does not start, does not fit this engine or cannot
@@ -288,10 +290,10 @@ async def open_engine(
 
 
 async def describe_servers(config: EngineConfig, longest: int) -> str:
-    """Describe, for a dry run, the configured servers: those that run, or what would be started.
+    """Describe the configured servers for a dry run: running ones, or the ones to start.
 
-    longest: tokens of prompt and completion together. Raises EngineError for a server that does not answer,
-    ConfigError for one with a shorter context, or for an interpreter without vLLM.
+    longest: tokens of prompt and completion together. Raises EngineError for a server that does not answer, ConfigError
+    for one with a shorter context, or for an interpreter without vLLM.
     """
     for url in config.vllm.urls:
         server = Server(url)
@@ -315,7 +317,7 @@ async def describe_servers(config: EngineConfig, longest: int) -> str:
 
 
 async def wait_for(server: Server, timeout: float) -> None:
-    """Wait until the server is well. A process that Treadle started has `timeout` seconds; another must answer at once.
+    """Wait until the server is healthy. A process started by Treadle has `timeout` seconds; others must answer at once.
 
     Raises EngineError, with the end of the log if Treadle started it.
     """
@@ -331,18 +333,18 @@ async def wait_for(server: Server, timeout: float) -> None:
 
 
 async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
-    """Read the context's length; check that weights are whole, and log-probabilities those of what is sampled from.
+    """Read the context's length; check that weights are complete, and which distribution log-probabilities refer to.
 
-    expert_layers: those whose experts it must report, if any.
+    expert_layers: layers with experts to report, if any.
     """
     if (await server.get("/weight_info"))["weight_version"] == LOADING:
-        raise EngineError(f"{server} is half loaded: whoever published to it was interrupted; restart it")
+        raise EngineError(f"{server} is half loaded: a publication to it was interrupted; restart it")
     await server.post("/resume")  # it may have been left paused
     await server.read_context()
     certain = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
     if expert_layers is not None:
         certain["routed_experts_prompt_start"] = 1
-    # two tokens: on a CPU, vLLM dies of a prompt of one with recurrent layers
+    # Two tokens: on a CPU, vLLM crashes on a one-token prompt with recurrent layers.
     answer = await server.post("/inference/v1/generate", {"token_ids": [0, 0], "sampling_params": certain})
     [choice] = answer["choices"]
     if choice["logprobs"]["content"][0]["logprob"] < -1e-3:  # the only token left has probability 1

@@ -1,4 +1,4 @@
-"""Starting a vLLM server as a process of its own, and ending it whatever happens."""
+"""Starting a vLLM server as a separate process, and ending it in all cases."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
 
 WORKER = Path(__file__).parent / "worker"
-"""What a server needs on its PYTHONPATH."""
+"""Directory that a server needs on its PYTHONPATH."""
 
 VENV = "TREADLE_VLLM_VENV"
 VERSION = "0.32.0"
-"""The version of vLLM with which all of this is tested."""
+"""The tested version of vLLM."""
 _DESCRIBE = """
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -32,12 +32,12 @@ for each in distributions():
         print(each.metadata["Name"], each.version, find_spec("triton") is not None)
         break
 """
-_SECONDS = 30  # for an interpreter to name its vLLM
-_TAIL = 15  # lines of a log that an error shows
+_SECONDS = 30  # limit for an interpreter to name its vLLM
+_TAIL = 15  # lines of a log shown in an error
 
 
 def find_python(configured: str | None) -> str:
-    """Return the interpreter for vLLM: as configured, else of $TREADLE_VLLM_VENV or .venv-vllm, else Treadle's own.
+    """Return the interpreter for vLLM: as configured, or of $TREADLE_VLLM_VENV or .venv-vllm, or Treadle's own.
 
     Raises ConfigError if there is none.
     """
@@ -56,7 +56,7 @@ def find_python(configured: str | None) -> str:
 def installed_vllm(python: str) -> tuple[str, str, bool]:
     """Return the package and version of an interpreter's vLLM, and whether Triton is installed beside it.
 
-    Raises EngineError if the interpreter cannot be run, ConfigError without vLLM.
+    Raises EngineError if the interpreter cannot be run, ConfigError if it has no vLLM.
     """
     try:
         done = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, timeout=_SECONDS)
@@ -72,7 +72,7 @@ def installed_vllm(python: str) -> tuple[str, str, bool]:
 
 
 def check_reports_experts(python: str) -> None:
-    """Raise ConfigError if an interpreter's vLLM cannot report the experts it chose."""
+    """Raise ConfigError if an interpreter's vLLM cannot report its chosen experts."""
     package, version, triton = installed_vllm(python)
     if not triton:
         raise ConfigError(
@@ -92,26 +92,26 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
         "port": port,
         "dtype": config.dtype_name,
         "max-num-seqs": config.batch,
-        "trust-remote-code": False,  # of the model's directory
+        "trust-remote-code": False,  # code from the model's directory
         "generation-config": "vllm",  # no sampling defaults from the model's directory
-        "logprobs-mode": "processed_logprobs",  # of the distribution really sampled from
+        "logprobs-mode": "processed_logprobs",  # under the actual sampling distribution
         "enable-scale-out": True,  # token ids in, token ids out
         "worker-extension-cls": "treadle_worker.Extension",
         "weight-transfer-config": {"backend": "treadle"},
-        "language-model-only": True if has_towers else None,  # no part of a run has images or sound
+        "language-model-only": True if has_towers else None,  # runs never have images or sound
         "enforce-eager": None if on_gpu() else True,
-        # on a CPU, vLLM dies of a seeded call whose prefill is cut into chunks
+        # On a CPU, vLLM crashes on a seeded call with a prefill cut into chunks.
         "enable-chunked-prefill": None if on_gpu() else False,
-        # which vLLM needs to keep the states of recurrent layers
+        # vLLM needs it to keep the states of recurrent layers.
         "enable-prefix-caching": False if has_states and not on_gpu() else None,
         **{name.replace("_", "-"): value for name, value in config.vllm.args.items()},
     }
-    # the console script of the CPU build is broken; the module is the same everywhere
+    # The console script of the CPU build is broken; the module is the same everywhere.
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags(arguments)]
 
 
 def _look_at(model: Path) -> tuple[bool, bool]:
-    """Return whether a model's directory has towers, and layers with states; neither where the server will miss it."""
+    """Return whether a model's directory has towers, and layers with states; neither if the server will not find it."""
     from transformers import AutoConfig  # `find_python` is called before anything heavy is loaded
 
     from treadle.models.support import stateful_kinds
@@ -140,20 +140,20 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 def environment(config: EngineConfig) -> dict[str, str]:
     """Return a server's environment variables. `engine.options.environment` overrides everything else.
 
-    vLLM fetches and reports nothing; on a CPU, it gets the settings that were measured to be fastest.
+    vLLM fetches and reports nothing; on a CPU, it gets the settings measured to be fastest.
     """
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     fixed = {"PYTHONPATH": str(WORKER), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if not on_gpu():
         threads = max(1, (os.cpu_count() or 1) // 2 // config.vllm.count)
-        # left to itself it pins a thread to every core, which is ten times slower beside anything else
+        # By default it pins a thread to every core, which is ten times slower beside any other load.
         fixed |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         fixed |= {"TORCHDYNAMO_DISABLE": "1"}
     return {**inherited, **fixed, **config.vllm.environment}
 
 
 def on_gpu() -> bool:
-    """Whether servers that Treadle starts here compute on a GPU."""
+    """Return whether servers started by Treadle here compute on a GPU."""
     import torch  # `find_python` is called before anything heavy is loaded
 
     return torch.cuda.is_available()
@@ -172,7 +172,7 @@ def tail(log: Path) -> str:
 class ServerProcess:
     """A server (`Started`) that ends, with its children, with `stop` or when this process does.
 
-    host: address of this machine that it listens on.
+    host: address on this machine to listen on.
     """
 
     route = None

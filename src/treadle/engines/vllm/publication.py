@@ -1,4 +1,4 @@
-"""Changing the weights of running servers, completions in flight included.
+"""Changing the weights of running servers, including for completions in flight.
 
     stage -> score -> [gate closed: pause -> load -> resume -> prove] -> admit
                                               |               |
@@ -27,35 +27,35 @@ from treadle.engines.vllm.server import Adapter, Admission, Admitted, Server, on
 from treadle.engines.vllm.transfer import Staged, Transfer
 
 LOADING = "treadle: half loaded"
-"""The label of a server during a load. A server that is found with it must not be used."""
+"""Label of a server during a load. A server found with it must not be used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Proof of new weights: servers must score `ids` int32[T] as the source does.
+    """Proof of new weights: servers must reproduce the source's scores of `ids` int32[T].
 
-    tolerance: of the mean absolute difference between log-probabilities of ids[1:] at temperature 1.
+    tolerance: limit of the mean absolute difference between log-probabilities of ids[1:] at temperature 1.
     """
 
     ids: Ids
     tolerance: float
 
     async def check(self, server: Server, expected: Floats, adapter: Adapter | None = None) -> None:
-        """Raise EngineError unless the server scores the ids as expected, with an adapter if one is given."""
+        """Raise EngineError unless the server scores the ids as expected, with an adapter if given."""
         gap = float(np.abs(await server.score(self.ids, adapter=adapter) - expected).mean())
         if not gap <= self.tolerance:
             raise EngineError(
-                f"{server} scores the new weights otherwise than the learner, by {gap:.2e} on average "
+                f"{server} scores the new weights differently from the learner, by {gap:.2e} on average "
                 f"({self.tolerance:.0e} is allowed)"
             )
 
 
 class Publication:
-    """Publishes weights to vLLM's servers (a `WeightSync`), and knows which weights each of them has.
+    """Publishes weights to vLLM's servers (a `WeightSync`), and tracks the weights of each server.
 
-    servers: a restarted one takes the place of a lost one (`join`). probe: None skips the proof.
-    Every swap has its own label, which servers report for each token and which salts their prefix caches. A label that
-    this object did not hand out shows that something else changed the weights.
+    servers: a restarted one replaces a lost one (`join`). probe: None skips the proof.
+    Every swap has its own label, which servers report for each token and which salts their prefix caches. A label
+    unknown to this object shows that something else changed the weights.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Publication:
         self._servers, self._transfer, self._source = servers, transfer, source
         self._in_flight, self._probe = in_flight, probe
         self._owner, self._swaps = uuid4().hex[:8], 0
-        self.admission = Admission()  # of the calls that this process makes
+        self.admission = Admission()  # gate of this process's calls
         self._admitted = Admitted()
-        self._staged: Staged | None = None  # the admitted weights, to go back to
+        self._staged: Staged | None = None  # the admitted weights, to fall back to
         self._expected: Floats | None = None  # scores of the probe under them
         self._connected: list[Server] = []  # the servers that the transfer is prepared for
-        self.is_refused = False  # the servers' weights are unknown, and none may be restarted
+        self.is_refused = False  # the servers' weights are unknown, and no server may be restarted
         self._one = asyncio.Lock()
 
     async def begin(self, version: int) -> None:
-        """Admit the weights that the servers have already, as this version. Raises EngineError."""
+        """Admit the weights already on the servers as this version. Raises EngineError."""
         label = self._next_label()
         await self._each(lambda server: server.post("/update_weight_version", {"new_version": label}))
         self._admitted = self._admitted.then(label, version)
@@ -88,8 +88,8 @@ class Publication:
     async def publish(self, version: int) -> None:
         """Swap the weights in, during completions in flight; return when they are proven and admitted.
 
-        Raises EngineError: weights of another model (nothing has changed then), or a publication that failed; then the
-        old weights serve on, or, if even those could not be restored, every further call fails.
+        Raises EngineError for weights of another model (nothing has changed then), or for a failed publication; then
+        the old weights keep serving or, if even those could not be restored, every further call fails.
         """
         async with self._one:
             staged = await self._transfer.stage(self._source)
@@ -105,13 +105,13 @@ class Publication:
     async def join(self, server: Server, number: int) -> None:
         """Have a restarted server serve the admitted weights, in place of the lost one of that number.
 
-        Raises EngineError if it cannot take or prove them; then the lost one stays in its place.
+        Raises EngineError if it cannot load or prove them; the lost one then keeps its place.
         """
         async with self._one:
             if self._staged is None:
                 await server.post("/update_weight_version", {"new_version": self._admitted.label})
             else:
-                self._connected = []  # the others are connected again before the next load
+                self._connected = []  # the others are reconnected before the next load
                 await self._transfer.connect([server])
                 await server.post("/pause", mode="keep", clear_cache="true")
                 await self._staged.load([server], self._admitted.label)
@@ -121,7 +121,7 @@ class Publication:
             self._servers[number] = server
 
     def adapter(self, session: str | None) -> AbstractContextManager[None]:
-        """Return nothing: all weights are of the servers' own model."""
+        """Return a null context: all weights are the servers' own model's."""
         return nullcontext()
 
     def forget(self, session: str) -> None:
@@ -135,7 +135,7 @@ class Publication:
 
     @asynccontextmanager
     async def _closed(self) -> AsyncIterator[None]:
-        """Let no call begin or return meanwhile, in any process. Raises EngineError if all servers get lost."""
+        """Let no call begin or return inside the block, in any process. Raises EngineError if all servers get lost."""
         self.admission.hold()
         try:
             await self._each(Server.hold)
@@ -160,13 +160,13 @@ class Publication:
         in_flight: Literal["keep", "abort"] = "keep"
         try:
             await self._load(staged, label, in_flight)
-            in_flight = "abort"  # from here on, what is in flight may hold tokens of the new weights
+            in_flight = "abort"  # from here on, calls in flight may have tokens of the new weights
             await self._resume()
             await self._each(lambda server: self._prove(server, expected))
         except EngineError as error:
             await self._go_back(version, error, in_flight)
             raise EngineError(
-                f"publication of version {version} failed: {error}; version {self._admitted.version} serves on"
+                f"publication of version {version} failed: {error}; version {self._admitted.version} keeps serving"
             ) from error
         except BaseException:
             self._give_up(f"publication of version {version} was interrupted")
@@ -178,7 +178,7 @@ class Publication:
             old.discard()
 
     async def _load(self, staged: Staged, label: str, in_flight: Literal["keep", "abort"]) -> None:
-        """Have the servers load; if that fails because servers were lost, try again with the others."""
+        """Have the servers load; if that fails because servers were lost, retry with the others."""
         while True:
             servers = serving(self._servers)
             try:
@@ -205,17 +205,17 @@ class Publication:
 
     async def _go_back(self, version: int, error: EngineError, in_flight: Literal["keep", "abort"]) -> None:
         if self._staged is None:
-            self._give_up(f"version {version} failed: {error}; there is no earlier publication to go back to")
+            self._give_up(f"version {version} failed: {error}; there is no earlier publication to fall back to")
             raise EngineError(f"publication of version {version} failed, and the engine is refused: {error}") from error
         label, version_before = self._next_label(), self._admitted.version
         assert version_before is not None
-        self._connected = []  # servers that took the new weights, perhaps of other names, must take the old ones
+        self._connected = []  # servers with the new weights, perhaps under other names, must reload the old ones
         try:
             await self._load(self._staged, label, in_flight)
             await self._resume()
         except BaseException as second:
             self._give_up(
-                f"version {version} failed: {error}; going back to version {version_before} failed, too: {second!r}"
+                f"version {version} failed: {error}; restoring version {version_before} failed, too: {second!r}"
             )
             raise
         self._admitted = self._admitted.then(label, version_before)

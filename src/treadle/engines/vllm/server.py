@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: completions of admitted weights, health, and when a server counts as lost."""
+"""One vLLM server over HTTP: completions of admitted weights, health, and detection of lost servers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ COLDEST = 0.01
 """The lowest temperature above 0 at which vLLM samples."""
 _METRIC = r"^vllm:%s(?:\{.*\})? (\S+)$"
 _CONNECT = 10.0  # seconds to open a connection
-_TELLING = 30.0  # seconds for the process that makes rollout workers' calls to answer
-_EXCERPT = 500  # characters of a response that an error shows
+_TELLING = 30.0  # seconds for an answer of the process that makes rollout workers' calls
+_EXCERPT = 500  # characters of a response shown in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that servers have loaded under a name. directory: of its files. pinned: sessions keep it."""
+    """An adapter loaded by servers under a name. directory: path of its files. pinned: whether sessions keep it."""
 
     name: str
     version: int
@@ -41,25 +41,25 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The label of the weights that serve now, and the policy version of each label admitted so far."""
+    """The label of the serving weights, and the policy version of each label admitted so far."""
 
     label: str = ""
     versions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def version(self) -> int | None:
-        """The version that serves now; None before the first."""
+        """The serving version; None before the first."""
         return self.versions.get(self.label)
 
     def then(self, label: str, version: int) -> Admitted:
         return Admitted(label, {**self.versions, label: version})
 
     def salt(self, cache_salt: str | None) -> str:
-        """Combine a call's cache salt with the weights, so that no prefix cache is shared between versions."""
+        """Combine a call's cache salt with the weights, so that versions never share a prefix cache."""
         return hashlib.sha256(f"{self.label}|{cache_salt or ''}".encode()).hexdigest()[:32]
 
     def spans(self, reported: Sequence[Mapping[str, object]]) -> tuple[VersionSpan, ...]:
-        """Translate the labels that a server reported into policy versions.
+        """Translate labels reported by a server into policy versions.
 
         Raises EngineError for weights that were never admitted.
         """
@@ -67,13 +67,13 @@ class Admitted:
         for span in reported:
             label = str(span["version"])
             if label not in self.versions:
-                raise EngineError(f"weights {label!r} sampled tokens and were never admitted; sample them again")
+                raise EngineError(f"weights {label!r} sampled tokens but were never admitted; sample them again")
             spans.append(VersionSpan(self.versions[label], int(str(span["start"])), int(str(span["end"]))))
         return tuple(spans)
 
 
 class Admission:
-    """A gate in front of calls: closed until weights are admitted, and while they change."""
+    """A gate before calls: closed until weights are admitted, and while they change."""
 
     def __init__(self) -> None:
         self.now = Admitted()
@@ -91,7 +91,7 @@ class Admission:
 
 
 class Started(Protocol):
-    """A server that was started for an engine, on this machine or another. log: the file with its output."""
+    """A server started for an engine, on this machine or another. log: file with its output."""
 
     @property
     def url(self) -> str: ...
@@ -104,37 +104,37 @@ class Started(Protocol):
 
     @property
     def route(self) -> Any:
-        """What makes its calls in another process; None if nothing does, and then `hold` and `open` do nothing."""
+        """Handle for its calls in another process; None if there are none, and then `hold` and `open` are no-ops."""
 
     async def hold(self) -> None:
         """Let no call begin or return there until `open`. Raises EngineError."""
 
     async def open(self, admitted: Admitted) -> None:
-        """Let calls go on there, under these weights. Raises EngineError."""
+        """Let calls continue there, under these weights. Raises EngineError."""
 
     async def stop(self) -> None:
         """End it. Idempotent."""
 
 
 class ServerLost(EngineError):
-    """Raised for calls of a server that is lost for good. Idempotent calls may be made on another server."""
+    """Raised for calls of a permanently lost server. Idempotent calls may be repeated on another server."""
 
 
 class Server:
-    """Client of one server, which may be a process that Treadle started.
+    """Client of one server, which may be a process started by Treadle.
 
-    Invariant: a lost server stays lost. It would come back with outdated weights; another one takes its place.
+    Invariant: a lost server stays lost, as it would come back with outdated weights; another one takes its place.
     """
 
     def __init__(self, url: str, process: Started | None = None) -> None:
         self.url, self.process = url.rstrip("/"), process
-        # one connection for each call: a pooled one may be closed by the server just as it is reused
+        # One connection per call: the server may close a pooled one just as it is reused.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(None, connect=_CONNECT), limits=limits)
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.context = 0  # tokens, prompt and completion together; set by `read_context`
-        self.workers = 0  # processes that hold the model or parts of it; set for broadcasts only
-        self.metrics: dict[str, Any] = {}  # `parse_metrics` of the last ones read
+        self.workers = 0  # processes with the model or parts of it; set only for broadcasts
+        self.metrics: dict[str, Any] = {}  # latest result of `parse_metrics`
 
     def __str__(self) -> str:
         return f"vLLM server {redacted(self.url)}" + (f" (log: {self.process.log})" if self.process else "")
@@ -155,7 +155,7 @@ class Server:
         return ServerLost(f"{self} is lost: {self._lost.result()}")
 
     async def is_well(self) -> bool:
-        """Whether `/health` reports success within ten seconds. It does not once vLLM's engine has died."""
+        """Return whether `/health` reports success within ten seconds. It fails once vLLM's engine has died."""
         if self.process is not None and not self.process.running:
             return False
         response = await self._try_get("/health", 10.0)
@@ -164,7 +164,7 @@ class Server:
     async def check(self, seconds: float) -> bool:
         """Read the metrics, and return whether the engine answers in time.
 
-        `/health` would be answered by the process in front of the engine, even while the engine's own is stopped.
+        `/health` would be answered by the API process, even while the engine's own is stopped.
         """
         metrics = await self._try_get("/metrics", 10.0)
         self.metrics = {} if metrics is None else parse_metrics(metrics.text)
@@ -172,7 +172,7 @@ class Server:
         return paused is not None and (paused.status_code < 500 or await self.is_well())
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
-        """Make an idempotent call, twice if the connection breaks but the server is well; return the answer.
+        """Make an idempotent call, twice if the connection breaks but the server is healthy; return the answer.
 
         Raises EngineError for any status but 200, ServerLost if the server is or gets lost. Cancelling closes the
         connection, and vLLM aborts the work.
@@ -202,10 +202,11 @@ class Server:
     ) -> Floats:
         """Return the log-probability of ids[1:]: int32[T] -> float32[T - 1]. Raises EngineError.
 
-        One call at temperature 1. vLLM scores prompts at no other, so that any other takes one call for each token,
-        which may use prefixes cached under `salt`.
+        One call at temperature 1. vLLM scores prompts at no other, so any other takes one call per token, which may use
+        prefixes cached under `salt`.
         """
-        if len(ids) + 1 > self.context:  # vLLM samples a token, too
+        # vLLM samples a token, too.
+        if len(ids) + 1 > self.context:
             raise EngineError(f"{len(ids)} tokens to score, and one that vLLM samples, exceed {self.context}")
         if temperature != 1.0:
             calls = (self._score_next(ids[:n], int(ids[n]), temperature, salt, adapter) for n in range(1, len(ids)))
@@ -220,16 +221,16 @@ class Server:
         return np.array([entry[str(token)]["logprob"] for entry, token in scored], np.float32)
 
     async def load(self, update: Mapping[str, Any], label: str) -> None:
-        """Have the server load weights from where `update` says, and report this label.
+        """Have the server load the weights described by `update`, and report this label.
 
-        Raises EngineError; then the server may be half loaded.
+        Raises EngineError; the server may then be half loaded.
         """
         await self.post("/start_weight_update")
         await self.post("/update_weights", {"update_info": update})
         await self.post("/finish_weight_update", {"weight_version": label})
 
     async def loads_adapters(self) -> bool:
-        """Return whether it was started to load adapters at any time."""
+        """Return whether it was started with dynamic loading of adapters."""
         response = await self._try_get("/v1/load_lora_adapter", 30.0)
         return response is not None and response.status_code == 405  # POST alone is allowed
 
@@ -238,17 +239,17 @@ class Server:
         self.context = int(model["max_model_len"])
 
     async def hold(self) -> None:
-        """Let no call begin or return that another process makes. A process that does not answer loses the server."""
+        """Hold calls made by another process. A process that does not answer loses the server."""
         if self.process is not None:
             await self._or_lose(self.process.hold())
 
     async def open(self, admitted: Admitted) -> None:
-        """Let calls of other processes go on, as `hold`."""
+        """Release held calls of other processes. Fails like `hold`."""
         if self.process is not None:
             await self._or_lose(self.process.open(admitted))
 
     async def close(self) -> None:
-        """Fail the calls that wait, close connections, end the process if Treadle started it. Idempotent."""
+        """Fail waiting calls, close connections, end the process if Treadle started it. Idempotent."""
         self.lose("the engine was closed")
         await self._http.aclose()
         if self.process is not None:
@@ -260,12 +261,12 @@ class Server:
                 await message
         except (EngineError, TimeoutError) as error:
             reason = str(error) or f"no answer for {_TELLING:g} s"
-            self.lose(f"the process that makes rollout workers' calls of it: {reason}")
+            self.lose(f"the process that makes rollout workers' calls to it: {reason}")
 
     async def _score_next(
         self, prompt: Ids, token: int, temperature: float, salt: str | None, adapter: Adapter | None
     ) -> float:
-        asked = [token, 0 if token else 1]  # one more, because the sampled token takes up one of the answers
+        asked = [token, 0 if token else 1]  # one more, because the sampled token takes one of the answers
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "logprob_token_ids": asked}
         body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt, **_model(adapter)}
         answer = await self.post("/inference/v1/generate", body)
@@ -276,7 +277,7 @@ class Server:
         return logprobs[token]
 
     async def _try_get(self, path: str, seconds: float) -> httpx.Response | None:
-        """Return the response to a GET request; None if there is none in time."""
+        """Return the response to a GET request; None after a timeout."""
         try:
             return await self._http.get(path, timeout=httpx.Timeout(seconds, connect=_CONNECT))
         except httpx.TransportError:
@@ -287,7 +288,7 @@ class Server:
             raise EngineError(f"{self}: {path} answered {self._problem(response)}")
         try:
             return response.json() if response.content else None
-        except ValueError:  # vLLM answers some calls in words
+        except ValueError:  # vLLM answers some calls in plain text
             return response.text
 
     def _problem(self, response: httpx.Response) -> str:
@@ -309,7 +310,7 @@ class Server:
 def parse_metrics(text: str) -> dict[str, Any]:
     """Return {"running": calls, "waiting": calls, "cache": share of blocks in use} of a server's metrics.
 
-    Empty if one of them is missing. A server has one value for each of its engines.
+    Empty if one of them is missing. A server reports one value for each of its engines.
     """
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     running, waiting, cache = ([*map(float, re.findall(_METRIC % name, text, re.MULTILINE))] for name in names)
@@ -323,7 +324,7 @@ def serving(servers: Sequence[Server]) -> list[Server]:
 
 
 async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[object]]) -> None:
-    """Call every server that is not lost, concurrently. One that gets lost meanwhile is left behind.
+    """Call every live server, concurrently. One lost meanwhile is skipped.
 
     Raises the first error of the others, and EngineError if all are lost.
     """
@@ -337,8 +338,9 @@ async def on_each(servers: Sequence[Server], call: Callable[[Server], Awaitable[
 
 
 def check_call(prompt: int, sampling: SamplingParams, context: int) -> None:
-    """Raise EngineError for a call that does not fit the context, or whose sampling vLLM would silently change."""
-    if prompt + sampling.max_tokens > context:  # vLLM would silently cut the completion short
+    """Raise EngineError if a call exceeds the context, or if vLLM would silently change its sampling."""
+    # vLLM would silently cut the completion short.
+    if prompt + sampling.max_tokens > context:
         raise EngineError(
             f"prompt of {prompt} + max_tokens {sampling.max_tokens} exceeds the servers' context of {context}"
         )
@@ -360,11 +362,11 @@ async def sample(
 ) -> Completion:
     """Sample one completion from admitted weights. Cancelling aborts it on the server.
 
-    expert_layers: hidden layers whose experts the completion reports; None: no routing. adapter: whose tokens all are.
+    expert_layers: hidden layers with experts to report; None: no routing. adapter: adapter that samples all tokens.
     Raises EngineError for a refused request, weights that were not admitted, or missing experts; ServerLost.
     """
-    await admission.settled()  # a completion that begins now is of the new weights
-    params: dict[str, Any] = {  # every parameter that could have a default on the server
+    await admission.settled()  # a completion that begins now uses the new weights
+    params: dict[str, Any] = {  # sets every parameter with a possible default on the server
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -372,8 +374,8 @@ async def sample(
         "min_p": sampling.min_p,
         "repetition_penalty": 1.0,
         "seed": sampling.seed,
-        "logprobs": 0,  # of the sampled token only
-        "ignore_eos": True,  # the server's idea of it; stop_token_ids has ours
+        "logprobs": 0,  # only for the sampled token
+        "ignore_eos": True,  # ignores the server's; stop_token_ids has ours
         "stop_token_ids": list(stop_token_ids),
         "stop": list(sampling.stop),
         "include_stop_str_in_output": True,
@@ -384,7 +386,7 @@ async def sample(
     ids, salt = np.asarray(prompt_ids).tolist(), admission.now.salt(cache_salt)
     body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt, **_model(adapter)}
     answer = await server.post("/inference/v1/generate", body)
-    await admission.settled()  # one that ends now may hold tokens of weights that are not admitted yet
+    await admission.settled()  # one that ends now may have tokens of weights not admitted yet
     [choice] = answer["choices"][:1]
     logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
     tokens = len(choice["token_ids"])
@@ -411,7 +413,7 @@ def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Seq
     Raises EngineError unless there is one row for each sampled token.
     """
     tokens, encoded = len(choice["token_ids"]), choice.get("routed_experts")
-    if not tokens:  # aborted before its first one
+    if not tokens:  # aborted before its first token
         return None
     if encoded is None:
         raise EngineError(
@@ -421,7 +423,7 @@ def decode_routing(server: Server, choice: Mapping[str, Any], expert_layers: Seq
     try:
         reported = np.load(io.BytesIO(b64decode(encoded)), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise EngineError(f"{server} reports experts that are no .npy file in base64: {error}") from error
+        raise EngineError(f"{server} reports experts that are not a .npy file in base64: {error}") from error
     if reported.ndim != 3 or len(reported) != tokens or reported.shape[1] <= max(expert_layers):
         raise EngineError(
             f"{server} reports experts of shape {reported.shape} for {tokens} sampled tokens and hidden layers up to "

@@ -1,4 +1,4 @@
-"""How weights get from the trainer to servers: a file in shared memory, or a broadcast to every worker."""
+"""Transfer of weights from the trainer to servers: a file in shared memory, or a broadcast to every worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from treadle.engines.staging import WeightsFile, stage_file, to_host
 from treadle.engines.vllm.server import Server, on_each
 from treadle.engines.vllm.worker.treadle_group import Group, listen, pack
 
-_BUCKET = 256 << 20  # bytes of one broadcast; a larger tensor goes alone
+_BUCKET = 256 << 20  # bytes per broadcast; a larger tensor is sent alone
 _TIMEOUT = 60.0  # seconds for each step of a group: forming it, one broadcast
 
 T = TypeVar("T")
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy of weights, to be loaded any number of times until it is discarded.
+    """A copy of weights that may be loaded any number of times until it is discarded.
 
-    shapes: of each weight, by name. load: has the connected servers load them and report a label. A server that gets
-    lost is left behind if the others can go on. It raises EngineError; then servers may be half loaded, and must be
-    connected again. discard: releases the copy. Idempotent.
+    shapes: shape of each weight, by name. load: has the connected servers load them and report a label; a lost server
+    is skipped if the others can continue. After its EngineError, servers may be half loaded, and must be reconnected.
+    discard: releases the copy. Idempotent.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -43,22 +43,22 @@ class Staged:
 
 
 class Transfer(Protocol):
-    """Takes weights from a source to servers."""
+    """Transfers weights from a source to servers."""
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Prepare these servers for new weights, whatever they were prepared for before. Raises EngineError."""
 
     async def stage(self, source: WeightSource) -> Staged:
-        """Copy the source's published weights; no server is involved. Raises EngineError."""
+        """Copy the source's published weights without involving a server. Raises EngineError."""
 
     def close(self) -> None:
         """Drop connections. Idempotent."""
 
 
 class SharedMemory:
-    """A `Transfer` by a safetensors file, which servers of other users can read.
+    """A `Transfer` by a safetensors file, readable by servers of other users.
 
-    dtype: of the servers' weights.
+    dtype: dtype of the servers' weights.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -81,14 +81,14 @@ class SharedMemory:
 
 
 class Collective:
-    """A `Transfer` by broadcasts. dtype: of the servers' weights.
+    """A `Transfer` by broadcasts. dtype: dtype of the servers' weights.
 
-    The group has the workers of all servers. It is made anew after any failure, on another port.
+    The group contains the workers of all servers. After any failure a new one is formed, on another port.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._device = torch.device("cpu")  # of the weights that were staged last
+        self._device = torch.device("cpu")  # device of the weights staged last
         self._group: Group | None = None
 
     async def connect(self, servers: Sequence[Server]) -> None:
@@ -123,7 +123,7 @@ class Collective:
             self._group = None
 
     async def _broadcast(self, buckets: Sequence[Bucket], servers: Sequence[Server], label: str) -> None:
-        """Broadcast to the servers of the last `connect`, which load. Raises EngineError; then the group is closed."""
+        """Broadcast to the servers of the last `connect` while they load. Raises EngineError and closes the group."""
         group = self._group
         assert group is not None
 
@@ -141,20 +141,20 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Weights of one type, one after the other in `packed` (uint8, on the CPU). shapes: by name, in that order."""
+    """Weights of one dtype, concatenated in `packed` (uint8, on the CPU). shapes: shapes by name, in that order."""
 
     dtype: torch.dtype
     shapes: Mapping[str, tuple[int, ...]]
     packed: Tensor
 
     def message(self) -> dict[str, Any]:
-        """What a server must know to receive the bucket, as JSON."""
+        """Return a server's instructions for receiving the bucket, as JSON data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shapes": self.shapes}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Copies weights into buckets (a `WeightsDestination`). dtype: of the servers' weights."""
+    """Copies weights into buckets (a `WeightsDestination`). dtype: dtype of the servers' weights."""
 
     dtype: torch.dtype
 
@@ -175,7 +175,7 @@ class Packed:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """The address of this machine from which it reaches a server elsewhere, or 127.0.0.1 if all are here.
+    """Return this machine's address on the route to remote servers, or 127.0.0.1 if all are local.
 
     Raises EngineError.
     """
@@ -187,14 +187,14 @@ def address_towards(urls: Sequence[str]) -> str:
                 probe.connect(place)  # sends nothing
                 address = str(probe.getsockname()[0])
         except OSError as error:
-            raise EngineError(f"there is no way from here to the vLLM server {url}: {error}") from error
+            raise EngineError(f"there is no route to the vLLM server {url}: {error}") from error
         if not ip_address(address).is_loopback:
             return address
     return "127.0.0.1"
 
 
 def cut(sizes: Mapping[str, tuple[torch.dtype, int]], limit: int) -> list[list[str]]:
-    """Split names into runs of one type and at most `limit` bytes; a larger tensor is a run of its own."""
+    """Split names into runs of one dtype and at most `limit` bytes; a larger tensor is a separate run."""
     runs: list[list[str]] = []
     kind, room = None, 0
     for name, (dtype, size) in sizes.items():
@@ -210,7 +210,7 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
     """Run `work` in a thread while the servers answer their calls; return its result.
 
     A failure anywhere fails the rest, at the latest when their steps time out. A server that still does not answer is
-    given up, and the thread abandoned. Raises EngineError for the first failure that is not a lost server.
+    given up, and the thread abandoned. Raises EngineError for the first failure other than a lost server.
     """
     local = _in_thread(work)
     remote = {server: asyncio.ensure_future(call) for server, call in calls.items()}
@@ -225,7 +225,7 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
             call.cancel()
     for server, call in remote.items():
         if call in late:
-            server.lose("it did not come back from a broadcast that failed")
+            server.lose("it did not return from a failed broadcast")
     failed = [call for server, call in remote.items() if call not in late and call.exception() and not server.is_lost]
     if failed:
         min(failed, key=lambda call: call not in first).result()
@@ -237,7 +237,7 @@ async def _together(work: Callable[[], T], calls: Mapping[Server, Coroutine[Any,
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Like `asyncio.to_thread`, in a daemon thread, which never keeps the process from exiting."""
+    """Like `asyncio.to_thread`, but in a daemon thread, which never keeps the process from exiting."""
     result: Future[T] = Future()
 
     def run() -> None:

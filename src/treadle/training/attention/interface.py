@@ -127,7 +127,7 @@ def tree_attention(
     name = type(module).__name__
     tree: Tree = handed(module)
     if attention_mask is not None:  # transformers makes none for attention that it does not know
-        raise ConfigError(f"{name} makes an attention mask of its own, which tree attention does not implement")
+        raise ConfigError(f"{name} makes its own attention mask, which tree attention does not implement")
     if dropout > 0:
         raise ConfigError(f"{name} has attention dropout {dropout}; packing needs 0 (set attention_dropout: 0)")
     if not getattr(module, "is_causal", True):

@@ -1,7 +1,7 @@
 """Runs a command until it ends or standard input closes, then ends its whole process group. Standard library only.
 
-The process that starts this holds the other end of standard input. However that process dies, the pipe closes, and
-neither servers nor their shared memory are left behind. Must be the leader of its own process group.
+The parent holds the other end of standard input. However it dies, the pipe closes, and neither servers nor their shared
+memory are left behind. Must be the leader of its own process group.
 """
 
 import os
@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-GRACE = 5.0  # seconds for processes to end by themselves
-LOOK = 0.1  # seconds between looks at whether it is time to end
-TRACKER = "multiprocessing.resource_tracker"  # in the command of what removes semaphores, once all others have ended
+GRACE = 5.0  # seconds for processes to exit
+LOOK = 0.1  # seconds between checks
+# in the command of the process that removes semaphores after all others have ended
+TRACKER = "multiprocessing.resource_tracker"
 FOLDER = "/dev/shm/"
-MEMORY = ("psm_", "sem.mp-", "vllm_")  # prefixes of shared memory that Python and vLLM make
+MEMORY = ("psm_", "sem.mp-", "vllm_")  # prefixes of shared memory made by Python and vLLM
 
 
 def members() -> list[int]:
@@ -28,7 +29,7 @@ def members() -> list[int]:
 
 
 def is_member(pid: int) -> bool:
-    """Whether the process is in the group and has not ended."""
+    """Return whether the process is in the group and has not ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, _, group = file.read().rpartition(")")[2].split()[:3]
@@ -38,9 +39,9 @@ def is_member(pid: int) -> bool:
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
-    """Return the files of shared memory that these processes have mapped, found by inode.
+    """Return the shared-memory files mapped by these processes, found by inode.
 
-    A process that made a semaphore has it mapped under another name.
+    The creator of a semaphore has it mapped under another name.
     """
     mapped = set()
     for pid in pids:
@@ -59,14 +60,14 @@ def remove(paths: Iterable[str]) -> None:
 
 
 def is_tracker(pid: int) -> bool:
-    """Whether the process is a resource tracker of Python's multiprocessing."""
+    """Return whether the process is a resource tracker of Python's multiprocessing."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
         return TRACKER in file.read()
     return False
 
 
 def end(child: "subprocess.Popen[bytes]") -> None:
-    """Ask the group to end, kill what has not after a while, trackers last, and remove its shared memory; then end."""
+    """Ask the group to exit, kill the rest after a while, trackers last, and remove its shared memory; then exit."""
     memory = shared_memory(members())
     os.killpg(0, signal.SIGTERM)
     wait_for_members(child)
@@ -82,7 +83,7 @@ def end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def wait_for_members(child: "subprocess.Popen[bytes]") -> None:
-    """Wait until all have ended, GRACE seconds at most."""
+    """Wait until all have ended, at most GRACE seconds."""
     deadline = time.monotonic() + GRACE
     while (child.poll() is None or members()) and time.monotonic() < deadline:
         time.sleep(LOOK / 2)
@@ -90,7 +91,7 @@ def wait_for_members(child: "subprocess.Popen[bytes]") -> None:
 
 def main() -> None:
     """Run COMMAND, as in `treadle_launch.py COMMAND ...`, until it ends or standard input closes."""
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # not SIG_IGN, which the command would inherit
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # SIG_IGN would be inherited by the command
     signal.signal(signal.SIGINT, lambda number, frame: None)
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     while child.poll() is None:

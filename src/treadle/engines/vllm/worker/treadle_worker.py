@@ -1,4 +1,4 @@
-"""Loaded by vLLM's workers (`--worker-extension-cls treadle_worker.Extension`): takes new weights.
+"""Loaded by vLLM's workers (`--worker-extension-cls treadle_worker.Extension`): receives new weights.
 
 Runs in vLLM's virtual environment; imports nothing of Treadle. `worker` must be on its PYTHONPATH.
 """
@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from vllm.model_executor.models.interfaces import supports_multimodal
 
 if not torch.cuda.is_available():
-    # Asks the kernel for AMX tiles. Without them bfloat16 attention of small models dies of an illegal instruction.
+    # Requests AMX tiles from the kernel. Without them, bfloat16 attention of small models hits an illegal instruction.
     torch.cpu._init_amx()
 
 
@@ -36,9 +36,9 @@ class Init(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Where all weights come from, by their Hugging Face names: one of these two.
+    """Source of all weights, by their Hugging Face names: one of these two.
 
-    path: a safetensors file. buckets: about to be broadcast, {"dtype", "shapes": {name: shape}} each.
+    path: a safetensors file. buckets: buckets about to be broadcast, {"dtype", "shapes": {name: shape}} each.
     """
 
     path: str | None = None
@@ -46,18 +46,18 @@ class Update(WeightTransferUpdateInfo):
 
 
 class Engine(WeightTransferEngine[Init, Update]):
-    """Loads a whole model from one file, or as it is broadcast.
+    """Loads a whole model from one file, or during a broadcast.
 
-    All of it happens in `update_weights`, so that a bad file is refused before the model is touched.
+    Everything happens in `update_weights`, so that a bad file is refused before the model is touched.
     """
 
     init_info_cls = Init
     update_info_cls = Update
-    _shapes: dict[str, Any] | None = None  # of the last weights
+    _shapes: dict[str, Any] | None = None  # shapes of the last weights
     _group: Group | None = None
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Prepare for a new trainer, whose weights may have other names, or for another group."""
+        """Prepare for a new trainer, which may use other names of weights, or for another group."""
         self.shutdown()
         self._shapes = None
         if init_info.group is not None:
@@ -66,23 +66,23 @@ class Engine(WeightTransferEngine[Init, Update]):
             self._group = join(rank=group.pop("first") + worker, device=self.device, **group)
 
     def start_weight_update(self) -> None:
-        """Do nothing: `update_weights` first looks at the weights."""
+        """No-op: `update_weights` first inspects the weights."""
 
     def finish_weight_update(self) -> None:
-        """Do nothing: `update_weights` did it all."""
+        """No-op: `update_weights` does everything."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the weights. The base class would synchronize an accelerator even if there is none."""
+        """Load the weights. The base class would synchronize an accelerator even without one."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.cuda.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Load the weights. Raises ValueError, with the model untouched, if names or shapes are not those of before."""
+        """Load the weights. Raises ValueError, with the model untouched, if names or shapes have changed."""
         if update_info.path is None:
             self._receive_broadcast(update_info.buckets or [])
             return
-        with safe_open(update_info.path, "pt") as file:  # refuses a file that is cut short
+        with safe_open(update_info.path, "pt") as file:  # refuses a truncated file
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             self._load(shapes, ((name, file.get_tensor(name)) for name in shapes))
 
@@ -98,15 +98,15 @@ class Engine(WeightTransferEngine[Init, Update]):
         try:
             self._load({name: tuple(shape) for bucket in buckets for name, shape in bucket["shapes"].items()}, weights)
         finally:
-            deque(weights, maxlen=0)  # every rank must take part in a broadcast, also one that cannot use it
+            deque(weights, maxlen=0)  # every rank must take part in a broadcast, even one that cannot use it
 
     def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._shapes not in (None, shapes):
-            raise ValueError("names or shapes of weights are not those of the last ones")
+            raise ValueError("names or shapes of weights differ from the previous ones")
         part = published_part(self.model)
         abandon_reload(part)
         published = {id(parameter) for parameter in part.parameters()}
-        # tied ones once, as long as they are tied
+        # Tied ones once, as long as they are tied.
         expected = {name for name, parameter in self.model.named_parameters() if id(parameter) in published}
         initialize_layerwise_reload(part)
         load_all(self.model, expected, weights)
@@ -116,7 +116,7 @@ class Engine(WeightTransferEngine[Init, Update]):
 
 
 def published_part(model: torch.nn.Module) -> torch.nn.Module:
-    """Return what new weights are published of: of a model with towers its language model, of any other all."""
+    """Return the part of the model with published weights: the language model of one with towers, otherwise all."""
     return model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
 
 
@@ -143,7 +143,7 @@ def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple
 
 
 def abandon_reload(model: torch.nn.Module) -> None:
-    """Undo a reload that failed halfway: what it buffered would otherwise be mixed with the next weights."""
+    """Undo a reload that failed halfway: its buffered weights would otherwise be mixed with the next ones."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -153,12 +153,12 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """Pack weights that vLLM 0.32 packs on the CPU when a model is first loaded, but silently not on a reload.
+    """Repack weights that vLLM 0.32 packs on the CPU at the first load, but silently not on a reload.
 
     Linear layers multiply by a packed copy, which is renewed only if the layer's own weight was loaded: not for the
     output layer of a model with tied embeddings. Weights of experts are packed in place. GPUs pack nothing.
     """
-    if next(model.parameters()).device.type != "cpu":  # vLLM imports these modules on the CPU only, too
+    if next(model.parameters()).device.type != "cpu":  # vLLM imports these modules only on the CPU, too
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
