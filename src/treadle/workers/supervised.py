@@ -111,10 +111,10 @@ class Supervised(Generic[W]):
                 refusal = error
             await worker.close()
             if refusal is None and fruitless == _FRUITLESS:
-                refusal = PlacementError(f"{ending}\nIt was started {_FRUITLESS} times in vain")
+                refusal = PlacementError(f"{ending}\n{_FRUITLESS} attempts to start it failed")
             if refusal is not None:
                 return self._give_up(refusal)
-            self._notify(f"{ending.splitlines()[0]}; starting it again")
+            self._notify(f"{ending.splitlines()[0]}; restarting it")
 
     async def _opened(self, worker: W) -> None:
         try:
