@@ -178,6 +178,27 @@ WRITING_TOOLS = {
 }
 """Further templates whose own text stands close to names, keys and roles."""
 
+TODAY = {
+    "Qwen3.5": FAMILIES["qwen3_5_think"],
+    "Qwen3.6": FAMILIES["qwen3_6"],
+    "gpt-oss": FAMILIES["gptoss"],
+    "Gemma 3": FAMILIES["gemma3"],
+    "Gemma 4": WRITING_TOOLS["gemma4"],
+    "Nemotron 3 Nano": WRITING_TOOLS["nemotron_3_nano"],
+    "Nemotron 3 Super": WRITING_TOOLS["nemotron_3_super"],
+    "LFM2": WRITING_TOOLS["lfm2"],
+    "Kimi Linear": Family("moonshotai-Kimi-Linear-48B-A3B-Instruct", special=_KIMI, bos="[BOS]"),
+    "GLM-4.7 Flash": Family("GLM-4.7-Flash", ("<|user|>", "<|observation|>", "<|endoftext|>"), _GLM),
+    "Granite 4": Family(
+        "ibm-granite-granite-4.0",
+        ("<|end_of_text|>",),
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    ),
+    "Falcon-H1": Family("tiiuae-Falcon-H1-0.5B-Instruct"),
+    "DeepSeek V3.2": Family("deepseek-ai-DeepSeek-V3.2", (_DEEPSEEK[1],), _DEEPSEEK, bos=_DEEPSEEK[0]),
+}
+"""Models of docs/models.md -> their templates; the last five are in no other test."""
+
 WORDS = (
     *("the", " quick", " agent", "\n", "\n\n", " ", "  ", "\t", "é", "e\u0301", "日本語", "🙂", " 12345", "aaaaaa"),
     *("def f(x):\n    return x", ' {"a": 1}', "<b>", " it's", "…", "\u00a0", "\u2028", " internationalisation"),

@@ -159,8 +159,10 @@ def takes(renderer: ChatRenderer, role: str, name: str) -> bool:
 
 
 def tools(renderer: ChatRenderer, name: str) -> str:
-    if not {**families.FAMILIES, **WRITING_TOOLS}[name].tools:
-        return "-"
+    return tools_of(renderer) if {**families.FAMILIES, **WRITING_TOOLS}[name].tools else "-"
+
+
+def tools_of(renderer: ChatRenderer) -> str:
     problem = renderer.tools_problem([LOOK], renderer.parser("auto"))
     label = parser_name(renderer.parser("auto")).removeprefix("auto (").removesuffix(")")
     if "leaves it out" in problem:

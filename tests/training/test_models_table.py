@@ -1,11 +1,15 @@
 """docs/models.md: what each family of models can do, as the code says it."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, ROW_FAMILIES, tiny
+from tests.rollout.families import TODAY, World, small_vocabulary
+from tests.training.test_families import end_breaks, thought_breaks, thoughts, tools_of
 from tests.worlds import ROOT
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.torch.model import CachedModel
@@ -51,9 +55,24 @@ def sampled(model: Any) -> str:
     return "yes"
 
 
-def test_the_page_has_the_table_of_models() -> None:
-    assert table() in (ROOT / "docs" / "models.md").read_text(), "run python -m tests.training.test_models_table"
+CHAT = "| model | tools | thoughts | what breaks |"
+
+
+def chat_table() -> str:
+    return "\n".join([CHAT, "|---|---|---|---|", *(chat_row(name) for name in TODAY)])
+
+
+def chat_row(name: str) -> str:
+    renderer = World(TODAY[name], small_vocabulary()).renderer
+    breaks = ", ".join(dict.fromkeys([*thought_breaks(renderer), *end_breaks(renderer)])) or "-"
+    offered = tools_of(renderer) if TODAY[name].tools else "-"
+    return f"| {name} | {offered} | {thoughts(renderer)} | {breaks} |"
+
+
+@pytest.mark.parametrize("make", [table, chat_table])
+def test_the_page_has_the_tables_of_models(make: Callable[[], str]) -> None:
+    assert make() in (ROOT / "docs" / "models.md").read_text(), "run python -m tests.training.test_models_table"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), chat_table(), sep="\n\n")
