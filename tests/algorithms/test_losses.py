@@ -267,7 +267,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kl": {**KL, "estimator": "k1"}}, "gradient of k1 as a loss is 0"),
     ({"kl": {**KL, "where": "reward"}, "advantage": "maxrl"}, "maxrl, which needs rewards >= 0"),
     ({"kl": {**KL, "horizon": 5.0}}, "without kl.target the coefficient is fixed"),
-    ({"scope": "step"}, "scope is 'step', but reduction 'token_mean' has no unit"),
+    ({"scope": "step"}, "scope is 'step', but reduction 'token_mean' uses no unit"),
 ]
 FILTERED: list[tuple[dict[str, Any], str]] = [
     ({"policy_loss": "dppo"}, "policy_loss 'dppo' compares with them"),

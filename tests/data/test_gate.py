@@ -179,7 +179,7 @@ def test_trajectories_in_parquet(tmp_path: Path) -> None:
     chat = [*MESSAGES, {"role": "assistant", "content": "Ho"}]
     for wrong, message in (
         ({"components": {"right": float("nan")}}, r"'components\.right' is nan"),
-        ({"messages": json.dumps(chat)}, "'messages' must be a list of objects, got .* not as JSON text"),
+        ({"messages": json.dumps(chat)}, "'messages' must be a list of objects, got .* not JSON text"),
     ):
         pq.write_table(pa.Table.from_pylist([{"messages": chat} | wrong]), tmp_path / "rows.parquet")
         with pytest.raises(DataError, match=rf"rows\.parquet:1: .*{message}"):
@@ -200,7 +200,7 @@ def test_demonstrations_of_a_generator_and_messages_as_text(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"gate_module:demonstrate, demonstration 0: message 1.* half a character"):
         load_demonstrations("gate_module:demonstrate", {}, 0)(0)
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": json.dumps(chat)}) + "\n")
-    with pytest.raises(DataError, match=r"d\.jsonl:1: .*'messages' list, got .* not as JSON text"):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: .*'messages' list, got .* not JSON text"):
         load_demonstrations(str(tmp_path / "d.jsonl"), {}, 0)
 
 

@@ -716,7 +716,7 @@ async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None
 
 
 def test_layers_that_the_engine_does_not_continue_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="Mamba layers do not go on from a state"):
+    with pytest.raises(ConfigError, match="Mamba layers cannot continue from a state"):
         make_engine(tiny("jamba"), stop_token_ids=[])
 
 

@@ -59,7 +59,7 @@ def test_replies_are_read_or_refused(parser: Any, reply: str, value: float | Non
     [
         (lambda: Criterion("c", "?", "poem"), "'poem'; it must be verdict, number, json or a function"),  # type: ignore[arg-type]
         (lambda: Criterion("c", "?", scale=(1, 1)), "must rise"),
-        (lambda: Judge("localhost", "m", [POLITE]), "'localhost' is none of a judge"),
+        (lambda: Judge("localhost", "m", [POLITE]), "'localhost' is not a judge's"),
         (lambda: Judge("http://a", "m", [POLITE, POLITE]), "different names"),
         (lambda: Judge("http://a", "m", [POLITE], votes=0), "at least 1"),
         (lambda: Limits(concurrency=0), "concurrency=0"),
@@ -112,7 +112,7 @@ async def test_calls_begin_at_the_rate_that_is_allowed() -> None:
         (None, {"timeout": 0.05}, "no answer within 45 s, at last: none within 0.05 s"),
         (b"<html>", {}, "'<html>' is no chat completion"),
         (401, {}, "status 401"),
-        ("As a language model", {"tries": 2}, "polite: the last line is no verdict, in 'As a language model'"),
+        ("As a language model", {"tries": 2}, "polite: the last line is not a verdict, in 'As a language model'"),
     ],
 )
 async def test_a_judge_that_fails_is_a_failure_of_the_verifier(

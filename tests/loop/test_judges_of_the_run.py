@@ -96,7 +96,7 @@ async def test_where_the_policy_cannot_judge_it_says_so() -> None:
 
 
 async def test_outside_of_a_run_only_a_url_judges() -> None:
-    with pytest.raises(TrajectoryFailure, match="the judge 'policy': only the process of a run has it") as caught:
+    with pytest.raises(TrajectoryFailure, match="the judge 'policy': only available in the process of a run") as caught:
         await judge(None).grade("text")
     assert caught.value.cause is Cause.VERIFIER
 
@@ -108,7 +108,7 @@ async def test_outside_of_a_run_only_a_url_judges() -> None:
         ({"url": "http://a", "model": "m", "policy": True}, "exactly one of url, path and policy"),
         ({"path": "/no/such"}, "path '/no/such' of a judge is no directory"),
         ({"policy": True, "cache": "replies"}, "leave out its cache"),
-        ({"policy": True, "api_key_env": "KEY"}, "are of a judge's url"),
+        ({"policy": True, "api_key_env": "KEY"}, "belong to a judge's url"),
         ({"policy": True, "options": {"seed": 1}}, "'seed' is none of max_tokens"),
     ],
 )

@@ -50,14 +50,14 @@ def test_each_part_has_a_line(model: Path) -> None:
     assert unused(model) == [] and unused_parts(tiny().model, SAMPLING) == []
     add(model / "generation_config.json", temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.0, do_sample=True)
     assert unused(model) == [
-        "temperature 0.6, top_k 20, top_p 0.95 of generation_config.json; `rollout` says how a run samples"
+        "temperature 0.6, top_k 20, top_p 0.95 of generation_config.json; `rollout` sets a run's sampling"
     ]
     add(model / "generation_config.json", repetition_penalty=1.05, suppress_tokens=[7])
     assert unused(model, temperature=0.6, top_k=20, top_p=0.95) == [
-        "repetition_penalty 1.05, suppress_tokens [7] of generation_config.json; `rollout` says how a run samples"
+        "repetition_penalty 1.05, suppress_tokens [7] of generation_config.json; `rollout` sets a run's sampling"
     ]
     add(model / "config.json", vision_config={"depth": 2}, audio_config=None, text_config=None)
-    assert unused(model)[0] == "what the model has for other input than text (vision_config)"
+    assert unused(model)[0] == "the model's parts for input other than text (vision_config)"
     (model / "adapter_config.json").write_text("{}")
     assert unused(model)[0].startswith("the adapter beside the model (adapter_config.json)")
 

@@ -478,7 +478,7 @@ def test_what_the_template_leaves_out_is_refused() -> None:
 def test_calls_whose_arguments_are_no_object_are_refused(arguments: str) -> None:
     call = ToolCall(id="", type="function", function=FunctionCall(name="look", arguments=arguments))
     messages = [user("q"), Message(role="assistant", content="", tool_calls=[call])]
-    with pytest.raises(DataError, match="the arguments of a call of 'look' are no JSON object"):
+    with pytest.raises(DataError, match="the arguments of a call of 'look' are not a JSON object"):
         demonstrated_calls(messages, world("qwen3").renderer, [LOOK])
 
 

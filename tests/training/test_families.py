@@ -210,8 +210,8 @@ if __name__ == "__main__":
 
 
 REASONS = {
-    "mamba": "its Mamba layers do not go on from a state with several tokens",
-    "jamba": "its Mamba layers do not go on from a state with several tokens",
+    "mamba": "its Mamba layers cannot continue from a state with several tokens",
+    "jamba": "its Mamba layers cannot continue from a state with several tokens",
     "deepseek-indexed": "it has indexed_attention layers",
     "glm-indexed": "it has indexed_attention layers",
     "deepseek-compressed": "it has heavily_compressed_attention layers",

@@ -134,7 +134,7 @@ def test_a_sliding_layer_that_keeps_its_window_to_itself_is_trained_in_rows() ->
     model = tiny("gemma3-half-sliding")
     layers: Any = model.model.layers
     layers[0].self_attn.sliding_window = None
-    with pytest.warns(UserWarning, match=r"layer 0 of Gemma3ForCausalLM has a sliding window that it does not tell"):
+    with pytest.warns(UserWarning, match=r"layer 0 of Gemma3ForCausalLM has a sliding window that it does not pass"):
         assert not make_learner(model).forward.shares
 
 
@@ -143,7 +143,7 @@ def test_a_window_that_only_the_models_own_mask_knows_is_trained_in_rows() -> No
     noiseless: dict[str, Any] = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "num_local_experts": 4}
     narrow, wide = (tiny("llama", model_type="phimoe", sliding_window=size, **noiseless) for size in (5, 256))
     make_learner(wide)
-    with pytest.warns(UserWarning, match=r"layer 0 of PhimoeForCausalLM has a sliding window that it does not tell"):
+    with pytest.warns(UserWarning, match=r"layer 0 of PhimoeForCausalLM has a sliding window that it does not pass"):
         assert not make_learner(narrow).forward.shares
 
 

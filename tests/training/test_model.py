@@ -231,7 +231,7 @@ def test_files_that_transformers_left_in_the_cache_are_no_whole_snapshot(
     for name in cached:
         shutil.copy(served / name, in_cache / "snapshots" / COMMIT)
     offline = place.look_up("acme/tiny", what, online=False)
-    assert offline.returncode and "'acme/tiny' is only in part in the cache" in offline.stderr
+    assert offline.returncode and "'acme/tiny' is only partly in the cache" in offline.stderr
     found = held(place.look_up("acme/tiny", what).stdout)
     weights = {"model-1.safetensors", "model-2.safetensors"} if sharded else {"model.safetensors"}
     assert "tokenizer.json" in found and (what == "tokenizer" or weights <= found)
@@ -256,5 +256,5 @@ def test_the_command_gets_it_and_a_name_that_the_hub_does_not_have_is_one_line(p
     failed = place.treadle("models", "get", "acme/huge")
     [line] = failed.stderr.splitlines()
     assert failed.returncode == 2
-    assert "'acme/huge' is neither a directory nor a model that the hub gives" in line
+    assert "'acme/huge' is neither a directory nor available on the hub" in line
     assert "HF_TOKEN" in line

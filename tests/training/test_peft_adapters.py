@@ -208,7 +208,7 @@ def test_a_head_is_merged_unless_it_is_the_embedding_too(bases: Path, tmp_path: 
     assert (logits(load(untied, None, adapter)) - theirs(untied, adapter)).abs().max() < 1e-4
     with pytest.raises(ConfigError, match=r"never the head\), otherwise for example lm_head; leave training.lora out"):
         load(untied, fitting(adapter, ("q_proj",)), adapter)
-    with pytest.raises(ConfigError, match="adapts lm_head, whose weights are those of another layer, too"):
+    with pytest.raises(ConfigError, match="adapts lm_head, which shares its weights with another layer"):
         load(bases / "qwen3", None, tmp_path / "qwen3")
 
 

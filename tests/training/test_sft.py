@@ -70,8 +70,8 @@ async def test_calls_are_what_a_session_would_have_recorded(index: int) -> None:
     [
         ([say("user", "a")], "no assistant turn"),
         ([], "no assistant turn"),
-        ([say("assistant", "a")], "needs a message of somebody else before it"),
-        ([say("user", "a"), say("assistant", "b"), say("assistant", "c")], "needs a message of somebody else"),
+        ([say("assistant", "a")], "needs a message of another role before it"),
+        ([say("user", "a"), say("assistant", "b"), say("assistant", "c")], "needs a message of another role"),
     ],
 )
 def test_what_no_session_could_have_recorded_is_refused(messages: list[Message], message: str) -> None:
@@ -205,7 +205,7 @@ def test_characters_that_look_like_line_ends_and_blank_lines_are_fine(tmp_path: 
         ('{"messages": "hello"}', r"rows\.jsonl:2: needs a 'messages' list"),
         ('{"messages": [{"role": "user"}]}', r"rows\.jsonl:2: message 0 needs 'role' and 'content'"),
         ('{"messages": [{"role": "user", "content": "q"}]}', r"rows\.jsonl:2: there is no assistant turn"),
-        (row("a", "b"), r"rows\.jsonl:2: an assistant turn needs a message of somebody else before it"),
+        (row("a", "b"), r"rows\.jsonl:2: an assistant turn needs a message of another role before it"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -142,13 +142,13 @@ def test_a_server_that_cannot_teach_is_refused_at_the_start(monkeypatch: pytest.
         with pytest.raises(ConfigError, match=r"scores up to 127 tokens, .* may have 128; .* --max-model-len 129"):
             server.check(tokenizer, 128, 0)
         script.failing = [400, 200]  # the second call, which scores
-        with pytest.raises(ConfigError, match=r"is no vLLM server that scores prompts: status 400"):
+        with pytest.raises(ConfigError, match=r"is not a vLLM server that scores prompts: status 400"):
             server.check(tokenizer, 127, 0)
         script.renamed = 3
         with pytest.raises(ConfigError, match=r"token 3 is .* for the trained model, and not for "):
             server.check(tokenizer, 127, 0)
     monkeypatch.setattr(teacher_server, "_AT_START", 0.05)
-    with pytest.raises(ConfigError, match=r"is no vLLM server that scores prompts: no answer within 0\.05 s"):
+    with pytest.raises(ConfigError, match=r"is not a vLLM server that scores prompts: no answer within 0\.05 s"):
         server.check(tokenizer, 127, 0)
 
 
@@ -157,7 +157,7 @@ def test_a_server_that_fails_for_too_long_or_refuses_ends_the_run(monkeypatch: p
     script = Scripted(tiny())
     with serving(script) as url:
         script.failing = [400]
-        with pytest.raises(TrainingStopped, match=r"status 400: .*; start it again, and resume"):
+        with pytest.raises(TrainingStopped, match=r"status 400: .*; restart it, and resume"):
             TeacherServer(url).scores([step], [len(step.completion_ids)], 0, VOCABULARY)
         with pytest.raises(TrainingStopped, match=r"most probable are not 40 of the policy's"):
             TeacherServer(url).scores([step], [len(step.completion_ids)], 40, VOCABULARY)

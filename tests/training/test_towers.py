@@ -294,7 +294,7 @@ def test_a_class_that_needs_its_tower_for_text_is_refused_by_name(tmp_path: Path
     audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8}
     made = AutoConfig.for_model("qwen2_audio", text_config=text, audio_config=audio, audio_token_index=IMAGE)
     AutoModelForMultimodalLM.from_config(made).save_pretrained(tmp_path / "base")
-    with pytest.raises(ConfigError, match="Qwen2AudioForConditionalGeneration does not compute text by its language"):
+    with pytest.raises(ConfigError, match="Qwen2AudioForConditionalGeneration cannot compute text with its language"):
         learner_of(load(tmp_path / "base"))
 
 

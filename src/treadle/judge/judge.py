@@ -1,4 +1,4 @@
-"""`Judge`: asks a model, and makes a reward of its answers.
+"""`Judge`: asks a model, and turns its answers into a reward.
 
 url     ChatEndpoint, over HTTP
 path    RunEndpoint -> RUN_MODELS -> a model directory, in the run's process
@@ -39,11 +39,11 @@ SECONDS = Metric("judge_seconds", "trajectory", "sum", "seconds", "time that cal
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the calls of one judge, in this process. Raises ConfigError.
+    """Limits on the calls of one judge, in this process. Raises ConfigError.
 
-    concurrency: calls at a time. per_second: calls begun in a second, at most. timeout: seconds for a call. patience:
-    seconds of calls and pauses after which a question is given up; until then a call that fails is made again, with
-    growing pauses. tries: replies to a question until one can be read.
+    concurrency: number of concurrent calls. per_second: maximum number of calls begun per second. timeout: limit of a
+    call, in seconds. patience: seconds of calls and pauses before a question is given up; until then failed calls are
+    retried, with growing pauses. tries: replies requested per question until one can be read.
     """
 
     concurrency: int = 8
@@ -58,16 +58,17 @@ class Limits:
 
 
 class Judge:
-    """A model that judges by a rubric. May be shared by all attempts; make it once.
+    """A model that judges by a rubric. Create it once; all attempts may share it.
 
         judge = Judge("http://127.0.0.1:8000/v1", "qwen", [Criterion("polite", "Is the agent polite?")])
         reward = await judge.grade(transcript)
 
-    Of url with model (its name there), path and policy, one is given. path: a model directory, loaded beside the policy
-    when it is asked first. policy: the policy itself, with the weights of the moment; without a cache.
-    votes: replies to each question. cache: a directory for replies that could be read; none is asked for again.
-    api_key_env: the environment variable that has the key. options: of the request, as `{"temperature": 1.0,
-    "max_tokens": 500}`.
+    Exactly one of url with model (its name there), path and policy is given. path: a model directory, loaded beside the
+    policy at the first call. policy: the policy itself, with its current weights; without a cache.
+    votes: replies per question. cache: directory for readable replies, which are never requested again.
+    api_key_env: environment variable with the key. options: request options, as `{"temperature": 1.0, "max_tokens":
+    500}`.
+
 
     Raises ConfigError.
     """
@@ -89,11 +90,11 @@ class Judge:
         if (url is not None) + (path is not None) + policy != 1:
             raise ConfigError("a judge needs exactly one of url, path and policy")
         if url is not None and (model is None or not url.startswith(("http://", "https://"))):
-            raise ConfigError(f"url {url!r} is none of a judge; write http://127.0.0.1:8000/v1, and the model's name")
+            raise ConfigError(f"url {url!r} is not a judge's; write http://127.0.0.1:8000/v1, and the model's name")
         if url is None and (model is not None or api_key_env is not None):
-            raise ConfigError("model and api_key_env are of a judge's url; leave them out")
+            raise ConfigError("model and api_key_env belong to a judge's url; leave them out")
         if path is not None and not Path(path).is_dir():
-            raise ConfigError(f"path {str(path)!r} of a judge is no directory; name one with a model")
+            raise ConfigError(f"path {str(path)!r} of a judge is not a directory; name one with a model")
         if policy and cache is not None:
             raise ConfigError("a judge that is the policy changes with every update; leave out its cache")
         names = [criterion.name for criterion in rubric]
@@ -119,19 +120,20 @@ class Judge:
         )
 
     async def grade(self, transcript: str, *, task: str = "", reference: str = "") -> Reward:
-        """Return the reward for a transcript: of each criterion a component, its weight times the mean vote.
+        """Return the reward for a transcript: one component per criterion, its weight times the mean vote.
 
-        task: what the agent was to do; quoted like the transcript. reference: what the judge is to know besides, like
+        task: the agent's assignment; quoted like the transcript. reference: additional knowledge for the judge, such as
         the right answer; it is trusted.
 
-        Raises TrajectoryFailure of cause verifier if a vote is missing: an outage longer than `patience`, a refusal, or
-        replies that cannot be read, or were cut.
+        Raises TrajectoryFailure of cause verifier if a vote is missing: after an outage longer than `patience`, a
+        refusal, or replies that cannot be read, or were truncated.
         """
         votes = {
             c.name: [asyncio.create_task(self._vote(c, n, transcript, task, reference)) for n in range(self._votes)]
             for c in self._rubric
         }
-        await asyncio.gather(*itertools.chain(*votes.values()), return_exceptions=True)  # all are counted, and cached
+        # so that all are counted and cached
+        await asyncio.gather(*itertools.chain(*votes.values()), return_exceptions=True)
         return Reward({c.name: c.weight * fmean(vote.result() for vote in votes[c.name]) for c in self._rubric})
 
     async def _vote(self, criterion: Criterion, number: int, transcript: str, task: str, reference: str) -> float:
@@ -147,7 +149,8 @@ class Judge:
             answer = None if known else await self._ask(request, seed)
             reply = cached.pop() if answer is None else answer.message["content"]
             try:
-                if answer is not None and answer.stop_reason is not StopReason.STOP:  # 1 may have become 10
+                # A truncated 10 would be read as 1.
+                if answer is not None and answer.stop_reason is not StopReason.STOP:
                     raise ValueError(f"the reply was cut ({answer.stop_reason}; max_tokens in the judge's options)")
                 value = criterion.read(reply)
             except ValueError as error:
@@ -173,12 +176,12 @@ class Judge:
 
 
 class RunEndpoint(ChatEndpoint):
-    """A model directory, or the policy, in the process of a run. Limits and record are those of any endpoint."""
+    """A model directory, or the policy, in the process of a run. Limits and record are as for any endpoint."""
 
     async def _send(self, body: Mapping[str, Any]) -> ChatAnswer:
         if (models := RUN_MODELS.get()) is None:
             raise EngineError(
-                "only the process of a run has it: neither a script of your own nor placement.rollout.workers; serve "
+                "only available in the process of a run, not to scripts or placement.rollout.workers; serve "
                 "the model (`treadle serve`) and give the judge its url"
             )
         options = {name: value for name, value in body.items() if name not in ("model", "messages", "seed")}
@@ -190,7 +193,7 @@ class RunEndpoint(ChatEndpoint):
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of sampling, checked. Raises ConfigError."""
+    """Return validated sampling options. Raises ConfigError."""
     sampling = build(OtherModelConfig, {"path": ".", "options": options}, "options of a judge").sampling
     return {name: getattr(sampling, name) for name in options}
 
@@ -207,13 +210,13 @@ def _count_try(answer: ChatAnswer | None, seconds: float) -> None:
 
 
 def _count(metric: Metric, value: float) -> None:
-    """Count it for the attempt, or the group, whose code is running."""
+    """Count a value for the attempt, or the group, of the running code."""
     if (user := RUNNING.get()) is not None:
         user.measured += Measures([Tally.over(metric, [value])])
 
 
 def _store(file: Path, reply: str) -> None:
-    """Write a reply, whole or not at all; another task may do the same."""
+    """Write a reply atomically; another task may do the same."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8", errors="replace") as new:
         new.write(reply)

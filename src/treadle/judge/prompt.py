@@ -1,7 +1,7 @@
-"""What a judge is asked, and how its reply is read.
+"""The prompt of a judge, and the parsing of its reply.
 
-What is judged is quoted: between lines with a boundary that is drawn for each call, each line behind `| `, with a space
-in whatever looks like a special token. Of the reply only the last line counts, or the JSON object, and no thought.
+Judged text is quoted: between lines with a boundary drawn for each call, each line after `| `, with a space inside
+everything that looks like a special token. Of the reply, only the last line or the JSON object counts, never a thought.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _SPECIAL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One question of a rubric, and the component of the reward that the answer becomes.
+    """One question of a rubric, with the reward component for its answer.
 
         Criterion("polite", "Is the agent polite from beginning to end?")
         Criterion("helpful", "How much does the last answer help?", parser="number", weight=0.5)
 
-    parser: `verdict` (yes is 1, no is 0); `number` or `json` (an object with a `score`), where the ends of the scale
-    become 0 and 1; or a function of the whole reply that raises ValueError if it cannot read it: the prompt then says
-    how to reply. weight: multiplies the component. Raises ConfigError.
+    parser: `verdict` (yes is 1, no is 0); `number` or `json` (an object with a `score`), with the scale mapped to 0 to
+    1; or a function of the whole reply that raises ValueError if it cannot read it; the prompt must then specify the
+    form of the reply. weight: multiplies the component. Raises ConfigError.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Criterion:
         return "" if callable(self.parser) else _FORMS[self.parser].format(low=low, high=high)
 
     def read(self, reply: str) -> float:
-        """Return the value that a reply gives. Raises ValueError if it gives none."""
+        """Return the value of a reply. Raises ValueError if it has none."""
         if callable(self.parser):
             value = self.parser(reply)
             if not is_finite(value):
@@ -87,7 +87,7 @@ class Criterion:
         if self.parser == "number":
             return self._scaled(float(word) if word not in ("", "yes", "no") else None)
         if word not in ("yes", "no"):
-            raise ValueError("the last line is no verdict")
+            raise ValueError("the last line is not a verdict")
         return float(word == "yes")
 
     def _scaled(self, value: object) -> float:
@@ -98,7 +98,7 @@ class Criterion:
 
 
 def _said(reply: str) -> str:
-    """Return a reply without its thought, which a server may leave in the content."""
+    """Return a reply without its thought, which some servers leave in the content."""
     if "<|channel|>" in reply:
         return harmony(reply)["content"]
     for tags in THOUGHT_TAGS:
@@ -108,7 +108,7 @@ def _said(reply: str) -> str:
 
 def _object(reply: str) -> Any:
     """Return the JSON object of a reply. Raises ValueError."""
-    if reply.strip().startswith("{"):  # a closing tag may stand in one of its texts
+    if reply.strip().startswith("{"):  # one of its texts may contain a closing tag
         with suppress(ValueError):
             return read_json(reply)
     said = _said(reply)
@@ -118,9 +118,9 @@ def _object(reply: str) -> Any:
 def messages(
     criterion: Criterion, transcript: str, task: str, reference: str, seed: int | None = None
 ) -> list[dict[str, str]]:
-    """Return a request to judge a transcript, with a boundary of its own. reference: what the judge is to know.
+    """Return a request to judge a transcript, with a fresh boundary. reference: additional knowledge for the judge.
 
-    seed: draws the boundary, and depends on the transcript, which thus cannot contain it; None: drawn at random.
+    seed: seed of the boundary, derived from the transcript, which thus cannot contain it; None: random.
     """
     draws = secrets.SystemRandom() if seed is None else random.Random(seed)
     while (boundary := f"{draws.getrandbits(64):016x}") in transcript + task:
@@ -134,7 +134,8 @@ def messages(
 
 
 def quote(text: str, boundary: str) -> str:
-    """Return a text as a quotation, in which no line can end it."""
-    clean = text.encode(errors="replace").decode()  # a lone surrogate fits into no request
+    """Return a text as a quotation that no line of it can end."""
+    # Requests cannot carry lone surrogates.
+    clean = text.encode(errors="replace").decode()
     broken = _SPECIAL.sub(lambda match: f"{match[0][0]} {match[0][1:-1]} {match[0][-1]}", clean)
     return "\n".join([f"BEGIN {boundary}", *(f"| {line}" for line in broken.splitlines()), f"END {boundary}"])

@@ -1,1 +1,1 @@
-"""Models: how they are loaded, what they can do, and the named sets of their weights."""
+"""Models: loading, supported features, and the named sets of their weights."""

@@ -1,4 +1,4 @@
-"""Weights of attention written out, for what fused kernels lack: sinks and soft caps.
+"""Explicit attention weights, for features that fused kernels lack: sinks and soft caps.
 
 Shapes: H heads, C queries, L keys.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def attention_weights(scores: Tensor, visible: Tensor, sinks: Tensor | None, softcap: float | None) -> Tensor:
-    """Return the softmax of scores [..., C, L] over the visible keys, in float32 at least. Overwrites the scores.
+    """Return the softmax of scores [..., C, L] over the visible keys, in at least float32. Overwrites the scores.
 
-    sinks [..., 1]: score of one more key without a value; the weights then sum to less than 1. softcap: c of
+    sinks [..., 1]: score of an additional key without a value; the weights then sum to less than 1. softcap: c of
     c * tanh(score / c).
     """
     if softcap is not None:

@@ -2,9 +2,9 @@
 
     tokenizer_config.json    eos_token
     generation_config.json   eos_token_id   151645 or [151645, 151643]
-    the chat template        what it writes behind a reply, where that is none of these
+    the chat template        its token after a reply, if it is none of these
 
-`model.stop_tokens` takes their place.
+`model.stop_tokens` overrides them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTokenizerBase, ChatRenderer]:
-    """Return the configured tokenizer and its renderer, whose `stop_ids` end a reply.
+    """Return the configured tokenizer and its renderer; the renderer's `stop_ids` end a reply.
 
-    began: see `ChatRenderer`; for the chat of a run that of the run (`RunDirectory.began`), whenever it is loaded.
+    began: see `ChatRenderer`; for a run's chat, the run's own date (`RunDirectory.began`), whenever it is loaded.
 
     Raises ConfigError or DamageError.
     """
@@ -54,7 +54,7 @@ def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTo
     stop = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     places = [directory]
     if config.build is None:
-        with suppress(ConfigError):  # a model that is not there is told where it is loaded
+        with suppress(ConfigError):  # a missing model is reported when it is loaded
             places.insert(0, base_directory(config))
     for place in dict.fromkeys(places):
         stop += _declared(place, len(tokenizer))
@@ -70,7 +70,7 @@ def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTo
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """Return a model directory's generation_config.json; {} without. Raises ConfigError."""
+    """Return a model directory's generation_config.json; {} without one. Raises ConfigError."""
     file = directory / GENERATION_CONFIG
     try:
         data = json.loads(file.read_bytes())
@@ -84,7 +84,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def end_tokens(generation_config: Mapping[str, Any]) -> list[int]:
-    """Return the ids that it names as end tokens. Raises ConfigError."""
+    """Return the end-token ids in a generation config. Raises ConfigError."""
     ends = generation_config.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if wrong := [ident for ident in ids if type(ident) is not int]:

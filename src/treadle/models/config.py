@@ -10,17 +10,17 @@ from treadle.core.config import Config
 
 
 class LoraConfig(Config):
-    """Configures the adapters that are trained instead of the model (LoRA)."""
+    """Configures adapters to train instead of the model (LoRA)."""
 
     rank: int = Field(ge=1, le=512, description="inner size of each adapter")
     alpha: int | None = Field(
         None, ge=1, description="adapters are scaled by alpha / rank; default: twice the rank, for a scale of 2"
     )
     targets: Literal["all-linear", "attention", "mlp"] | tuple[str, ...] = Field(
-        "all-linear", description="linear layers that get one: all but the head, or names such as [q_proj, v_proj]"
+        "all-linear", description="linear layers to adapt: all but the head, or names such as [q_proj, v_proj]"
     )
     pin_attempts: bool = Field(
-        False, description="asynchronous runs: an attempt's calls are all sampled by the version of its first one"
+        False, description="asynchronous runs: sample all calls of an attempt by the version of its first one"
     )
     rank_stabilized: bool = Field(False, description="scale by alpha / sqrt(rank) instead (rsLoRA)")
 
@@ -31,7 +31,7 @@ class LoraConfig(Config):
 
 
 class ModelConfig(Config):
-    """Configures the Hugging Face causal LM that is trained: one at a path, or one built from a small config."""
+    """Configures the Hugging Face causal LM to train: one at a path, or one built from a small config."""
 
     path: str | None = Field(
         None,
@@ -40,33 +40,32 @@ class ModelConfig(Config):
     )
     adapter: str | None = Field(
         None,
-        description="directory of a LoRA adapter to start from, such as `treadle export` writes; model.path is then by "
-        "default the base that it names",
+        description="directory of a LoRA adapter to start from, as from `treadle export`; model.path then defaults "
+        "to the base that it names",
     )
     build: dict[str, Any] | None = Field(
         None, description="instead of path: a transformers config (model_type and its fields) initialised from the seed"
     )
     tokenizer: str | None = Field(
         None,
-        description="directory of a tokenizer, that of a shipped recipe (demo, sql-small, search-small, tools-small), "
-        "or a name as of model.path; default: model.path",
+        description="directory of a tokenizer, a shipped recipe's (demo, sql-small, search-small, tools-small), or a "
+        "name as in model.path; default: model.path",
     )
     chat_template: str | None = Field(
         None, description="file of a chat template, or the name of one of the tokenizer's or ours; default: its own"
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="options that the chat template reads (enable_thinking, ...)"
+        default_factory=dict, description="options of the chat template (enable_thinking, ...)"
     )
     roles: dict[str, str] = Field(
         default_factory=dict,
-        description="roles that the chat template lacks, and those as which it writes them: {developer: system, tool: "
-        "user}",
+        description="roles unknown to the chat template -> roles to write instead: {developer: system, tool: user}",
     )
     stop_tokens: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="tokens that end a reply, such as [<|im_end|>]; default: those that the tokenizer, "
-        "generation_config.json or the chat template name",
+        description="tokens that end a reply, such as [<|im_end|>]; default: the ones named by the tokenizer, "
+        "generation_config.json or the chat template",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What a model's directory is, for people: of which kind, what of it is trained, and what is only kept."""
+"""Descriptions of a model's directory: its kind, its trained parts, and the parts that are only kept."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from treadle.models.weights import rest_of
 
 
 def describe_model(name: str, setting: str) -> list[tuple[str, str]]:
-    """Return rows (what, description) about a model or adapter; no weights are read. name: as for `model.path`.
+    """Return rows (name, description) about a model or adapter, without reading weights. name: as for `model.path`.
 
-    Raises ConfigError, naming the setting, for what is no model, or none that can be loaded.
+    Raises ConfigError, naming the setting, if it is not a model, or cannot be loaded.
     """
     if is_adapter(Path(name)):
         settings = json.loads((Path(name) / ADAPTER_CONFIG).read_bytes())

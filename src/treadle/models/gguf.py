@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from treadle.core.errors import ConfigError
 from treadle.models.loading import load_pretrained
 
-# By the file's `tokenizer.ggml.pre`: those that transformers takes for GPT-2's. Blanks before digits are cut otherwise.
+# By the file's `tokenizer.ggml.pre`: tokenizers that transformers takes for GPT-2's, but that split digits differently.
 _PRE_TOKENIZERS = {
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -21,20 +21,20 @@ _PRE_TOKENIZERS = {
 
 
 def read_model(file: Path) -> PreTrainedModel:
-    """Return the model in a GGUF file, in float32. Raises ConfigError for one that transformers cannot read."""
+    """Return the model in a GGUF file, in float32. Raises ConfigError if transformers cannot read it."""
     model = load_pretrained(file.parent, str(file.parent), file.name)
-    model.config.__dict__.pop("quantization_config", None)  # its weights are quantized no more
-    model.name_or_path = ""  # what lies beside the file is not the model's
+    model.config.__dict__.pop("quantization_config", None)  # its weights are no longer quantized
+    model.name_or_path = ""  # files beside it do not belong to the model
     return model
 
 
 def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a GGUF file. Raises ConfigError for one that transformers cannot read."""
+    """Return the tokenizer in a GGUF file. Raises ConfigError if transformers cannot read it."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a foreign library, which for a damaged file raises whatever it met
+    except Exception as error:  # a third-party library, which raises any exception for a damaged file
         raise ConfigError(f"{str(file)!r}: its tokenizer cannot be read: {error}") from error
     if make := _PRE_TOKENIZERS.get(_read_text(file, gguf.Keys.Tokenizer.PRE)):
         tokenizer.backend_tokenizer.pre_tokenizer = make()
@@ -43,12 +43,12 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 
 
 def read_licence(file: Path) -> str:
-    """Return the licence that a GGUF file names. Raises ConfigError for what is no GGUF file."""
+    """Return the license named in a GGUF file. Raises ConfigError for any other file."""
     return _read_text(file, gguf.Keys.General.LICENSE) or "not named in the file"
 
 
 def _read_text(file: Path, key: str) -> str:
-    """Return a text of the file's metadata, "" if it has none. Raises ConfigError for what is no GGUF file."""
+    """Return a text of the file's metadata, "" if missing. Raises ConfigError if it is not a GGUF file."""
     try:
         field = gguf.GGUFReader(file).get_field(key)
     except Exception as error:  # as above

@@ -1,7 +1,6 @@
 """Models of the Hugging Face hub, in huggingface_hub's own cache: `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@REVISION`.
 
-Where the cache and the hub are, and who may read there, is set by huggingface_hub's variables (HF_HOME, HF_ENDPOINT,
-HF_TOKEN, HF_HUB_OFFLINE).
+huggingface_hub's variables set the cache, the hub and its access (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from tqdm.auto import tqdm
 
 from treadle.core.errors import ConfigError, DownloadError
 
-# What transformers loads without running code. Below the top there are other formats and copies of the weights.
+# Files that transformers loads without running code. Subdirectories contain other formats and copies of the weights.
 _WEIGHTS, _OTHERS = ["*.safetensors"], ["*.json", "*.jinja"]
 _UNWANTED = ["*/*.json", "*/*.safetensors", "consolidated*"]
 
 
 def hub_directory(name: str, setting: str, weights: bool = True) -> Path:
-    """Return the directory of a model in the cache, downloaded if it is not there in whole. Raises as `download`.
+    """Return the directory of a model in the cache, downloaded unless it is complete. Raises as `download`.
 
-    What is in the cache is taken as it is, so that a run and its resumption have the same model. weights: without them
-    it is the directory of a tokenizer.
+    Cached files are used unchanged, so that a run and its resumption have the same model. weights: whether to include
+    weights; without them, the directory only serves as a tokenizer's.
     """
     try:
         cached = _snapshot(name, weights, local_files_only=True)
     except LocalEntryNotFoundError:
         return download(name, setting, weights)
     except HFValidationError as error:
-        raise ConfigError(f"{setting}: no directory {name!r}, and no name of the hub: {error}") from error
+        raise ConfigError(f"{setting}: no directory {name!r}, and not a valid name on the hub: {error}") from error
     return download(name, setting, weights) if _missing(cached, weights) else cached
 
 
 def download(name: str, setting: str, weights: bool = True) -> Path:
-    """Download what the cache lacks of a model, with a progress bar on standard error; return its directory.
+    """Download the missing parts of a model, with a progress bar on standard error; return its directory.
 
-    Raises ConfigError, naming the setting, for a model that the hub does not give; DownloadError without a network,
-    also where the cache has a part of the model.
+    Raises ConfigError, naming the setting, if the hub does not provide the model; DownloadError without a network, also
+    if the cache has part of the model.
     """
     try:
-        # huggingface_hub's own bars are switched off by the commands
+        # The commands switch off huggingface_hub's own bars.
         directory = _snapshot(name, weights, tqdm_class=tqdm)
     except HFValidationError as error:
-        raise ConfigError(f"{setting}: no name of the hub: {error}") from error
+        raise ConfigError(f"{setting}: not a valid name on the hub: {error}") from error
     except HfHubHTTPError as error:
         raise ConfigError(
-            f"{setting}: {name!r} is neither a directory nor a model that the hub gives: {str(error).splitlines()[0]}; "
+            f"{setting}: {name!r} is neither a directory nor available on the hub: {str(error).splitlines()[0]}; "
             "check the name, and HF_TOKEN for one that is private or gated"
         ) from error
     except (OSError, HTTPError) as error:
@@ -64,19 +63,20 @@ def download(name: str, setting: str, weights: bool = True) -> Path:
             f"{setting}: no directory and no cached model {name!r}, and {why}; give a model directory, or run "
             f"`treadle models get {name}` where the hub can be reached (cache: {constants.HF_HUB_CACHE}, HF_HUB_CACHE)"
         ) from error
-    if missing := _missing(directory, weights):  # without a network, huggingface_hub gives what the cache has
+    # Without a network, huggingface_hub returns whatever is cached.
+    if missing := _missing(directory, weights):
         raise DownloadError(
-            f"{setting}: {name!r} is only in part in the cache {constants.HF_HUB_CACHE} (HF_HUB_CACHE), without "
+            f"{setting}: {name!r} is only partly in the cache {constants.HF_HUB_CACHE} (HF_HUB_CACHE), without "
             f"{missing}; run `treadle models get {name}` where the hub can be reached, or give a model directory"
         )
     return directory
 
 
 def upload(directory: Path, name: str, setting: str) -> str:
-    """Upload a directory's files as a model of the hub, in one commit; returns the commit's address.
+    """Upload a directory's files as a model on the hub, in one commit; return the commit's address.
 
-    A repository that is not there is made, and is private. Raises ConfigError, naming the setting, where the hub
-    refuses; DownloadError without a network.
+    A missing repository is created as private. Raises ConfigError, naming the setting, if the hub refuses;
+    DownloadError without a network.
     """
     try:
         api = HfApi()
@@ -94,7 +94,7 @@ def upload(directory: Path, name: str, setting: str) -> str:
 
 
 def _missing(directory: Path, weights: bool) -> str | None:
-    """Return what a snapshot lacks; None if it is whole. `AutoTokenizer` and `AutoConfig` leave parts in the cache."""
+    """Return the missing part of a snapshot; None if complete. `AutoTokenizer` and `AutoConfig` cache only parts."""
     if not weights:
         return None if any(directory.glob("tokenizer*.json")) else "a tokenizer"
     index = directory / "model.safetensors.index.json"

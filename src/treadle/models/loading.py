@@ -50,7 +50,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a directory.
 
-    Raises ConfigError; DamageError where files are not those that the directory's manifest lists (`core.files`).
+    Raises ConfigError; DamageError for files that do not match the directory's manifest (`core.files`).
     """
     # config.json names the tokenizer's class
     prove_files(directory, (*TOKENIZER_FILES, "config.json"), remedy_for(directory))
@@ -58,10 +58,10 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a foreign library, which for a damaged file raises whatever it met
+    except Exception as error:  # a third-party library, which raises any exception for a damaged file
         if _names_code(directory / "tokenizer_config.json"):
             raise ConfigError(
-                f"the tokenizer in {str(directory)!r} brings code of its own (auto_map in tokenizer_config.json), "
+                f"the tokenizer in {str(directory)!r} brings its own code (auto_map in tokenizer_config.json), "
                 "which is never run; remove auto_map, and set tokenizer_class to PreTrainedTokenizerFast"
             ) from error
         raise ConfigError(f"the tokenizer in {str(directory)!r} cannot be loaded: {error}") from error
@@ -69,10 +69,10 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _names_code(file: Path) -> bool:
-    """Whether a model's or tokenizer's JSON wants Python code run that lies beside it or on a hub."""
+    """Return whether a model's or tokenizer's JSON requests Python code from its directory or a hub."""
     try:
         return "auto_map" in json.loads(file.read_bytes())
-    except (OSError, ValueError, TypeError):  # not there, or nothing that could name any
+    except (OSError, ValueError, TypeError):  # missing, or without such entries
         return False
 
 
@@ -89,12 +89,12 @@ def make_model(
     lora: LoraConfig | None = None,
     half: bool = False,
 ) -> PreTrainedModel:
-    """Return the configured model in float32, without dropout; a built one is initialised from the seed.
+    """Return the configured model in float32, without dropout; a built one is initialized from the seed.
 
-    weights: without them all tensors are on the meta device: shapes that need no memory. Files are then compared with
-    the model by name and shape, and not hashed. lora, half: adapters, beside a base in bfloat16 (`models.lora`).
-    Raises ConfigError for a directory that holds no model, unknown config fields, a vocabulary that is too small for
-    the tokenizer's `vocabulary` ids, dropout or routing noise; DamageError as `load_tokenizer`.
+    weights: if false, all tensors are on the meta device: shapes without memory. Files are then compared with the model
+    by name and shape, and not hashed. lora, half: adapters, beside a base in bfloat16 (`models.lora`). Raises
+    ConfigError for a directory without a model, unknown config fields, a vocabulary smaller than the tokenizer's
+    `vocabulary` ids, dropout or routing noise; DamageError as `load_tokenizer`.
     """
     if config.build is None:
         model = _load(base_directory(config), "model.path", weights)
@@ -105,7 +105,7 @@ def make_model(
     if text.vocab_size < vocabulary:
         raise ConfigError(
             f"the model's vocabulary of {text.vocab_size} is smaller than the tokenizer's {vocabulary}; set "
-            "model.tokenizer to the one that the model was trained with"
+            "model.tokenizer to the model's own tokenizer"
         )
     refuse_randomness(model)
     if lora is not None or config.adapter is not None:
@@ -116,11 +116,11 @@ def make_model(
 
 
 def load_frozen(path: str, field: str, policy: PreTrainedModel, weights: bool = True) -> PreTrainedModel:
-    """Return the model in a directory, which a setting names, in float32, to score the policy's tokens.
+    """Return the model in a directory named by a setting, in float32, for scoring the policy's tokens.
 
     weights: as for `make_model`.
 
-    Raises ConfigError as `make_model`, and if it cannot score all that the policy may sample.
+    Raises ConfigError as `make_model`, and if it cannot score everything that the policy may sample.
     """
     model = _load(require_model(path, field), field, weights)
     refuse_randomness(model)
@@ -133,7 +133,7 @@ def load_frozen(path: str, field: str, policy: PreTrainedModel, weights: bool = 
 
 
 def load_teacher(path: str, config: ModelConfig, policy: PreTrainedModel, weights: bool = True) -> PreTrainedModel:
-    """Return the teacher in a directory, as `load_frozen`. config: of the policy.
+    """Return the teacher in a directory, as `load_frozen`. config: configuration of the policy.
 
     Raises ConfigError, too, if a token of the policy's tokenizer has another id in the teacher's, or none.
     """
@@ -146,8 +146,8 @@ def load_teacher(path: str, config: ModelConfig, policy: PreTrainedModel, weight
         if (token := theirs.get(ident)) != mine[ident]:
             raise ConfigError(
                 f"{field}: token {ident} is {mine[ident]!r} for the trained model and "
-                f"{'none' if token is None else repr(token)} for {path!r}, whose scores would be of other text; take a "
-                "teacher of the same vocabulary"
+                f"{'none' if token is None else repr(token)} for {path!r}, which would score other text; use a teacher "
+                "with the same vocabulary"
             )
     return load_frozen(path, field, policy, weights)
 
@@ -159,10 +159,10 @@ def _load(directory: Path, field: str, weights: bool) -> PreTrainedModel:
 
 
 def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
-    """Return the causal LM in a directory, in float32; `gguf_file`: the name of a GGUF file there that has it.
+    """Return the causal LM in a directory, in float32. gguf_file: name of a GGUF file in the directory with the model.
 
-    Of one with towers, it is the language part (`models.multimodal`). weights: as for `make_model`.
-    Raises ConfigError, naming the setting, for what cannot be loaded or lacks some of the model's weights.
+    A model with towers is reduced to its language part (`models.multimodal`). weights: as for `make_model`.
+    Raises ConfigError, naming the setting, if it cannot be loaded or lacks some of the model's weights.
     """
     path = str(directory)
     hf_logging.disable_progress_bar()  # callers show their own progress
@@ -177,15 +177,15 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
                 device_map=None if weights else "meta",
                 dtype=torch.float32,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below like what is missing
+                ignore_mismatched_sizes=True,  # reported below, like missing weights
                 local_files_only=True,
                 trust_remote_code=False,
             )
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         if gguf_file is None and _names_code(directory / "config.json"):
             raise ConfigError(
-                f"{field}: the model in {path!r} brings code of its own (auto_map in config.json), which is never "
-                "run; take one of an architecture that transformers has, or register its classes from Python "
+                f"{field}: the model in {path!r} brings its own code (auto_map in config.json), never run; use an "
+                "architecture of transformers, or register its classes from Python "
                 "(AutoConfig.register, AutoModelForCausalLM.register)"
             ) from error
         raise ConfigError(f"{field}: {gguf_file or path!r} cannot be loaded: {error}") from error
@@ -206,7 +206,7 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
 
 @contextmanager
 def _without_adapter(directory: Path) -> Iterator[Path]:
-    """Yield the directory, or links to its files if an adapter is beside the model: transformers would add it."""
+    """Yield the directory, or links to its files if there is an adapter beside the model: transformers would add it."""
     if not (directory / ADAPTER_CONFIG).is_file():
         yield directory
         return
@@ -218,16 +218,16 @@ def _without_adapter(directory: Path) -> Iterator[Path]:
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Compute what no file of a model has, rotary frequencies among others, for one whose tensors are new and empty."""
+    """Compute buffers that no model file contains, such as rotary frequencies, for newly allocated tensors."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves those alone
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers skips those
     for module in model.modules():
         if module._non_persistent_buffers_set:
             model._init_weights(module)
 
 
 def _read_by_the_model(config: PretrainedConfig, names: Iterable[str]) -> set[str]:
-    """Those of the names that the model's own code reads of its configuration, as Qwen 3 MoE does `head_dim`."""
+    """Return the names that the model's own code reads from its configuration, as Qwen 3 MoE does `head_dim`."""
     source = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]) if names else ""
     return {name for name in names if re.search(rf'\bconfig(\.|, "){re.escape(name)}\b', source)}
 

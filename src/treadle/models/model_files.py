@@ -1,4 +1,4 @@
-"""Where the files of a configured model lie, whatever names it, and whether they are there. Needs no torch."""
+"""Location and presence of the files of a configured model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHIPPED_TOKENIZERS = {
     "search-small": "search_tokenizer",
     "tools-small": "tools_tokenizer",
 }
-"""Names that `model.tokenizer` may have -> directories of `treadle.recipes`."""
+"""Special names for `model.tokenizer` -> directories of `treadle.recipes`."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 
@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def check_model_files(config: ModelConfig) -> None:
-    """Raise ConfigError if a directory or file that the section names is not there."""
+    """Raise ConfigError if a directory or file named by the section is missing."""
     if config.build is None:
         base_directory(config)
     tokenizer_directory(config)
@@ -35,19 +35,19 @@ def check_model_files(config: ModelConfig) -> None:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory is that of an adapter; one beside a whole model is not used."""
+    """Return whether a directory is an adapter's; one beside a whole model is not used."""
     return (directory / ADAPTER_CONFIG).is_file() and not any(directory.glob("model*.safetensors"))
 
 
 def require_model_or_adapter(name: str, setting: str) -> Path:
-    """Return the directory of a model, as `require_model`, or of an adapter, as it was given."""
+    """Return the directory of a model, as `require_model`, or of an adapter, unchanged."""
     return Path(name) if is_adapter(Path(name)) else require_model(name, setting)
 
 
 def located(directory: Path, base: str | None = None) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that name the model or adapter in a directory.
+    """Return the fields of `ModelConfig` for the model or adapter in a directory.
 
-    base: that of an adapter; default: the one that it names.
+    base: base of an adapter; default: the one it names.
     """
     if is_adapter(directory):
         return {"adapter": str(directory), "path": base, "build": None}
@@ -67,10 +67,11 @@ def base_directory(config: ModelConfig) -> Path:
 
 
 def require_model(name: str, setting: str) -> Path:
-    """Return the directory of a model: one on disk, or converted before (`model_cache`), or of the hub (`hub`).
+    """Return the directory of a model: on disk, or already converted (`model_cache`), or from the hub (`hub`).
 
-    A model of the hub is downloaded if it is not in the cache. Raises ConfigError, naming the setting, where there is
-    none; DownloadError if the hub cannot be reached.
+    A model of the hub is downloaded unless cached. Raises ConfigError, naming the setting, if there is none;
+    DownloadError
+    if the hub cannot be reached.
     """
     path = Path(name)
     if (path / "config.json").is_file() and not is_adapter(path):
@@ -78,7 +79,7 @@ def require_model(name: str, setting: str) -> Path:
     if (path / "config.yaml").is_file():
         checkpoints = sorted(path.glob("checkpoints/step-*"))
         such_as = f"take one of its checkpoints, such as {checkpoints[-1]}" if checkpoints else "it has no checkpoint"
-        raise ConfigError(f"{setting}: {name!r} is a run; {such_as}, or what `treadle export` makes of it")
+        raise ConfigError(f"{setting}: {name!r} is a run; {such_as}, or an export of it (`treadle export`)")
     if is_adapter(path):
         raise ConfigError(f"{setting}: {name!r} is the directory of an adapter; give it as model.adapter")
     if path.is_dir():
@@ -102,7 +103,7 @@ def require_model(name: str, setting: str) -> Path:
 
 
 def _meant(name: str) -> str:
-    """Return `did you mean 'models/sums'? ` for a model in the same directory that is spelled alike, else ""."""
+    """Return `did you mean 'models/sums'? ` for a similarly named model in the same directory, or ""."""
     path = Path(name)
     models = [config.parent.name for config in path.parent.glob("*/config.json")]
     models += [*(file.name for file in path.parent.glob("*.gguf")), *(PACKAGED if path.name == name else ())]
@@ -111,13 +112,13 @@ def _meant(name: str) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name may be that of a model on a hub; where its first part is a directory here, it is a path."""
+    """Return whether a name may be a model's on a hub; if its first part is a directory here, it is a path."""
     looks_so = _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
     return looks_so and not Path(name).parent.is_dir()
 
 
 def require_template(template: str | None, setting: str) -> None:
-    """Raise ConfigError, naming the setting, for a file that is not there; plain names are the tokenizer's to check."""
+    """Raise ConfigError, naming the setting, for a missing file; plain names are checked by the tokenizer."""
     if template is not None and ("/" in template or template.endswith(".jinja")) and not Path(template).is_file():
         raise ConfigError(f"{setting}: no file {template!r}; give the file of a chat template, or leave it out")
 

@@ -1,10 +1,10 @@
 """Checkpoints with more than a language model: towers for images and sound, projectors, drafting heads (mtp).
 
     model.language_model.*, lm_head.*    the language part: loaded, trained, sampled from
-    everything else                      the rest: left in its file, and written with every checkpoint and export
+    everything else                      the rest: stays in its file, and is written with every checkpoint and export
 
-What goes out thus has all that came in, under the names that came in, and the rest bit for bit. The original's class
-computes as it did on text; its towers are taken off, and need no memory.
+Output thus contains all of the input, under the original names, and the rest bit for bit. The original's class computes
+text as before; its towers are removed, and need no memory.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 
 
 def keep_language_part(model: PreTrainedModel, directory: Path, field: str) -> None:
-    """Take everything but decoder and head off a model that was loaded whole, and note what its files have besides.
+    """Remove all but decoder and head from a model that was loaded whole, and note what else its files contain.
 
-    Raises ConfigError, naming the setting, where the language part or the names of its weights cannot be told.
+    Raises ConfigError, naming the setting, if the language part or the names of its weights cannot be identified.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is model or head is None:
-        raise ConfigError(f"{field}: {type(model).__name__} does not tell its language model from the rest")
+        raise ConfigError(f"{field}: {type(model).__name__} does not separate its language model from the rest")
     stored = _stored(directory)
     if not stored:
-        raise ConfigError(f"{field}: no model.safetensors in {str(directory)!r}; save the model anew as safetensors")
+        raise ConfigError(f"{field}: no model.safetensors in {str(directory)!r}; save the model again as safetensors")
     _take_off(model, {*decoder.modules(), *head.modules(), *model.get_input_embeddings().modules()})
     names, taken, unnamed = _names(model, stored)
     if unnamed:
         raise ConfigError(
             f"{field}: {type(model).__name__} has {unnamed[0]}, and no file in {str(directory)!r} has it under a name "
-            "that transformers would write; save the model anew with transformers (save_pretrained)"
+            "that transformers would write; save the model again with transformers (save_pretrained)"
         )
     set_rest(model, Rest(names, {name: tensor for name, tensor in stored.items() if name not in taken}))
 
 
 def keep_names(model: PreTrainedModel, directory: Path) -> None:
-    """Have a language model alone written under the names of its files, where those are others than the model's."""
+    """Write a language model under the names in its files, if they differ from the model's."""
     stored = _stored(directory)
     if all(any(name in stored for name in same) for same in _tied(model)):
         return
@@ -65,7 +65,7 @@ def keep_names(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _take_off(module: nn.Module, needed: set[nn.Module]) -> None:
-    """Remove from a module what is not needed, children and parameters of its own, at any depth."""
+    """Remove unneeded children and parameters from a module, at any depth."""
     for name, child in list(module.named_children()):
         if child in needed:
             continue
@@ -79,8 +79,8 @@ def _take_off(module: nn.Module, needed: set[nn.Module]) -> None:
 
 
 def _stored(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a directory by name, mapped into memory: none is read before it is used."""
-    files = {"model.safetensors"}  # which transformers prefers to an index beside it
+    """Return all tensors of a directory by name, memory-mapped: none is read before it is used."""
+    files = {"model.safetensors"}  # transformers prefers it to an index beside it
     if not (directory / "model.safetensors").is_file():
         files = set(json.loads((directory / "model.safetensors.index.json").read_bytes())["weight_map"].values())
     stored: dict[str, Tensor] = {}
@@ -92,10 +92,10 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 
 
 def _names(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], set[str], list[str]]:
-    """Return a model's names -> those in its files; all names that its weights have in files; and those in none.
+    """Return a model's names -> names in its files; all names of its weights in files; and those missing in files.
 
-    Of tied weights, the first is written, under whichever of their names the files have. What transformers splits or
-    fuses while it loads, such as experts, keeps the name that it has in transformers.
+    Of tied weights, the first is written, under whichever of their names the files have. Weights that transformers
+    splits or fuses while loading, such as experts, keep their names in transformers.
     """
     described = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     original = revert_weight_conversion(model, dict(described))
@@ -118,7 +118,7 @@ def _names(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def _tied(model: PreTrainedModel) -> list[list[str]]:
-    """Return the names of each weight, all of those that are tied together."""
+    """Return the names of each weight, with all tied names together."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

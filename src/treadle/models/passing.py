@@ -1,4 +1,4 @@
-"""What a forward pass hands to a model's layers: hung on them, since models drop keyword arguments on the way."""
+"""Data that a forward pass hands to a model's layers: attached to them, because models drop keyword arguments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAME = "_treadle_passing"
 class Passing(Generic[T]):
     """Hands `current` to the layers of a model.
 
-    It is no context variable: a backward pass that computes layers again may run in another thread.
+    Not a context variable: a backward pass that recomputes layers may run in another thread.
     """
 
     def __init__(self) -> None:
         self.current: T | None = None
 
     def hang(self, model: nn.Module) -> list[nn.Module]:
-        """Hang it on all numbered layers; returns them."""
+        """Attach it to all numbered layers; return them."""
         layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
         for layer in layers:
             vars(layer)[_NAME] = self
@@ -43,8 +43,8 @@ class Passing(Generic[T]):
 
 
 def handed(layer: nn.Module) -> Any:
-    """Return what the current forward pass hands to a layer. Raises ConfigError if it cannot be found from there."""
+    """Return the data that the current forward pass hands to a layer. Raises ConfigError if the layer has none."""
     passing = vars(layer).get(_NAME)
     if passing is None or passing.current is None:
-        raise ConfigError(f"{type(layer).__name__} has no layer_idx: what belongs to a forward pass does not reach it")
+        raise ConfigError(f"{type(layer).__name__} has no layer_idx, so data of a forward pass cannot reach it")
     return passing.current

@@ -1,9 +1,9 @@
-"""The routers of a mixture-of-experts model: recording or prescribing which experts they choose.
+"""The routers of a mixture-of-experts model: recording or prescribing their choice of experts.
 
 Shapes: T tokens of a forward pass, M layers with experts, k experts a token.
 
-A router of transformers answers (logits, weights, indices), and the last `torch.topk` that it computes is its choice.
-That call is all that is watched or replaced: weights of given experts are computed, and trained, as of chosen ones.
+A router in transformers returns (logits, weights, indices), and its last `torch.topk` is its choice. Only that call is
+watched or replaced: weights of given experts are computed, and trained, like those of chosen ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOPK = (torch.topk, Tensor.topk)
 class _Choice(TorchFunctionMode):
     """Inside a router's forward pass: gives the `last` top-k the experts `wanted` int64[T, k], where they are not -1.
 
-    calls: of top-k so far. chosen int64[T, k]: what the latest one answered. experts: out of how many.
+    calls: number of top-k so far. chosen int64[T, k]: result of the latest one. experts: number to choose from.
     """
 
     def __init__(self, wanted: Tensor | None = None, last: int = 0) -> None:
@@ -54,8 +54,8 @@ class _Choice(TorchFunctionMode):
 class Routers:
     """A model's routers, in the order of its layers.
 
-    layers: M. top_k: k. experts: of a layer. topks: how often a router computes a top-k. numbers: which of the model's
-    hidden layers they belong to, from 0.
+    layers: M. top_k: k. experts: number per layer. topks: top-k calls per router. numbers: hidden layers they belong
+    to, from 0.
     """
 
     modules: tuple[nn.Module, ...]
@@ -72,7 +72,7 @@ class Routers:
     def of(cls, model: PreTrainedModel) -> Routers:
         """Return a model's routers.
 
-        Raises ConfigError for a model without experts, or with routers that are not as described above.
+        Raises ConfigError for a model without experts, or with routers that do not work as described above.
         """
         name, named = type(model).__name__, _routers(model)
         modules = tuple(named.values())
@@ -89,9 +89,9 @@ class Routers:
 
     @contextmanager
     def choosing(self, wanted: Tensor | None = None) -> Iterator[list[Tensor]]:
-        """Yield a list of what the routers choose, int64[T, k] a layer, which the first forward pass within fills.
+        """Yield a list of the routers' choices, int64[T, k] per layer, filled by the first forward pass inside.
 
-        Within, the routers choose `wanted` int64[T, M, k]; where that is -1, or without it, for themselves.
+        The routers choose `wanted` int64[T, M, k]; where that is -1, or without it, they choose themselves.
         """
         chosen: list[Tensor] = []
         with ExitStack() as undo:
@@ -123,7 +123,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitS
 
 
 def _routers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Modules, by name, of the classes that transformers records router logits of."""
+    """Return modules, by name, of the classes for which transformers records router logits."""
     named: dict[str, nn.Module] = dict(model.named_modules())
     classes: list[type] = []
     for module in named.values():
@@ -135,9 +135,9 @@ def _routers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | None:
-    """Return (k, experts, calls of top-k) of a router that uses the experts it is given, else None."""
+    """Return (k, experts, calls of top-k) of a router that uses prescribed experts, otherwise None."""
     hidden = model.config.get_text_config().hidden_size
-    if model.device.type == "meta":  # any weights show how it works
+    if model.device.type == "meta":  # any weights will do to observe it
         router = copy.deepcopy(router).to_empty(device="cpu")
         for tensor in (*router.parameters(), *router.buffers()):
             tensor.data.copy_(torch.linspace(-1, 1, tensor.numel()).view_as(tensor))
@@ -153,11 +153,11 @@ def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | N
 
 
 def _ask(router: nn.Module, tokens: Tensor, choice: _Choice) -> _Choice | None:
-    """Return the choice; None if the router does not answer with it."""
+    """Return the choice; None if the router does not return it."""
     try:
         with choice:
             answer = router(tokens)
-    except (TypeError, ValueError):  # it takes or makes something else
+    except (TypeError, ValueError):  # unexpected inputs or outputs
         return None
     if choice.chosen is None or not isinstance(answer, tuple) or len(answer) < 3:
         return None

@@ -1,7 +1,7 @@
-"""Layers that go from token to token with a state: recurrences and convolutions, by transformers' cache interface.
+"""Layers that process tokens sequentially with a state: recurrences and convolutions, by transformers' cache interface.
 
 Such a layer (gated delta net, Kimi delta attention, Mamba 2, short convolution) asks a cache for the state before its
-first token and hands it the one behind its last, for any number of tokens. `States` is such a cache, of one layer.
+first token and hands back the one after its last, for any number of tokens. `States` is such a cache for one layer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 State = Mapping[tuple[str, int], Tensor]
-"""What a layer keeps of a sequence, by name and number: `("conv", 0)`, `("recurrent", 0)`; without the batch."""
+"""Name and number of a layer's state: `("conv", 0)`, `("recurrent", 0)`; tensors without the batch dimension."""
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
-_MEASURED = 256  # tokens: several chunks, in which recurrences are scored
+_MEASURED = 256  # tokens; covers several chunks of recurrent scoring
 _CACHE = ("cache", "cache_params", "past_key_values")
 
 
 def stateful_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers that hand a state to a cache -> the name of their argument for it."""
+    """Return the layers that keep a state in a cache -> the name of their cache argument."""
     found = {}
     for module in model.modules():
         if hasattr(module, "layer_idx") and _keeps_state(type(module)):
@@ -42,10 +42,10 @@ def _keeps_state(kind: type) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """Bytes that layers with states need, in float32.
+    """Memory of layers with states, in bytes, in float32.
 
-    state: of one sequence, in all layers. kept: by autograd, of one token in all layers. one_state, one_kept: in the
-    largest layer.
+    state: one sequence, in all layers. kept: kept by autograd for one token in all layers. one_state, one_kept: the
+    same for the largest layer.
     """
 
     state: int = 0
@@ -55,9 +55,9 @@ class StateMemory:
 
 
 def state_memory(model: PreTrainedModel, device: torch.device | str = "meta") -> StateMemory:
-    """Measure what a model's layers with states need, by a pass of one layer of each type. device: to compute on.
+    """Measure the memory of a model's layers with states, by a pass of one layer per type. device: where to compute.
 
-    The meta device, on which no memory is needed, has no fused kernels; they keep less.
+    The meta device needs no memory but has no fused kernels, which keep less.
     """
     layers, measured = stateful_layers(model), dict[type, tuple[int, int]]()
     width: int = model.config.get_text_config().hidden_size
@@ -71,7 +71,7 @@ def state_memory(model: PreTrainedModel, device: torch.device | str = "meta") ->
 
 
 def _measure(layer: nn.Module, argument: str, width: int) -> tuple[int, int]:
-    """Return the bytes of a sequence's state, and those that autograd keeps of a token."""
+    """Return the bytes of a sequence's state, and the bytes kept by autograd per token."""
     weights, kept = {p.untyped_storage()._cdata for p in layer.parameters()}, dict[int, Tensor]()
     device = next(layer.parameters()).device
 
@@ -91,9 +91,9 @@ def _measure(layer: nn.Module, argument: str, width: int) -> tuple[int, int]:
 
 
 class States:
-    """The states of B sequences in one layer, in the shape of transformers' cache.
+    """The states of B sequences in one layer, with the interface of transformers' cache.
 
-    now: name -> [B, ...]; empty where the sequences begin.
+    now: name -> [B, ...]; empty for new sequences.
     """
 
     def __init__(self, now: Mapping[tuple[str, int], Tensor] | None = None) -> None:
@@ -101,7 +101,7 @@ class States:
 
     @classmethod
     def of(cls, states: Sequence[State]) -> States:
-        """Return the states of several sequences; without any, of sequences that begin."""
+        """Return the states of several sequences; without any, of new sequences."""
         return cls({name: torch.stack([state[name] for state in states]) for name in states[0]} if states else {})
 
     def at(self, row: int) -> State:
@@ -124,7 +124,7 @@ class States:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Add the newest inputs [B, d, n]; return them behind the kept ones."""
+        """Add the newest inputs [B, d, n]; return them after the kept ones."""
         before = self.get_conv_state(layer_idx, state_idx)
         whole = conv_states if before is None else torch.cat([before, conv_states], -1)
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]

@@ -1,4 +1,4 @@
-"""Which models tree attention can express, judged by their configuration; and what no packing can."""
+"""Which models tree attention supports, judged by their configuration; and which none of the packings do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from treadle.core.errors import ConfigError
 
 _ATTENTION = {"full_attention", "attention", "sliding_attention"}
 _STATEFUL = {"linear_attention", "mamba", "mamba2", "conv", "hybrid"}  # hybrid: attention and Mamba side by side
-_MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}  # transformers' layer begins anew with several tokens
-_NO_MIXER = {"mlp", "moe"}  # blocks of Nemotron-H that look at one token alone
+_MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}  # transformers' layer restarts if given several tokens
+_NO_MIXER = {"mlp", "moe"}  # blocks of Nemotron-H that see only one token
 
 
 def require_known_layers(model: PreTrainedModel) -> None:
@@ -22,21 +22,21 @@ def require_known_layers(model: PreTrainedModel) -> None:
 
 
 def layer_kinds(text: PretrainedConfig) -> list[str]:
-    """Return the kinds of layers that a configuration names, in order."""
+    """Return the kinds of layers in a configuration, in order."""
     return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 def stateful_kinds(config: PretrainedConfig) -> set[str]:
-    """Return the kinds of a model's layers that go from token to token with a state."""
+    """Return the kinds of a model's layers that process tokens sequentially with a state."""
     return set(layer_kinds(config.get_text_config())) & _STATEFUL
 
 
 def decoding_gap(config: PretrainedConfig) -> tuple[float, str] | None:
     """Return `ModelInfo.decoding_gap`.
 
-    Convolutions are the same sums for one token and for several, recurrences are not: in float32, over 100 tokens,
-    log-probabilities of tiny random gated delta nets differed by up to 3.5e-4. Nemotron-H's time steps have a lower
-    limit in transformers for several tokens only; one of 0.01 made up to 0.03.
+    Convolutions give the same sums for one token and for several, recurrences do not: in float32, over 100 tokens,
+    log-probabilities of tiny random gated delta nets differed by up to 3.5e-4. transformers bounds Nemotron-H's time
+    steps from below only for several tokens; a bound of 0.01 made a difference of up to 0.03.
     """
     recurrent = stateful_kinds(config) - {"conv"}
     if not recurrent:
@@ -60,32 +60,32 @@ def attending_layers(config: PretrainedConfig) -> set[int]:
 
 
 def why_not_packable(config: PretrainedConfig) -> str | None:
-    """Return why the model's layers cannot share prefixes, or None where they can, as far as its configuration tells.
+    """Return why the model's layers cannot share prefixes, or None if they can, judged by its configuration.
 
-    Such a model keeps its own attention and computes every step as a row of its own.
+    Such a model keeps its own attention and computes every step as a separate row.
     """
     text = config.get_text_config()
     if strange := set(layer_kinds(text)) - _ATTENTION - _STATEFUL - _NO_MIXER:
         return f"it has {', '.join(sorted(strange))} layers"
     if text.model_type in _MAMBA_1:
-        return "its Mamba layers do not go on from a state with several tokens"
+        return "its Mamba layers cannot continue from a state with several tokens"
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         return "it has cross-attention"
     return None
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without its head; the model itself if it does not tell them apart."""
+    """Return the model without its head; the model itself if it does not separate them."""
     decoder: PreTrainedModel = model.get_decoder()
-    inner = getattr(model, "model", None)  # of Llama 4, whose `base_model_prefix` is another name
+    inner = getattr(model, "model", None)  # for Llama 4, which has another name in `base_model_prefix`
     return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
 
 
 def refuse_randomness(model: PreTrainedModel) -> None:
-    """Raise ConfigError for dropout or routing noise: what is trained would not be the policy that sampled."""
+    """Raise ConfigError for dropout or routing noise: the trained policy would differ from the sampling one."""
     rates = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for name, value in model.config.get_text_config().to_dict().items():
-        unused = name.startswith(("summary_", "classifier_"))  # of heads that a causal LM does not have
+        unused = name.startswith(("summary_", "classifier_"))  # settings of heads that a causal LM lacks
         if not unused and ("dropout" in name or "jitter" in name or name.endswith("_pdrop")):
             rates[name] = value
     for name, value in rates.items():
@@ -94,9 +94,9 @@ def refuse_randomness(model: PreTrainedModel) -> None:
 
 
 def slides(config: PretrainedConfig, layer: int) -> bool:
-    """Return whether the configuration says that this layer's attention has a sliding window.
+    """Return whether the configuration gives this layer's attention a sliding window.
 
-    Without layer types, a window applies to every layer; one as long as the model's context is none.
+    Without layer types, a window applies to every layer; one as long as the model's context does not count.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

@@ -1,4 +1,4 @@
-"""Writing a safetensors file of tensors that come one at a time, so that no two of them need be in memory at once."""
+"""Writing a safetensors file from tensors that arrive one at a time, so that at most one is in memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NAMES = {
 def write_tensors(
     path: Path, described: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file of all `tensors`, whose types and shapes are those of `described`, in whichever order they come.
+    """Write a file of all `tensors`, with the dtypes and shapes of `described`, in any order of arrival.
 
-    As in files that safetensors writes, wider types come first, so that each tensor is aligned. Raises OSError.
+    As in safetensors' own files, wider dtypes come first, so that each tensor is aligned. Raises OSError.
     """
     names = sorted(described, key=lambda name: (-described[name].element_size(), name))
     ends = accumulate((described[name].numel() * described[name].element_size() for name in names), initial=0)

@@ -1,4 +1,4 @@
-"""What lies in a model's directory and takes no part in a run: it is said rather than left to be found out."""
+"""Parts of a model's directory that a run ignores, reported so that no one has to find out."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _NEUTRAL: Mapping[str, float] = {
     "sequence_bias": 0,
     "watermarking_config": 0,
 }
-"""Settings of generation_config.json that change what is sampled, and their values that change nothing."""
+"""Settings of generation_config.json that affect sampling, with their neutral values."""
 
 
 def unused_parts(config: ModelConfig, sampling: Mapping[str, float]) -> list[str]:
-    """Return a line for each part of the model's directory that is not used: an adapter, towers, how to sample.
+    """Return a line for each unused part of the model's directory: an adapter, towers, sampling settings.
 
-    sampling: how the run samples, by the names of generation_config.json. Raises ConfigError as `base_directory`.
+    sampling: the run's sampling settings, by names of generation_config.json. Raises ConfigError as `base_directory`.
     """
     if config.build is not None:
         return []
@@ -57,12 +57,12 @@ def unused_parts(config: ModelConfig, sampling: Mapping[str, float]) -> list[str
         lines.append(f"the adapter beside the model ({ADAPTER_CONFIG}); to use it, give it as model.adapter")
     content = _read(directory / "config.json")
     if towers := sorted(name for name, part in content.items() if part and _TOWER.fullmatch(name)):
-        kept = "; checkpoints and exports keep it as it is" if content.get("text_config") else ""
-        lines.append(f"what the model has for other input than text ({', '.join(towers)}){kept}")
+        kept = "; checkpoints and exports keep it unchanged" if content.get("text_config") else ""
+        lines.append(f"the model's parts for input other than text ({', '.join(towers)}){kept}")
     declared = read_generation_config(directory)
     others = [f"{name} {declared[name]}" for name in _NEUTRAL if _matters(name, declared.get(name), sampling)]
     if others:
-        lines.append(f"{', '.join(others)} of {GENERATION_CONFIG}; `rollout` says how a run samples")
+        lines.append(f"{', '.join(others)} of {GENERATION_CONFIG}; `rollout` sets a run's sampling")
     return lines
 
 

@@ -1,9 +1,9 @@
 """The weights of a Hugging Face model by name, tied ones once: three named sets, and their digest.
 
-`trained`, `published` and `saved` (`treadle.core.trainer`) are all weights, or those of the adapters if a model has any
-(and what else is trained, such as a value head). Of a checkpoint with towers (`models.multimodal`) they are of the
-language part; files have the `rest` besides. Where ranks share a model, those that are trained and saved are each
-rank's shards; published ones are whole, and gathered one after the other.
+`trained`, `published` and `saved` (`treadle.core.trainer`) cover all weights, or only the adapters if a model has any
+(plus other trained parts, such as a value head). For a checkpoint with towers (`models.multimodal`), they cover the
+language part; files also contain the `rest`. If ranks share a model, trained and saved tensors are each rank's shards;
+published ones are whole, gathered one at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG_NOT_COMPARED = {"architectures", "dtype", "transformers_version"}
-"""Fields of a model's configuration that are written for others, or by another transformers."""
+"""Fields of a model's configuration written for other readers, or by another version of transformers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """What a model's files have besides the language part that is loaded of them, and under which names.
+    """Contents of a model's files besides the loaded language part, and the names in the files.
 
-    names: of the language part, in the model -> in the files. tensors: the rest, by their names in the files, on the
+    names: names of the language part, in the model -> in the files. tensors: the rest, by names in the files, on the
     CPU. Copies of a model share it.
     """
 
@@ -45,24 +45,24 @@ _REST = "_treadle_rest"
 
 
 def set_rest(model: nn.Module, rest: Rest) -> None:
-    """Note what the files of a model have besides it."""
+    """Register the other contents of a model's files."""
     setattr(model, _REST, rest)
 
 
 def is_language_part(model: nn.Module) -> bool:
-    """Return whether a model is the language part of a checkpoint that has more."""
+    """Return whether a model is the language part of a larger checkpoint."""
     rest = _rest(model)
     return rest is not None and bool(rest.tensors)
 
 
 def rest_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return name -> tensor of what a model's files have besides `saved`; {} for adapters, or without towers."""
+    """Return name -> tensor of the contents of a model's files besides `saved`; {} for adapters, or without towers."""
     rest = _rest(model)
     return {} if rest is None or adapter_weights(model) else rest.tensors
 
 
 def convert_rest(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have files written of a model that has a rest hold that in another precision than it came in."""
+    """Have files of a model with a rest contain the rest in the given precision."""
     if (rest := _rest(model)) is not None:
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in rest.tensors.items()}
         set_rest(model, Rest(rest.names, tensors))
@@ -75,7 +75,7 @@ def _rest(model: nn.Module) -> Rest | None:
 def unique_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> tensor (not copied) of every parameter and persistent buffer, a tied one under its first name.
 
-    Names are those of the model's files where these have a `rest`.
+    Names are those in the model's files if it has a `rest`.
     """
     rest = _rest(model)
     weights: dict[str, Tensor] = {}
@@ -99,31 +99,31 @@ def adapter_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of what the optimizer moves, in the module's own order; a tied one once."""
+    """Yield name and parameter of the optimizer's weights, in the module's own order; tied ones once."""
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def published(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of what engines serve, in the order of names; a tied one under its first.
+    """Yield name and tensor of the weights that engines serve, in the order of names; tied ones under their first name.
 
-    Tensors are not copied; one that is sharded is gathered when it is its turn, which all ranks must let come.
+    Tensors are not copied; sharded ones are gathered in turn, in which all ranks must take part.
     """
     return gathered(saved(module))
 
 
 def described(module: nn.Module) -> dict[str, Tensor]:
-    """Return what has type and shape of each of `published`, by the same names in the same order."""
+    """Return tensors with dtype and shape of each of `published`, by the same names in the same order."""
     return dict(sorted(saved(module).items()))
 
 
 def saved(module: nn.Module) -> dict[str, Tensor]:
-    """Return name -> tensor, not copied, of what a checkpoint or an export holds; a tied one under its first name."""
+    """Return name -> tensor, not copied, of a checkpoint's or export's weights; tied ones under their first name."""
     return adapter_weights(module) or unique_weights(module)
 
 
 @contextmanager
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, the model computes with other adapters, by the names of `adapter_weights`."""
+    """Have the model compute with other adapters inside the block, by the names of `adapter_weights`."""
     mine = adapter_weights(model)
     kept = {name: tensor.clone() for name, tensor in mine.items()}
     copy_by_name(mine, weights)
@@ -135,18 +135,18 @@ def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def copy_by_name(mine: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Copy tensors in place, each from the one of its name."""
+    """Copy tensors in place, by name."""
     for name, tensor in mine.items():
         tensor.copy_(weights[name])
 
 
 def gathered(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor in the order of names, not copied but for one that is sharded, which is gathered."""
+    """Yield name and tensor in the order of names, not copied unless sharded, and then gathered."""
     return ((name, whole(weights[name])) for name in sorted(weights))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor; one that is sharded is gathered, which all ranks must do together."""
+    """Return the tensor; a sharded one is gathered, which all ranks must do together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -156,13 +156,13 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
 
 
 def model_sha256(model: PreTrainedModel) -> str:
-    """Return the SHA-256 (hex) of what a model computes with, weights and configuration, wherever its files are."""
+    """Return the SHA-256 (hex) of a model's weights and configuration, wherever its files are."""
     config = {k: v for k, v in json.loads(model.config.to_json_string()).items() if k not in CONFIG_NOT_COMPARED}
     return hashlib.sha256(f"{weights_sha256(saved(model))} {json.dumps(config, sort_keys=True)}".encode()).hexdigest()
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return `weights_sha256` of (name, tensor) pairs that come in the order of names; one is held at a time."""
+    """Return `weights_sha256` of (name, tensor) pairs in the order of names, keeping one in memory at a time."""
     digest = hashlib.sha256()
     for name, tensor in weights:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

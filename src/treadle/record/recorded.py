@@ -138,7 +138,7 @@ def logged(row: Mapping[str, Any], where: str, untrained: Iterable[int] = ()) ->
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise DataError(
-            f"{where}: 'messages' must be a list of objects, got {messages!r:.80}; write objects, and not as JSON text"
+            f"{where}: 'messages' must be a list of objects, got {messages!r:.80}; write objects, not JSON text"
         )
     plain = [{k: v for k, v in m.items() if v is not None and k not in _BESIDE} for m in messages]
     tools, reward = row.get("tools") or (), row.get("reward")

@@ -1,1 +1,1 @@
-"""The model, the packed forward pass, the optimizer and checkpoints: what changes weights."""
+"""Training: the model, the packed forward pass, the optimizer and checkpoints."""

@@ -1,12 +1,12 @@
 """Checkpoints: a Hugging Face directory plus the optimizer. Complete or absent, safetensors only, no pickle.
 
 step-000040/  model.safetensors config.json tokenizer.json ...   loadable by transformers
-              optimizer.safetensors  checkpoint.json             what resuming needs besides
-              value_head, reference, teacher .safetensors        if there are any that the run makes
+              optimizer.safetensors  checkpoint.json             further state for resuming
+              value_head, reference, teacher .safetensors        if the run has any of its own
               SHA256SUMS                                         the manifest (core.files)
 
-Several ranks write what is beside the model as directories of shards (`checkpoint_shards`), each rank its own; any
-number of ranks reads either. The model is one file in any case.
+Several ranks write the state beside the model as directories of shards (`checkpoint_shards`), each rank its own; any
+number of ranks can read either. The model is always one file.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ from treadle.training.learner import Learner
 from treadle.training.ranks import Ranks
 
 _FACTS = "checkpoint.json"
-_NOT_COPIED = {"config.json", GENERATION_CONFIG, MANIFEST, _FACTS, ADAPTER_CONFIG}  # written, or not part of the model
+# rewritten, or not part of the model
+_NOT_COPIED = {"config.json", GENERATION_CONFIG, MANIFEST, _FACTS, ADAPTER_CONFIG}
 _OF_TOKENIZER = re.compile(
     r"tokenizer(_config)?\..*|(special_tokens_map|added_tokens)\.json|vocab\.(json|txt)|merges\.txt|spiece\.model|"
     r"chat_template\..*|additional_chat_templates/.*\.jinja"
 )
 _WEIGHTS = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|ot|ckpt|nemo|npz|tflite)(\.index\.json)?$|^\.")
-_PARTS = ("optimizer", "value_head", "reference", "teacher")  # of a checkpoint, beside the model
+_PARTS = ("optimizer", "value_head", "reference", "teacher")  # parts of a checkpoint beside the model
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def model_files(
     model: PreTrainedModel, tokenizer: Path, weights: Iterable[tuple[str, Tensor]] | None = None
 ) -> Iterator[tuple[str, Content]]:
-    """Yield name and content of what makes a model directory: weights, configs, tokenizer. Raises OSError.
+    """Yield name and content of the files of a model directory: weights, configs, tokenizer. Raises OSError.
 
-    What else its directory had (towers, a processor, a licence) comes along, but for files of another tokenizer.
-    weights: the saved ones, whole and in the order of names, where the model's own are shards.
+    Other files of the model's directory (towers, a processor, a license) are included, except those of another
+    tokenizer.
+    weights: the saved weights, whole and in the order of names, if the model's own are shards.
     """
     if adapter_weights(model):
         from treadle.models.lora import adapter_files  # peft, which only adapters need
@@ -77,7 +79,7 @@ def model_files(
         return
     yield "model.safetensors", _weights(model, weights)
     config = json.loads(model.config.to_json_string())
-    # inference engines choose the class by `architectures`, which only models that were loaded have
+    # Inference engines choose the class by `architectures`, which only loaded models have.
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
     yield "config.json", json.dumps(config, indent=2, sort_keys=True).encode()
     yield from _tokenizer_files(tokenizer)
@@ -109,12 +111,12 @@ def _weights(model: PreTrainedModel, whole: Iterable[tuple[str, Tensor]] | None)
 
 
 def _tensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Content:
-    """Return what writes a safetensors file straight from the tensors: no second copy of them is made."""
+    """Return a function that writes a safetensors file directly from the tensors, without a second copy of them."""
 
     def write(path: Path) -> None:
         try:
             save_file(tensors, path, metadata)
-        except SafetensorError as error:  # safetensors has its own for a full disk
+        except SafetensorError as error:  # safetensors raises its own error for a full disk
             raise OSError(str(error)) from error
 
     return write
@@ -127,7 +129,7 @@ def export_model(
     beside: Mapping[str, Content] | None = None,
     weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
-    """Write a model directory that transformers and `model.path` load, and further files by name. Complete or absent.
+    """Write a model directory for transformers and `model.path`, with additional files by name. Complete or absent.
 
     weights: see `model_files`. Raises CheckpointError if the directory exists or the disk refuses.
     """
@@ -144,9 +146,9 @@ def export_files(directory: Path, files: Iterable[tuple[str, Content]]) -> None:
 
 
 def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
-    """Return what makes a checkpoint a model directory, checked: name -> content.
+    """Return the checked files that make a checkpoint a model directory: name -> content.
 
-    Raises DamageError for a file that is not as it was written, RemovedError for a checkpoint that was removed.
+    Raises DamageError for a damaged file, RemovedError for a removed checkpoint.
     """
     parts = (_FACTS, *(f"{part}{end}" for part in _PARTS for end in (".", "/")))
     return {name: checkpoint.read(name) for name in checkpoint.sha256 if not name.startswith(parts)}
@@ -154,7 +156,7 @@ def read_model_files(checkpoint: Manifest) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The content of checkpoint.json. teacher_sha256: of a teacher that is no part of the checkpoint."""
+    """The content of checkpoint.json. teacher_sha256: digest of a teacher outside the checkpoint."""
 
     updates_done: int
     kl_coef: float | None
@@ -162,10 +164,10 @@ class _Facts:
 
 
 def save_checkpoint(directory: Path, learner: Learner, tokenizer: Path) -> str:
-    """Write the learner's state durably, replacing a checkpoint of that name that the ledger no longer points to.
+    """Write the learner's state durably, replacing a checkpoint of that name that the ledger no longer references.
 
-    All ranks do this together: the first one writes the directory, each one its shards of what is beside the weights.
-    Returns the digest of its manifest. Raises CheckpointError; then nothing of it is left.
+    All ranks do this together: the first one writes the directory, each one its shards of the state beside the weights.
+    Returns the digest of the manifest. Raises CheckpointError, leaving nothing behind.
     """
     if learner.ranks.size > 1:
         return _save_shards(directory, learner, tokenizer)
@@ -208,7 +210,7 @@ def _save_shards(directory: Path, learner: Learner, tokenizer: Path) -> str:
 
 
 def _parts(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of a checkpoint beside the model's, by the names of its parts."""
+    """Return the tensors of a checkpoint beside the model's, by names of parts."""
     return {"optimizer": _optimizer_tensors(learner)} | _beside(learner)
 
 
@@ -219,10 +221,10 @@ def _facts(learner: Learner) -> bytes:
 
 
 def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> None:
-    """Restore a learner; an export, which is only a model, gives it the weights to start from and nothing else.
+    """Restore a learner; an export, which has only a model, provides initial weights and nothing else.
 
-    Any number of ranks reads what any other number of them wrote.
-    Raises DamageError for a checkpoint that is damaged, CheckpointError for one of another model, tokenizer or teacher.
+    Any number of ranks can read what any other number wrote.
+    Raises DamageError for a damaged checkpoint, CheckpointError for another model, tokenizer or teacher.
     """
     where = checkpoint.directory
     _check_tokenizer(checkpoint, tokenizer)
@@ -244,7 +246,7 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
     if facts.teacher_sha256 not in (None, learner.teacher_sha256):
         raise CheckpointError(
             f"checkpoint {where} learned from another teacher: weights or configuration in algorithm.distillation."
-            "teacher are not those that the run was started with; restore them, or start a new run (model.path may be "
+            "teacher have changed since the run's start; restore them, or start a new run (model.path may be "
             "this checkpoint)"
         )
     moments = read_part(checkpoint, "optimizer", learner.ranks)
@@ -266,7 +268,7 @@ def read_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorSource:
 
 
 def _check_tokenizer(checkpoint: Manifest, tokenizer: Path) -> None:
-    """Raise CheckpointError unless the configured tokenizer's files are those that went into the checkpoint."""
+    """Raise CheckpointError unless the configured tokenizer's files equal those in the checkpoint."""
     for name in TOKENIZER_FILES:
         path = tokenizer / name
         if checkpoint.sha256.get(name) != (sha256_of(path.read_bytes()) if path.is_file() else None):
@@ -274,7 +276,7 @@ def _check_tokenizer(checkpoint: Manifest, tokenizer: Path) -> None:
 
 
 def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path) -> None:
-    """Raise CheckpointError, naming the first difference, if the configured model would compute otherwise."""
+    """Raise CheckpointError, naming the first difference, if the configured model would compute differently."""
     ours, theirs = (json.loads(c.to_json_string()) for c in (model.config, type(model.config).from_dict(recorded)))
     for name in sorted((ours.keys() | theirs.keys()) - CONFIG_NOT_COMPARED):
         if ours.get(name) != theirs.get(name):
@@ -287,7 +289,7 @@ def _check_config(model: PreTrainedModel, recorded: dict[str, Any], where: Path)
 def copy_weights(
     mine: Mapping[str, Tensor], weights: TensorSource, source: str, rest: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Copy `weights` into these. rest: what must be there besides, with the same values.
+    """Copy `weights` into `mine`. rest: further weights required in the source, with equal values.
 
     Raises CheckpointError, naming the first difference, if they do not fit.
     """
@@ -304,7 +306,7 @@ def copy_weights(
     weights.read_into(there)
     if changed := [name for name, tensor in rest.items() if not _same_bits(tensor, there[name])]:
         raise CheckpointError(
-            f"{source} holds another model: {changed[0]}, which is not trained, has other values than in the files of "
+            f"{source} holds another model: {changed[0]}, which is not trained, has other values than the files of "
             "the configured model; restore those, or start a new run (model.path may be this checkpoint)"
         )
     weights.read_into(mine)
@@ -315,7 +317,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def checkpoint_bytes(learner: Learner) -> int:
-    """Return about how many bytes a checkpoint has: weights and two moments, and what is beside them if any."""
+    """Return the approximate size of a checkpoint: weights, two moments and further state, in bytes."""
     moved = [parameter for _, parameter in trained(learner.trained)]
     tensors = [
         *saved(learner.trained).values(),
@@ -328,7 +330,7 @@ def checkpoint_bytes(learner: Learner) -> int:
 
 
 def _beside(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of what else a learner computes with, by the name of its file."""
+    """Return the tensors of a learner's further state, by file name."""
     head = {} if learner.value_head is None else saved(learner.value_head)
     parts = {"value_head": head, "reference": learner.reference_weights(), "teacher": learner.teacher_weights()}
     return {name: tensors for name, tensors in parts.items() if tensors}
@@ -348,12 +350,12 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
 
 
 def _restore_moments(learner: Learner, moments: TensorSource) -> None:
-    """Restore AdamW's moments. Parameters that never had a gradient have none; the SHA-256 shows that none is lost."""
+    """Restore AdamW's moments. Parameters that never had a gradient have none; the SHA-256 proves that none is lost."""
     state, restored = learner.optimizer.state, dict[str, Tensor]()
     state.clear()
     for name, parameter in trained(learner.trained):
         if f"{_MOMENTS[0]}.{name}" in moments.shapes:
-            step = torch.zeros(())  # on the CPU, as AdamW's own
+            step = torch.zeros(())  # on the CPU, like AdamW's own
             zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter), step)
             state[parameter] = dict(zip(_MOMENTS, zeros, strict=True))
             restored |= {f"{moment}.{name}": tensor for moment, tensor in state[parameter].items()}
@@ -365,7 +367,7 @@ def _as_checkpoint_error(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        resumes = " (the run then goes on with --resume)" if final.name.startswith("step-") else ""
+        resumes = " (the run then continues with --resume)" if final.name.startswith("step-") else ""
         raise CheckpointError(f"could not write {final}: {refusal(error)}{resumes}") from error
 
 
@@ -377,11 +379,11 @@ def _writing(final: Path) -> Iterator[NewDirectory]:
 
 
 def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
-    """Delete every directory under `checkpoints` whose name is not in `keep`, half-written ones included.
+    """Delete every directory under `checkpoints` with a name not in `keep`, including partial ones.
 
-    To a concurrent reader each of them vanishes at once.
+    For concurrent readers, each of them vanishes at the same moment.
     """
     kept = set(keep)
-    for directory in sorted(checkpoints.iterdir()):  # hidden ones first: an earlier process may have left a `.removed`
+    for directory in sorted(checkpoints.iterdir()):  # hidden ones first: a killed process may have left a `.removed`
         if directory.is_dir() and directory.name not in kept:
             shutil.rmtree(directory) if directory.name.startswith(".") else remove_at_once(directory)

@@ -1,11 +1,11 @@
-"""Tensors in files that each rank writes for itself, and reading them on any number of ranks.
+"""Tensors in files written by each rank separately, and reading them on any number of ranks.
 
-    optimizer.safetensors                                     what one process writes
-    optimizer/shard-00001-model-00001-of-00001.safetensors    what rank 0 of several writes: shards, and their places
-    optimizer/shard-00002-model-00001-of-00001.safetensors    what rank 1 writes
+    optimizer.safetensors                                     written by a single process
+    optimizer/shard-00001-model-00001-of-00001.safetensors    written by rank 0 of several: shards, and their positions
+    optimizer/shard-00002-model-00001-of-00001.safetensors    written by rank 1
 
-Both are read alike, and so are the files of a model (`read_sharded`): a rank reads those ranges of them that it needs.
-They are of PyTorch's distributed checkpoint (DCP) in the format of Hugging Face; nothing is pickled.
+Both are read alike, and so are the files of a model (`read_sharded`): a rank reads only the ranges that it needs. The
+format is PyTorch's distributed checkpoint (DCP) in its Hugging Face variant; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from treadle.training.ranks import Ranks
 
 
 def write_shards(directory: Path, part: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, str]:
-    """Write this rank's shards of the tensors durably, beside the other ranks'; returns file name -> SHA-256.
+    """Write this rank's shards of the tensors durably, beside the other ranks'; return file name -> SHA-256.
 
-    All ranks do this together. A tensor that is not sharded is written once. Raises OSError.
+    All ranks do this together. An unsharded tensor is written once. Raises OSError.
     """
     if not tensors:
         return _write_none(directory / f"{part}.safetensors", ranks)
@@ -56,17 +56,17 @@ def _write_none(path: Path, ranks: Ranks) -> dict[str, str]:
 
 
 class TensorSource(Protocol):
-    """Provides tensors, of which the whole shapes are known before they are read."""
+    """Provides tensors with whole shapes known before they are read."""
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]: ...
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read the tensors of these names in place, each of which may be sharded; all ranks do this together."""
+        """Read the tensors of these names in place, sharded or not; all ranks do this together."""
 
 
 class InMemory:
-    """Tensors that have been read already (a `TensorSource`)."""
+    """Tensors already in memory (a `TensorSource`)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -78,7 +78,7 @@ class InMemory:
 
 
 class TensorFiles:
-    """Reads tensors from the safetensors files that one process or several wrote (`TensorSource`)."""
+    """Reads tensors from safetensors files written by one or several processes (`TensorSource`)."""
 
     def __init__(self, files: Sequence[Path], ranks: Ranks) -> None:
         self._files, self._ranks = [str(file) for file in files], ranks
@@ -89,7 +89,7 @@ class TensorFiles:
         if not tensors:
             return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be, of one rank
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended for a single rank
             load(dict(tensors), storage_reader=self._reader(), no_dist=self._ranks.size == 1)
 
     def _reader(self) -> HuggingFaceStorageReader:
@@ -99,9 +99,9 @@ class TensorFiles:
 
 
 def checkpoint_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorFiles:
-    """Return the tensors of one part of a checkpoint, whose files the ranks have checked, each some of them.
+    """Return the tensors of one part of a checkpoint, after the ranks have checked its files, each some of them.
 
-    Raises DamageError for files that are damaged or missing, RemovedError without the directory.
+    Raises DamageError for damaged or missing files, RemovedError without the directory.
     """
     single = f"{part}.safetensors"
     names = sorted(name for name in checkpoint.sha256 if name == single or name.startswith(f"{part}/")) or [single]
@@ -110,10 +110,10 @@ def checkpoint_part(checkpoint: Manifest, part: str, ranks: Ranks) -> TensorFile
 
 
 def read_sharded(model: nn.Module, directory: Path, ranks: Ranks) -> None:
-    """Read a model's weights in place from the directory's safetensors files, each rank its own shards of them.
+    """Read a model's weights in place from the directory's safetensors files, each rank its own shards.
 
-    Raises ConfigError where the files have other names or shapes than the model, as for those that transformers
-    converts while it loads them; DamageError for files that are not those that the directory's manifest lists.
+    Raises ConfigError for files with other names or shapes than the model, as when transformers converts weights while
+    loading; DamageError for files that do not match the directory's manifest.
     """
     names = _weight_files(directory)
     ranks.every(lambda: prove_files(directory, names[ranks.rank :: ranks.size], remedy_for(directory)))
@@ -142,7 +142,7 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 class _Files(FileSystem):
-    """Lists certain files, whatever the directory."""
+    """Lists given files, whatever the directory."""
 
     def __init__(self, files: Sequence[str]) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _Files(FileSystem):
 
 
 def _raising_os_error(write: Callable[[], object]) -> None:
-    """Raise OSError for what the disk refused on any rank, which DCP reports to all of them in its own way."""
+    """Raise OSError if the disk refused a write on any rank; DCP reports it to all of them in its own format."""
     try:
         write()
     except CheckpointException as error:

@@ -18,14 +18,14 @@ from treadle.packing.layout import Packing, Sharing
 
 
 class OptimizerConfig(Config):
-    """Configures AdamW, clipping and the learning rate's schedule: linear warm-up, constant, cosine to `final_lr`."""
+    """Configures AdamW, clipping and the learning-rate schedule: linear warm-up, constant, cosine to `final_lr`."""
 
     learning_rate: float = Field(1e-6, gt=0, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     warmup: int = Field(0, ge=0, description="updates of linear warm-up")
-    decay_from: float = Field(1.0, ge=0, le=1, description="share of all updates after which the cosine begins")
+    decay_from: float = Field(1.0, ge=0, le=1, description="share of all updates before the cosine begins")
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the peak left at the end of the cosine")
 
 
@@ -33,17 +33,17 @@ class WarmStartConfig(Config):
     """Configures supervised learning on demonstrations before RL (also `treadle sft`)."""
 
     demonstrations: str = Field(
-        description="a .jsonl of {messages: [...]}, a registered name, module:function; or random_calls: the "
-        "environment's tools, called at random"
+        description="a .jsonl of {messages: [...]}, a registered name, module:function; or random_calls: random calls "
+        "of the environment's tools",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of the demonstrations' generator")
     steps: int = Field(500, ge=1, description="optimizer steps")
-    batch_size: int = Field(64, ge=1, description="conversations a step")
+    batch_size: int = Field(64, ge=1, description="conversations per step")
     max_loss: float | None = Field(
-        None, gt=0, description="stop with an error if the mean loss of the last 10% of steps is above this"
+        None, gt=0, description="stop with an error if the mean loss of the last 10% of steps exceeds this"
     )
     learning_rate: float = Field(
-        1e-5, gt=0, description="peak, after 20 steps or a fifth of all; a tenth of it is left at the end"
+        1e-5, gt=0, description="peak, after 20 steps or a fifth of all; decays to a tenth at the end"
     )
 
     @property
@@ -53,40 +53,36 @@ class WarmStartConfig(Config):
 
 
 class TrainingConfig(Config):
-    """Configures how the learner computes an update."""
+    """Configures the learner's updates."""
 
-    tasks_per_update: int = Field(32, ge=1, description="groups in one optimizer update, exactly")
-    group_size: int = Field(8, ge=1, description="trajectories of one task; most advantages compare them, and need 2")
+    tasks_per_update: int = Field(32, ge=1, description="exact number of groups per optimizer update")
+    group_size: int = Field(8, ge=1, description="trajectories per task; most advantages compare them and need 2")
     min_group_size: int | None = Field(
         None,
         ge=1,
-        description="a group with fewer graded trajectories is left out; default: 2, or 1 without a baseline",
+        description="leave out groups with fewer graded trajectories; default: 2, or 1 without a baseline",
     )
-    updates_per_batch: int = Field(1, ge=1, description="optimizer updates that share out a batch's groups")
-    epochs_per_batch: int = Field(
-        1, ge=1, description="times that a batch is gone through before weights are published"
-    )
+    updates_per_batch: int = Field(1, ge=1, description="optimizer updates per batch, which share its groups")
+    epochs_per_batch: int = Field(1, ge=1, description="passes over a batch before weights are published")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="optimizer of RL")
-    lora: LoraConfig | None = Field(None, description="train adapters, and leave the model as it is (docs/lora.md)")
+    lora: LoraConfig | None = Field(None, description="train adapters, with the model itself frozen (docs/lora.md)")
     packing: Packing = Field(
-        Packing.TREE, strict=False, description="how steps share tokens in the forward pass; a matter of cost only"
+        Packing.TREE, strict=False, description="how steps share tokens in the forward pass; affects only cost"
     )
     sharing: Sharing = Field(
-        Sharing.GROUP, strict=False, description="within what 'tree' packing shares prefixes; a matter of cost only"
+        Sharing.GROUP, strict=False, description="scope of shared prefixes in 'tree' packing; affects only cost"
     )
-    max_tokens_per_microbatch: int = Field(
-        8192, ge=1, description="most tokens of one forward pass; a matter of cost only"
-    )
+    max_tokens_per_microbatch: int = Field(8192, ge=1, description="maximum tokens per forward pass; affects only cost")
     precision: Literal["float32", "bfloat16", "bfloat16_pure"] | None = Field(
         None,
-        description="precision of forward passes; weights and optimizer stay float32. bfloat16: where autocast finds "
-        "it safe; bfloat16_pure: of norms and residuals, too, which halves what several ranks gather; with lora also "
-        "of the model's own weights. Default: float32; on a GPU bfloat16, with lora bfloat16_pure",
+        description="precision of forward passes; weights, optimizer stay float32. bfloat16: autocast. bfloat16_pure: "
+        "also norms and residuals, which halves the data that several ranks gather; with lora also the model's own "
+        "weights. Default: float32; on a GPU bfloat16, with lora bfloat16_pure",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     routing_replay: bool = Field(
         False,
-        description="mixture of experts: train each sampled token through the experts that the engine chose for it",
+        description="mixture of experts: train each sampled token through the engine's choice of experts",
     )
     threads: int | None = Field(
         None, ge=1, description="torch threads; default: OMP_NUM_THREADS, else the cores, but 1 for a small model"
@@ -94,22 +90,22 @@ class TrainingConfig(Config):
 
     @property
     def updates_between_publications(self) -> int:
-        """Return the number of optimizer updates on one batch, after which weights are published."""
+        """Return the number of optimizer updates per batch, after which weights are published."""
         return self.updates_per_batch * self.epochs_per_batch
 
     def least_graded(self, by_group: bool) -> int:
-        """Return how many graded attempts a group needs. by_group: whether the advantage compares them."""
+        """Return the number of graded attempts a group needs. by_group: whether the advantage compares them."""
         return self.min_group_size or (min(2, self.group_size) if by_group else 1)
 
 
 class LearnerPlacement(Config):
-    """Configures the processes that train one model together."""
+    """Configures processes that together train one model."""
 
-    ranks: int = Field(1, ge=1, description="processes, each of which holds a part of the weights")
+    ranks: int = Field(1, ge=1, description="processes, each with a part of the weights")
     replicas: int = Field(1, ge=1, description="copies of the model, each spread over ranks / replicas processes")
     loading: Literal["broadcast", "sharded"] = Field(
         "broadcast",
-        description="the first rank reads the whole model and hands out parts; sharded: each rank reads its own parts",
+        description="broadcast by the first rank, or sharded: each rank reads its own parts",
     )
 
     @model_validator(mode="after")
@@ -126,11 +122,12 @@ class LearnerPlacement(Config):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """Picklable recipe of a trainer, so that each of several processes can make its own.
+    """Picklable recipe of a trainer, so that each of several processes can create its own.
 
     updates: optimizer updates of the whole run, for schedules. max_staleness: 0 if nothing is sampled during training.
-    traced_groups: share of groups whose results have traces. longest_call: most tokens of a prompt and its completion.
-    device: of each rank, by torch's name. began: when the run did, for templates that write dates.
+    traced_groups: share of groups with traces in results. longest_call: maximum length of prompt and completion, in
+    tokens.
+    device: device of each rank, by torch's name. began: date of the run, for templates that write dates.
     """
 
     model: ModelConfig
@@ -148,7 +145,7 @@ class TrainerSpec:
 
 
 def check_algorithm(algorithm: AlgorithmConfig, training: TrainingConfig, filtered_sampling: bool = False) -> None:
-    """Raise ConfigError for an algorithm that means nothing, or nothing in this training."""
+    """Raise ConfigError for an invalid algorithm, or one that has no effect in this training."""
     check(algorithm, filtered_sampling)
     name = algorithm.advantage
     if training.group_size == 1 and estimators.needs_group(algorithm):

@@ -1,4 +1,4 @@
-"""Demonstrations for the supervised warm start: where they come from, and what calls they show. Needs no torch."""
+"""Demonstrations for the supervised warm start: their sources, and the calls they show. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Demonstration(NamedTuple):
-    """A conversation to learn, and the tools that its replies may call, as JSON schemas."""
+    """A conversation to learn, and the tools its replies may call, as JSON schemas."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -36,7 +36,7 @@ Demonstrations = Callable[[int], Demonstration]
 def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demonstrations:
     """Return conversation number i >= 0 as a function of i, from a .jsonl file (reshuffled each pass) or a generator.
 
-    A generator is `demonstration(index, seed, **options)` and returns messages, or as a row of such a file does
+    A generator is `demonstration(index, seed, **options)` and returns messages or, like a row of such a file,
     `{"messages": [...], "tools": [...]}`. Raises ConfigError or DataError.
     """
     if source.endswith(".jsonl"):
@@ -52,7 +52,7 @@ def load_demonstrations(source: str, options: dict[str, Any], seed: int) -> Demo
 def _from_file(path: Path, seed: int) -> Demonstrations:
     if not path.is_file():
         raise ConfigError(f"warm_start.demonstrations: no file {str(path)!r} (it is relative to {Path.cwd()})")
-    # Bytes are split, not text: JSON strings may hold characters that str.splitlines takes for line ends.
+    # Splits bytes, not text: JSON strings may contain characters that str.splitlines treats as line ends.
     lines = enumerate(path.read_bytes().split(b"\n"), 1)
     rows = [_conversation(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not rows:
@@ -61,7 +61,7 @@ def _from_file(path: Path, seed: int) -> Demonstrations:
 
 
 def reshuffled(rows: Sequence[T], seed: int) -> Callable[[int], T]:
-    """Return row number i >= 0 as a function of i: all rows again and again, each pass in an order of its own."""
+    """Return row number i >= 0 as a function of i: all rows repeatedly, each pass reshuffled."""
     shuffle = lru_cache(maxsize=1)(partial(permutation, len(rows), seed, stream=Stream.DEMONSTRATE))
     return lambda index: rows[shuffle(index // len(rows))[index % len(rows)]]
 
@@ -72,11 +72,11 @@ def _conversation(line: bytes, where: str) -> Demonstration:
 
 
 def checked_demonstration(row: Mapping[str, Any] | Sequence[Message], where: str) -> Demonstration:
-    """Return a demonstration of plain data, or of messages alone. Raises DataError that begins with `where`."""
+    """Return a demonstration from plain data, or from messages only. Raises DataError, prefixed by `where`."""
     row = row if isinstance(row, Mapping) else {"messages": row}
     if not isinstance(row.get("messages"), list | tuple):
         raise DataError(
-            f"{where}: needs a 'messages' list, got {row.get('messages')!r:.80}; write objects, and not as JSON text"
+            f"{where}: needs a 'messages' list, got {row.get('messages')!r:.80}; write objects, not JSON text"
         )
     tools = row.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -95,21 +95,21 @@ def _fault(messages: Sequence[Message]) -> str | None:
     if "assistant" not in roles:
         return "there is no assistant turn to learn"
     if roles[0] == "assistant" or ("assistant", "assistant") in pairwise(roles):
-        return "an assistant turn needs a message of somebody else before it"
+        return "an assistant turn needs a message of another role before it"
     calls = (call["function"] for message in messages for call in message.get("tool_calls", ()))
     wrong = next((call for call in calls if not isinstance(parsed(call["arguments"]), dict)), None)
     if wrong:
-        return f"the arguments of a call of {wrong['name']!r} are no JSON object: {wrong['arguments']!r:.100}"
+        return f"the arguments of a call of {wrong['name']!r} are not a JSON object: {wrong['arguments']!r:.100}"
     return None
 
 
 def demonstrated_calls(
     messages: Sequence[Message], renderer: ChatRenderer, tools: Sequence[Tool] = ()
 ) -> list[tuple[Ids, Ids]]:
-    """Return (prompt ids, completion ids) of each assistant turn, rendered as a session would have recorded them.
+    """Return (prompt ids, completion ids) of each assistant turn, rendered as if recorded by a session.
 
-    Raises DataError for a conversation without an assistant turn, or with one that answers nothing, and for what the
-    chat template refuses or leaves out.
+    Raises DataError for a conversation without an assistant turn, or with one that answers nothing, and if the chat
+    template refuses or leaves out a part.
     """
     if fault := _fault(messages):
         raise DataError(f"a demonstration cannot be learned: {fault}: {messages!r:.200}")

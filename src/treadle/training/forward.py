@@ -3,9 +3,9 @@
     PrefixTree --chunks(budget)--> MicroBatch --decoder, tree attention--> hidden [T, d] --pair_logprobs--> [P]
 
 A tree that fits the token budget takes one forward and one backward pass. A larger one is streamed: a first pass
-without gradient keeps every node's keys and values; then, from the last chunk to the first, each is computed again
-with its ancestors' keys and values as leaves, whose gradients flow into the chunks that made them. That is exact for
-any loss, since all that is needed of the loss is its gradient by the pairs' log-probabilities.
+without gradient keeps every node's keys and values; then, from the last chunk to the first, each is recomputed with its
+ancestors' keys and values as leaves, and their gradients flow into the chunks that made them. That is exact for any
+loss, because only its gradient by the pairs' log-probabilities is needed.
 
 Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an update, d hidden size.
 """
@@ -41,15 +41,14 @@ from treadle.training.scorer import Pass, Scorer, rows
 class Forward:
     """A model's forward and backward pass over prefix trees, at most `budget` nodes at a time.
 
-    A model whose layers cannot share prefixes (`support.why_not_packable`) keeps its own attention and computes each
-    step as a padded row, with a warning. half: run in bfloat16. make_kernel: tree attention for a shape; default: the
-    device's. routing: replay the experts recorded in trees; the model chooses where none are. value_head: see `Scorer`.
-
-    Models on the meta device are not probed here; their weights are loaded later.
+    A model with layers that cannot share prefixes (`support.why_not_packable`) keeps its own attention and computes
+    each step as a padded row, with a warning. half: run in bfloat16. make_kernel: tree attention for a shape; default:
+    the device's. routing: replay the experts recorded in trees; without a recorded choice, the model chooses.
+    value_head: see `Scorer`. Models on the meta device are not probed here; their weights are loaded later.
 
     Invariant: between calls the model is unchanged, except for gradients.
-    Raises ConfigError for a model with dropout, or one that does not compute with tree attention what it computes
-    with its own.
+    Raises ConfigError for a model with dropout, or one that computes something else with tree attention than with its
+    own.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Forward:
             warnings.warn(
                 f"{type(model).__name__} cannot share prefixes ({self.scorer.why_not_shared}): it is trained with "
                 "packing 'step'",
-                stacklevel=1,  # one place for warm start and learner: it is shown once
+                stacklevel=1,  # one location for warm start and learner, so that it is shown once
             )
 
     def configured(self, budget: int) -> Forward:
@@ -83,7 +82,7 @@ class Forward:
         return other
 
     def choosing(self) -> Forward:
-        """Return another `Forward` on the same module, that replays no experts: the model chooses them."""
+        """Return another `Forward` on the same module that lets the model choose experts instead of replaying them."""
         other = copy.copy(self)
         other._routers = None
         return other
@@ -94,18 +93,18 @@ class Forward:
 
     @property
     def shares(self) -> bool:
-        """Return whether prefixes are shared; otherwise each call is a row of its own."""
+        """Return whether prefixes are shared; otherwise each call is a separate row."""
         return self.scorer.why_not_shared is None
 
     @property
     def routing(self) -> tuple[int, int, int] | None:
-        """Return what is replayed: layers with experts, experts a token, experts a layer; None if nothing is."""
+        """Return the replayed layers with experts, experts per token, experts per layer; None without replay."""
         routers = self._routers
         return None if routers is None else (routers.layers, routers.top_k, routers.experts)
 
     @property
     def expert_layers(self) -> tuple[int, ...] | None:
-        """Return which hidden layers' experts are replayed, by number; None if none are."""
+        """Return the numbers of the hidden layers with replayed experts; None without replay."""
         return None if self._routers is None else self._routers.numbers
 
     def trees(self, calls: Sequence[PackedCall], packing: Packing, sharing: Sharing) -> list[PrefixTree]:
@@ -115,7 +114,7 @@ class Forward:
         return row_batches(arrange(calls, Packing.STEP), self.budget)
 
     def passes(self, tree: PrefixTree) -> int:
-        """Return in how many forward passes a tree is computed: one, if it fits the budget."""
+        """Return the number of forward passes for a tree: one, if it fits the budget."""
         return max(1, math.ceil(len(tree) / self._chunk_size(tree)))
 
     def exact_logprobs(self, ids: Ids) -> Floats:
@@ -125,7 +124,7 @@ class Forward:
         return np.asarray(exact.scores(tree, torch.ones(len(ids) - 1)).logp.cpu().numpy(), np.float32)
 
     def experts(self, ids: Ids) -> Routing:
-        """Return the experts that the routers choose, without autocast: int32[T] -> int16[T, M, k]."""
+        """Return the routers' choice of experts, without autocast: int32[T] -> int16[T, M, k]."""
         assert self._routers is not None, "the caller asks only if experts are replayed"
         with self._routers.choosing() as chosen:
             self.exact_logprobs(ids)
@@ -136,8 +135,8 @@ class Forward:
     ) -> TokenScores:
         """Compute a tree without gradient. temperature [N]: of all pairs; its dtype is the result's.
 
-        passes: to make at least, where several ranks must make equally many; a tree may then be empty.
-        top: other tokens to score, int64[N, k] of all pairs, or which to choose.
+        passes: minimum number of passes, if several ranks must make equally many; a tree may then be empty.
+        top: other tokens to score, int64[N, k] of all pairs, or how to choose them.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(), torch.no_grad():
@@ -152,11 +151,11 @@ class Forward:
         passes: int = 1,
         top: Tensor | None = None,
     ) -> TokenScores:
-        """Add a loss's gradient to the parameters' `.grad`; returns the scores that it was taken at.
+        """Add a loss's gradient to the parameters' `.grad`; return the scores it was computed at.
 
         temperature [N], passes, top: as for `scores`; several passes are made twice. gradient: scores of some tokens,
-        or of none -> the loss's gradient by them, which is all that is needed of the loss. entropy_grad: `gradient`
-        gives one by entropies, too.
+        or of none -> the loss's gradient by them, which is all that is needed of the loss. entropy_grad: whether
+        `gradient` also returns a gradient by entropies.
         """
         parts = self._chunks(tree, passes)
         with self.scorer.ready(self.gradient_checkpointing):
@@ -183,7 +182,7 @@ class Forward:
         store: Store,
         top: Tensor | MostProbable | None,
     ) -> TokenScores:
-        """Compute without gradient, first chunk to last; if there are several, `store` then has all keys and values."""
+        """Compute without gradient, first chunk to last; `store` then has all keys and values if there are several."""
         computed = []
         for part in parts:
             fresh = Past() if len(parts) > 1 else None
@@ -219,9 +218,9 @@ class Forward:
 
     @contextmanager
     def _replayed(self, part: MicroBatch) -> Iterator[None]:
-        """Within, the model computes with the part's recorded experts.
+        """Have the model use the part's recorded experts inside the block.
 
-        The backward pass belongs inside, since it may compute layers again.
+        The backward pass belongs inside, because it may recompute layers.
         """
         if self._routers is None or part.routing is None:
             yield
@@ -261,9 +260,9 @@ class Forward:
     # --- what could be silently wrong ---
 
     def _probe(self) -> None:
-        """Share prefixes only if some short sequences then have the logits of the whole model alone.
+        """Share prefixes only if short packed sequences have the same logits as in the unmodified model.
 
-        Raises ConfigError if they have others even as rows.
+        Raises ConfigError if they differ even as rows.
         """
         scorer, name = self.scorer, type(self.model).__name__
         if self.shares:
@@ -273,11 +272,11 @@ class Forward:
                 scorer.why_not_shared = str(error)
             else:
                 if not gap < self._tolerance:
-                    scorer.why_not_shared = f"packed it computes other logits than alone, by {gap:.1%}"
+                    scorer.why_not_shared = f"its logits differ by {gap:.1%} when packed"
         if not self.shares and not (gap := self._gap()) < self._tolerance:
             raise ConfigError(
                 f"{name} computes other logits in a batch than alone (they differ by {gap:.1%}): its attention, "
-                "positions or head work in a way that Treadle does not know"
+                "positions or head work in a way unknown to Treadle"
             )
 
     @property
@@ -285,10 +284,11 @@ class Forward:
         return 1e-3 if self.model.dtype.itemsize >= 4 else 0.1
 
     def _gap(self) -> float:
-        """Return by how much logits differ, packed and alone, relative to their norm."""
+        """Return the difference of logits, packed and alone, relative to their norm."""
         model = self.model
         size = model.config.get_text_config().vocab_size
-        # ordinary ids: the first ones and the last are often special tokens, with embeddings that half precision loses
+        # Ordinary ids: the first ones and the last are often special tokens, with embeddings that half precision rounds
+        # away.
         sequences = [
             (np.array(ids, np.int32) + size // 2) % size
             for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 2, 3, 8, 9])
@@ -311,7 +311,7 @@ def _store(parts: Sequence[MicroBatch]) -> Store:
 def _propagate(
     scores: TokenScores, slopes: LossGradients, more: Sequence[Tensor] = (), by_more: Sequence[Tensor] = ()
 ) -> None:
-    """Back-propagate from everything that carries a gradient."""
+    """Back-propagate from everything that has a gradient."""
     roots: list[tuple[Tensor | None, Tensor | None]] = [
         (scores.logp, slopes.logp),
         (scores.entropy, slopes.entropy),

@@ -69,12 +69,12 @@ if TYPE_CHECKING:
 
 
 def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
-    """Raise ConfigError for a reference model that cannot become the policy, where it should."""
+    """Raise ConfigError if the reference should be reset to the policy but has another architecture."""
     every = None if algorithm.kl is None else algorithm.kl.reset_every
     if every is not None and _shapes(reference) != _shapes(policy):
         raise ConfigError(
             f"algorithm.kl.reset_every is {every}, but algorithm.kl.model has other weights than the trained model "
-            "and cannot become it; leave reset_every out, or take a reference of the same architecture"
+            "and cannot become it; leave reset_every out, or use a reference of the same architecture"
         )
 
 
@@ -82,13 +82,13 @@ class Learner:
     """The trained model, or this rank's shard of it, with its optimizer.
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
-    packing and micro-batch budget affect cost and rounding only.
-    reference: frozen model for `algorithm.kl`; default: a copy of the model as it is now, of one with adapters that of
-    the adapters alone (`reference_adapter`). teacher: frozen model for `algorithm.distillation`; default: the model, by
-    `distillation.weights`, its adapters alone where it has any (`teacher_adapter`). teacher_prompts: for
+    packing and micro-batch budget affect only cost and rounding.
+    reference: frozen model for `algorithm.kl`; default: a copy of the current model, or of the adapters if it has any
+    (`reference_adapter`). teacher: frozen model for `algorithm.distillation`; default: the model, by
+    `distillation.weights`, or only its adapters if it has any (`teacher_adapter`). teacher_prompts: prompts for
     `distillation.context`. teacher_server: a teacher behind a URL, for the first rank. ranks: processes that share the
-    model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
-    model that is on the meta device on every rank.
+    model; default: this one. traced: groups with traces in their results; default: none. read: loads the weights if the
+    model is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm` and `check_reference`.
     """
@@ -132,7 +132,7 @@ class Learner:
         distillation = algorithm.distillation
         keeps = distillation is not None and distillation.weights != "current"
         self._own_teacher = distillation is not None and distillation.teacher is None
-        if teacher is not None:  # of several ranks, the first one has the weights
+        if teacher is not None:  # only the first of several ranks has the weights
             self.teacher_sha256 = self.ranks.every(lambda: "" if self.ranks.rank else model_sha256(teacher))[0]
         if teacher is not None or (keeps and not adapted):
             self.teacher = Forward((teacher or copy.deepcopy(model)).requires_grad_(False), budget, half=half)
@@ -144,14 +144,14 @@ class Learner:
             routing=training.routing_replay,
             value_head=self.value_head,
         )
-        # of adapters on one rank, the base alone is in bfloat16, and nothing is gathered
+        # With adapters on one rank, only the base is in bfloat16, and nothing is gathered.
         gathers_half = training.precision == "bfloat16_pure" and not (adapted and self.ranks.size == 1)
         for forward in (self.forward, self.reference, self.teacher):
             if forward is not None:
                 others = [] if self._own_reference else [self.reference]
                 others += [] if self._own_teacher else [self.teacher]
                 self.ranks.shard(forward, half=gathers_half, read=None if forward in others else read)
-        if kl is not None and self.reference is None:  # the policy's own base, with the adapter as it is now
+        if kl is not None and self.reference is None:  # the policy's own base, with a copy of the current adapter
             self.reference = self.forward.choosing()
             self.reference_adapter = {name: tensor.clone() for name, tensor in adapter_weights(model).items()}
         if self._own_teacher and self.teacher is None:
@@ -168,9 +168,9 @@ class Learner:
     def train_batch(self, groups: Sequence[Group]) -> list[UpdateResult]:
         """Make the updates between two publications: `updates_per_batch` in each of `epochs_per_batch` epochs.
 
-        The groups are split evenly among the updates, in order. With a value head, or if something compares with the
-        old policy over several updates, scores at the start of the batch are computed first. Trajectories that this
-        model cannot train, and groups with too few left (`packing.checks`), are named in `UpdateResult.refused`.
+        The groups are split evenly among the updates, in order. With a value head, or if a comparison with the old
+        policy spans several updates, scores at the start of the batch are computed first. Trajectories that this model
+        cannot train, and groups with too few left (`packing.checks`), are named in `UpdateResult.refused`.
         """
         size = len(groups) // self.training.updates_per_batch
         sound = [self._sound(by_role(groups[i : i + size])) for i in range(0, len(groups), size)]
@@ -218,15 +218,15 @@ class Learner:
         return self.ranks.gather(parts, temperature)
 
     def logprobs(self, batch: FlatBatch) -> NDArray[np.floating]:
-        """Return the current log-probability of every completion token [N], as `scores` has it."""
+        """Return the current log-probability of every completion token [N], as in `scores`."""
         return self.scores(batch).logp.cpu().numpy()
 
     def update(self, batch: FlatBatch, start: TokenScores | None = None) -> UpdateResult:
         """Make one optimizer update: scores -> advantages -> weights of tokens -> forward and backward -> step.
 
-        start: `scores` at the batch's start; None: those of now, computed only if needed. Without a trainable token the
-        weights stay as they are. Raises ConfigError for advantages, and TrainingStopped for a loss or a gradient, that
-        are not finite; then no weights have changed.
+        start: `scores` at the batch's start; None: current ones, computed only if needed. Without a trainable token the
+        weights do not change. Raises ConfigError for non-finite advantages, and TrainingStopped for a non-finite loss
+        or gradient; the weights are then unchanged.
         """
         if start is None and (self.value_head is not None or self._penalises()):
             start = self.scores(batch)
@@ -266,12 +266,12 @@ class Learner:
     def _frozen_scores(
         self, forward: Forward, adapter: Mapping[str, Tensor], batch: FlatBatch, top: MostProbable | None = None
     ) -> TokenScores:
-        """Score tokens by a frozen model, or by the policy's with another adapter, if there is one."""
+        """Score tokens by a frozen model, or by the policy's model with another adapter, if given."""
         with replaced(self.model, adapter) if adapter else nullcontext():
             return self._scores(forward, batch, top)
 
     def teacher_scores(self, batch: FlatBatch) -> TokenScores | None:
-        """Return the teacher's scores of all N tokens, NaN in steps that it is not asked about; None without a teacher.
+        """Return the teacher's scores of all N tokens, NaN in steps it is not asked about; None without a teacher.
 
         Raises ConfigError for a log-probability that is not finite, and as `TeacherPrompts.of` does.
         """
@@ -279,7 +279,7 @@ class Learner:
         if section is None or (self.teacher is None and not section.is_served):
             return None
         prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
-        if (made := self.teacher_prompts) is not None:  # the first rank's, should the function draw at random
+        if (made := self.teacher_prompts) is not None:  # from the first rank, in case the function is random
             prompts = self.ranks.every(lambda: [] if self.ranks.rank else made.of(batch))[0]
         steps = (s if ids is None else replace(s, prompt_ids=ids) for s, ids in zip(batch.steps, prompts, strict=True))
         asked = replace(batch, steps=tuple(steps))
@@ -294,7 +294,7 @@ class Learner:
         if not bool(trained.isfinite().all()):
             raise ConfigError(
                 "algorithm.distillation: the teacher gives a sampled token the log-probability "
-                f"{trained[~trained.isfinite()][0].item()}; take another teacher"
+                f"{trained[~trained.isfinite()][0].item()}; use another teacher"
             )
         for tensor in (scores.logp, scores.top):
             if tensor is not None:
@@ -302,7 +302,7 @@ class Learner:
         return scores
 
     def _served_scores(self, batch: FlatBatch, wanted: NDArray[np.bool_], top: MostProbable | None) -> TokenScores:
-        """Score tokens by the teacher's server, as the first rank asks it. wanted bool[N]: NaN in steps without any."""
+        """Score tokens by the teacher's server, called by the first rank. wanted bool[N]: NaN elsewhere."""
         if (other := batch.temperature[wanted & (batch.temperature != 1)]).size:
             raise ConfigError(
                 f"algorithm.distillation.teacher is a server, which scores at temperature 1, and a step was sampled at "
@@ -331,7 +331,7 @@ class Learner:
         logp_ref: NDArray[np.floating] | None,
         values: NDArray[np.floating] | None,
     ) -> NDArray[np.float64]:
-        """Return the advantage of each token [N]. Raises ConfigError unless it is one finite number a token."""
+        """Return the advantage of each token [N]. Raises ConfigError unless it is one finite number per token."""
         signals = Signals(self._penalty(logp_old, logp_ref), None if values is None else values.astype(np.float64))
         return estimators.advantages(batch, self.algorithm, signals)
 
@@ -347,7 +347,7 @@ class Learner:
     def _penalty(
         self, logp_old: NDArray[np.floating] | None, logp_ref: NDArray[np.floating] | None
     ) -> NDArray[np.float64] | None:
-        """Return the KL penalty float64[N] that is taken off each token's reward; None if there is none."""
+        """Return the KL penalty float64[N] subtracted from each token's reward; None without one."""
         section = self.algorithm.kl
         if section is None or self.kl is None or section.where == "loss" or logp_old is None or logp_ref is None:
             return None
@@ -364,17 +364,17 @@ class Learner:
         values: NDArray[np.floating] | None = None,
         teacher: TokenScores | None = None,
     ) -> Measures:
-        """Add the batch's gradient to the parameters' `.grad`; returns metrics of its tokens and of their layout.
+        """Add the batch's gradient to the parameters' `.grad`; return metrics of its tokens and of their layout.
 
-        advantage float64[N], from rewards. logp_old [N], or None to compare with the policy as it is now. logp_ref [N],
-        for KL. values [N], at the batch's start: a value head learns values + advantage. teacher: `teacher_scores`.
+        advantage float64[N], from rewards. logp_old [N], or None to compare with the current policy. logp_ref [N], for
+        KL. values [N], at the batch's start: a value head learns values + advantage. teacher: `teacher_scores`.
         """
         objective = self.objective(batch, advantage, logp_old, logp_ref, values, teacher)
         scores, layout = self._backward(batch, objective)
         return objective.metrics(scores) + layout
 
     def _backward(self, batch: FlatBatch, objective: Objective) -> tuple[TokenScores, Measures]:
-        """Add the objective's gradient; return the scores of all N that it was taken at, and metrics of the layout."""
+        """Add the objective's gradient; return the scores of all N that it was computed at, and layout metrics."""
         laid_out, temperature = self._slots(self.forward, batch), self._temperature(batch)
         gradient: Gradient = objective.gradient
         if objective.couples:
@@ -452,7 +452,7 @@ class Learner:
         )
 
     def _scheduled(self, ends: tuple[float, float]) -> float:
-        """Return a coefficient that moves linearly from the first update to the end of the run."""
+        """Return a coefficient that changes linearly from the first update to the end of the run."""
         return ends[0] + (ends[1] - ends[0]) * self.updates_done / max(self.updates, 1)
 
     def move(self, device: torch.device) -> None:
@@ -462,11 +462,11 @@ class Learner:
                 forward.scorer.to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim:  # a count of steps stays where it is
+                if isinstance(value, torch.Tensor) and value.ndim:  # step counters stay on their device
                     state[name] = value.to(device)
 
     def begin_here(self) -> None:
-        """Call after weights changed outside `update`; refreshes what is a copy of the policy."""
+        """Call after weights changed outside `update`; refreshes copies of the policy."""
         if self._own_reference:
             self._refresh_reference()
         copy_by_name(self.teacher_weights(), saved(self.model))
@@ -475,12 +475,12 @@ class Learner:
         copy_by_name(self.reference_weights(), saved(self.model))
 
     def reference_weights(self) -> dict[str, Tensor]:
-        """Return name -> tensor, not copied, of what the reference computes with beside the base; {} without one."""
+        """Return name -> tensor, not copied, of the reference's weights beside the base; {} without any."""
         return self.reference_adapter or ({} if self.reference is None else saved(self.reference.model))
 
     @torch.no_grad()
     def _move_teacher(self) -> None:
-        """Move a teacher that is the policy's moving average."""
+        """Update a teacher that is the policy's moving average."""
         section = self.algorithm.distillation
         if section is None or section.weights != "ema":
             return
@@ -496,17 +496,18 @@ class Learner:
         return self.teacher_adapter or saved(self.teacher.model)
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
-        # a greedy token is never trained; any temperature serves for its unused log-probability
+        # Greedy tokens are never trained; any temperature serves for their unused log-probabilities.
         return self._tensor(np.where(batch.temperature > 0, batch.temperature, 1.0))
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         dtype = torch.float64 if self.model.dtype is torch.float64 else torch.float32
-        values = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)  # first: Apple's GPUs have no float64
+        # before the transfer: Apple's GPUs have no float64
+        values = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
         return values.to(self.model.device)
 
 
 def _layout_metrics(laid_out: Sequence[Slot]) -> Measures:
-    """Return metrics of the trees of all ranks, and for several ranks of how well they keep each other busy."""
+    """Return metrics of all ranks' trees and, for several ranks, of their load balance."""
     trees = [tree for slot in laid_out for tree in slot.trees if len(tree)]
     values: dict[Metric, list[float]] = {
         PACKED_TOKENS: [len(tree) for tree in trees],
@@ -528,7 +529,7 @@ def _batch_metrics(batch: FlatBatch, advantage: NDArray[np.float64]) -> Measures
 
 
 def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str, float]:
-    """Return trajectory_id -> mean advantage of its trainable tokens, if it has any."""
+    """Return trajectory_id -> mean advantage of its trainable tokens, if any."""
     trajectory, count = batch.trajectory_id[batch.mask], len(batch.trajectories)
     tokens = np.bincount(trajectory, minlength=count)
     sums = np.bincount(trajectory, advantage[batch.mask], count)

@@ -1,6 +1,6 @@
-"""From hidden states to log-probabilities, in row chunks, so that no [P, V] array of logits is ever whole.
+"""From hidden states to log-probabilities, in row chunks, so that logits are never allocated as a whole [P, V] array.
 
-Shapes: P pairs, d hidden size, V vocabulary, k tokens that are scored beside the sampled one.
+Shapes: P pairs, d hidden size, V vocabulary, k tokens scored beside the sampled one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-CHUNK_BYTES = 2**27  # of one chunk's logits; a handful of arrays of this size exist at a time
+CHUNK_BYTES = 2**27  # size of one chunk's logits; a handful of such arrays exist at a time
 _CAPS = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
 
 
@@ -45,7 +45,7 @@ class Head:
 def make_value_head(model: PreTrainedModel) -> nn.Linear:
     """Return a value head, from final hidden states [P, d] to values [P, 1], in at least float32.
 
-    All values are 0 at first: nothing is drawn at random.
+    All values are initially 0: nothing is drawn at random.
     """
     dtype = torch.promote_types(model.dtype, torch.float32)
     width = int(model.get_output_embeddings().weight.shape[1])
@@ -58,7 +58,7 @@ def make_value_head(model: PreTrainedModel) -> nn.Linear:
 
 @dataclass(frozen=True, slots=True)
 class MostProbable:
-    """Asks for the `count` most probable tokens among the first `vocabulary` ids."""
+    """Requests the `count` most probable tokens among the first `vocabulary` ids."""
 
     count: int
     vocabulary: int
@@ -74,9 +74,9 @@ def pair_logprobs(
 ) -> tuple[Tensor, ...]:
     """Return log-probability and entropy in nats, [P] each, of the distributions at `temperature` [P], in its dtype.
 
-    hidden [P, d]; targets int64[P]. entropy_grad: the entropy carries a gradient. top: other tokens int64[P, k], or
-    which to choose: then also their log-probabilities [P, k], and ids int64[P, k]. Where the logits need more than
-    `CHUNK_BYTES`, they are made chunk by chunk, and once more in the backward pass.
+    hidden [P, d]; targets int64[P]. entropy_grad: whether the entropy carries a gradient. top: other tokens int64[P,
+    k], or how to choose them: then also returns their log-probabilities [P, k], and ids int64[P, k]. If the logits need
+    more than `CHUNK_BYTES`, they are computed chunk by chunk, and again in the backward pass.
     """
     rows = max(1, CHUNK_BYTES // (head.vocabulary * temperature.element_size()))
     if len(hidden) <= rows:

@@ -1,4 +1,4 @@
-"""From a configuration to a `Trainer`, or to a source of weights that are not trained."""
+"""From a configuration to a `Trainer`, or to a source of untrained weights."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]
-"""Makes the trainer of a run; `make_trainer`, unless another one is given."""
+"""Creates the trainer of a run; default: `make_trainer`."""
 
 
 def make_trainer(spec: TrainerSpec) -> Trainer:
-    """Return a trainer in this process, or in as many as `placement.learner.ranks`, if those are several.
+    """Return a trainer in this process, or in `placement.learner.ranks` processes if there are several.
 
-    In this process it computes inline if nothing is sampled meanwhile, else on its own thread.
-    Raises ConfigError for a model that cannot be loaded or trained, DamageError for a damaged one; so for a reference
-    or a teacher.
+    In this process it computes inline if nothing is sampled meanwhile, otherwise on its own thread.
+    Raises ConfigError for a model, reference or teacher that cannot be loaded or trained, DamageError for a damaged
+    one.
     """
     if spec.placement.ranks > 1:
         _check_torch(spec.placement.ranks)
-        from treadle.training.rank_group import start_ranks  # whose ranks make their own parts with this module
+        from treadle.training.rank_group import start_ranks  # its ranks import this module in turn
 
         return start_ranks(spec)
     compute = Compute("treadle-learner" if spec.max_staleness else None)
@@ -52,8 +52,8 @@ def make_trainer(spec: TrainerSpec) -> Trainer:
 def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     """Return a learner of the configured model, or this rank's part of it. Raises as `make_trainer`.
 
-    Of several ranks the first one reads the weights; the others know shapes alone until the model is sharded. With
-    `placement.learner.loading` sharded, none knows more before.
+    Of several ranks, the first one reads the weights; the others have only shapes until the model is sharded. With
+    `placement.learner.loading` sharded, all of them have only shapes at first.
     """
     first, kl = ranks is None or ranks.rank == 0, spec.algorithm.kl
     read = _read_sharded(spec.model, ranks) if ranks is not None and spec.placement.loading == "sharded" else None
@@ -74,14 +74,14 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
         for module in (model, reference, teacher):
             if module is not None:
                 module.to(spec.device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    share = spec.traced_groups if first else 0.0  # all ranks would trace the same
+    share = spec.traced_groups if first else 0.0  # all ranks would record the same traces
     traced = TracedGroups(spec.seed, share)
     given = (reference, ranks, traced, read, teacher, prompts, server)
     return Learner(model, spec.training, spec.algorithm, spec.updates, *given)
 
 
 def reach_teacher(section: DistillationConfig, policy: ModelConfig, longest_call: int) -> TeacherServer:
-    """Return the teacher behind a URL, checked. longest_call: of the policy. Raises ConfigError."""
+    """Return the teacher behind a URL, checked. longest_call: maximum length of its calls. Raises ConfigError."""
     from treadle.training.teacher_server import TeacherServer  # httpx
 
     assert section.teacher is not None
@@ -92,7 +92,7 @@ def reach_teacher(section: DistillationConfig, policy: ModelConfig, longest_call
 
 
 def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
-    """Return what reads each rank's shards of the configured model. Raises ConfigError for one that has no files."""
+    """Return a function that reads each rank's shards of the configured model. Raises ConfigError without files."""
     if config.path is None:
         raise ConfigError(
             "placement.learner.loading is 'sharded', and model.build has no files to read; set "
@@ -111,7 +111,7 @@ def _check_torch(ranks: int) -> None:
 
 
 def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:
-    """Return the configured model, to be sampled from and not trained. Raises ConfigError or DamageError."""
+    """Return the configured model, for sampling only. Raises ConfigError or DamageError."""
     return EmbeddedSource(load_model(config, seed), tokenizer_directory(config), Compute(None))
 
 
@@ -120,11 +120,11 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the configured model, large enough for its tokenizer.
 
-    lora: with adapters to be trained; half: whose base is in bfloat16 (`models.lora`). weights: see `make_model`.
+    lora: add trainable adapters; half: with the base in bfloat16 (`models.lora`). weights: see `make_model`.
     Raises ConfigError or DamageError.
     """
     tokenizer, renderer = load_chat(config, None)  # no text is rendered
     model = make_model(config, len(tokenizer), seed, weights, lora, half)
     if model.generation_config is not None:
-        model.generation_config.eos_token_id = list(renderer.stop_ids)  # what is exported ends as here
+        model.generation_config.eos_token_id = list(renderer.stop_ids)  # exports end replies as here
     return model

@@ -1,4 +1,4 @@
-"""What the learner measures of an update, over what it trained."""
+"""The learner's metrics of an update, over the trained tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ KL_COEF = _trained("kl_coef", "run", "mean", "", "coefficient of KL, if `algorit
 
 
 def tally(metric: Metric, values: Tensor) -> Tally:
-    """Return the metric's tally over values [n], one per token; extremes and sums are in their precision."""
+    """Return the metric's tally over values [n], one per token; extremes and sums keep their precision."""
     if not len(values):
         return Tally(metric, 0, 0)
     match metric.aggregation:

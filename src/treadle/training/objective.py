@@ -1,6 +1,6 @@
-"""The loss of one update as a function of the pairs' log-probabilities, and its traces; no layout matters here.
+"""The loss of one update as a function of the pairs' log-probabilities, and its traces, independent of the layout.
 
-Shapes: N completion tokens of the update in canonical order, n of the part at hand, S steps and G groups.
+Shapes: N completion tokens of the update in canonical order, n of the current part, S steps and G groups.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from treadle.training.metrics import (
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What the model computes of some tokens.
+    """A model's scores of some tokens.
 
-    flat int64[n]: their indices among all N. logp, entropy [n]: in nats. value [n]: of the state in which each was
-    sampled, if there is a value head. top [n, k], top_ids int64[n, k]: other tokens there, if they were asked for.
+    flat int64[n]: their indices among all N. logp, entropy [n]: in nats. value [n]: value of the state in which each
+    was sampled, with a value head. top [n, k], top_ids int64[n, k]: other tokens there, if requested.
     """
 
     flat: Indices
@@ -72,7 +72,7 @@ class TokenScores:
         return self.map(Tensor.detach)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenScores:
-        """Return the same with the function's result in the place of each tensor that there is."""
+        """Apply the function to each tensor that is present."""
         mapped: dict[str, Any] = {n: function(x) for n in SCORES if (x := getattr(self, n)) is not None}
         return replace(self, **mapped)
 
@@ -95,7 +95,7 @@ class LossGradients(NamedTuple):
 
 
 class TokenTrace(NamedTuple):
-    """What a loss was made of, token by token, all [N]; see `core.trainer.StepTrace`."""
+    """Components of a loss, token by token, all [N]; see `core.trainer.StepTrace`."""
 
     logp: Tensor
     entropy: Tensor
@@ -105,22 +105,22 @@ class TokenTrace(NamedTuple):
 
 
 Gradient = Callable[[TokenScores], LossGradients]
-"""A loss's gradient as a function of the scores, detached, of some tokens."""
+"""Maps the detached scores of some tokens to the loss's gradient by them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
     """Computes sum_i weight_i (factor_i policy_loss_i + kl_coef kl_i + coef value_loss_i - entropy_coef entropy_i).
 
-    The teacher's term (`algorithm.distillation`) is in the advantage, or one more of the sum.
-    tokens, weight [N]; `tokens.advantage` is that from rewards. anchored: the update starts from the policy as it is
-    now, and `logp_old` is `logp` itself.
-    first: nothing was trained since the batch's start, so that metrics may compare with this policy as the batch's.
-    reduction: mask [N] -> weights [N] of the tokens in it. corrected: weights and factors under the corrections, where
-    `logp_old` is known before the forward pass; factor is 1 without any. kl_coef: of KL in the loss; it needs
-    `tokens.logp_ref`.
-    values: what a value head learns, [N]. lag int32[N]: versions between sampling and this update, if there are any.
-    truncated bool[N]: tokens whose `logp_rollout` compares with nothing, if there are any.
+    The teacher's term (`algorithm.distillation`) is in the advantage, or a further term of the sum.
+    tokens, weight [N]; `tokens.advantage` comes from rewards. anchored: the update starts from the current policy, and
+    `logp_old` is `logp` itself.
+    first: whether nothing was trained since the batch's start, so that metrics may treat this policy as the batch's.
+    reduction: mask [N] -> weights [N] of the tokens in it. corrected: weights and factors after corrections, if
+    `logp_old` is known before the forward pass; factor is 1 without any. kl_coef: coefficient of KL in the loss; it
+    needs `tokens.logp_ref`.
+    values: targets of a value head, [N]. lag int32[N]: versions between sampling and this update, if any.
+    truncated bool[N]: tokens with an incomparable `logp_rollout`, if any.
     top_ids int64[N, k]: the teacher's most probable tokens, which all scores then have; `tokens.logp_top` is theirs.
     teacher_coef: weight of the teacher's term.
     """
@@ -144,7 +144,7 @@ class Objective:
 
     @property
     def couples(self) -> bool:
-        """Return whether the gradient is only known once all tokens' log-probabilities are."""
+        """Return whether the gradient requires all tokens' log-probabilities."""
         return self.policy_loss.couples or (self.anchored and self.config.correction.couples)
 
     def loss(self, scores: TokenScores) -> Tensor:
@@ -171,7 +171,7 @@ class Objective:
         return (weight * (each - self.entropy_coef * scores.entropy)).sum()
 
     def _policy_losses(self, logp: Tensor, tokens: Tokens) -> Tensor:
-        """Return the policy loss of each token [n]. Raises ConfigError for anything else."""
+        """Return the policy loss of each token [n]. Raises ConfigError for an invalid result."""
         each = self._call(self.policy_loss.per_token, logp, tokens)
         if not isinstance(each, Tensor) or each.shape != logp.shape or not each.is_floating_point():
             raise ConfigError(self._refused(each, f"for {len(logp)} tokens"))
@@ -194,7 +194,7 @@ class Objective:
         return wrong and f": {LOSS_FUNCTION.refusal(self.policy_loss.per_token, each, wrong)}"
 
     def gradient(self, scores: TokenScores) -> LossGradients:
-        """Return the loss's gradient by these scores; the scores of all N if the objective couples tokens."""
+        """Return the loss's gradient by these scores; they must be of all N if the objective couples tokens."""
         leaves = {"logp": scores.logp, "entropy": scores.entropy}
         if self.values is not None and scores.value is not None:
             leaves["value"] = scores.value
@@ -206,11 +206,11 @@ class Objective:
         return slopes if self.entropy_coef else slopes._replace(entropy=None)
 
     def advantage(self, scores: TokenScores) -> Tensor:
-        """Return the advantage of each token, the teacher's part included. scores: of all N, in order."""
+        """Return the advantage of each token, including the teacher's term. scores: of all N, in order."""
         return self._tokens(scores)[1].advantage
 
     def trace(self, scores: TokenScores) -> TokenTrace:
-        """Return what the loss of each token was made of. scores: of all N, in order."""
+        """Return the components of each token's loss. scores: of all N, in order."""
         _, tokens = self._tokens(scores)
         made = [
             None if function is None else self._call(function, scores.logp, tokens)
@@ -219,13 +219,13 @@ class Objective:
         return TokenTrace(scores.logp, scores.entropy, tokens.advantage, *made)
 
     def metrics(self, scores: TokenScores) -> Measures:
-        """Return metrics over the trainable tokens, as far as they can be computed. scores: of all N, in order."""
+        """Return metrics over the trainable tokens, as far as computable. scores: of all N, in order."""
         index, tokens = self._tokens(scores)
         mask = tokens.mask
         values = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
         if self.first or not self.anchored:
             ratio = (scores.logp - tokens.logp_old)[mask]
-            ratio = _wide(ratio).exp()  # in float64, which no ratio leaves
+            ratio = _wide(ratio).exp()  # in float64, where no ratio overflows
             values |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
             values[CLIP_FRACTION] = self._call(self.policy_loss.clipped, scores.logp, tokens)[mask]
@@ -263,13 +263,13 @@ class Objective:
         return gaps | {GAP_BY_LAG.of(int(versions)): gap.abs()[lag == versions] for versions in lag.unique()}
 
     def _corrected(self, index: Tensor, tokens: Tokens) -> Corrected:
-        """Return the corrections of these tokens, which must be all N if one couples tokens and is not known yet."""
+        """Return the corrections of these tokens, all N if a correction couples them and is not known yet."""
         if self.corrected is not None:
             return self.corrected.at(index)
         return corrected(tokens, self.weight[index], self.config.correction, self.reduction)
 
     def _kl(self, logp: Tensor, tokens: Tokens) -> Tensor:
-        assert self.config.kl is not None and tokens.logp_ref is not None  # the learner sees to it
+        assert self.config.kl is not None and tokens.logp_ref is not None  # guaranteed by the learner
         return ESTIMATORS[self.config.kl.estimator](logp, tokens.logp_ref)
 
     def _tokens(self, scores: TokenScores) -> tuple[Tensor, Tokens]:
@@ -277,14 +277,14 @@ class Objective:
         tokens, now = self.tokens.at(index), scores.logp.detach()
 
         def known(logp: Tensor) -> Tensor:
-            """Replace the untrainable tokens' entries, whose ratios could be infinite, by `now`: they weigh nothing."""
+            """Replace untrainable tokens' entries, which could give infinite ratios, by `now`; they have no weight."""
             return torch.where(tokens.mask, logp, now)
 
         old = now if self.anchored else known(tokens.logp_old)
         advantage, section, teacher = tokens.advantage, self.config.distillation, tokens.logp_teacher
         if section is not None:
             in_advantage = section.form == "advantage"
-            if teacher is not None:  # what it was not asked about is not to change
+            if teacher is not None:  # unasked tokens must have no gradient
                 teacher = torch.where(tokens.mask & ~teacher.isnan(), teacher, old if in_advantage else now)
             advantage = distilled(advantage, old, teacher if in_advantage else None, self.teacher_coef, section.rewards)
         top = tokens.logp_top
@@ -302,9 +302,9 @@ class Objective:
 
 
 def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
-    """Return the scores of all N tokens, in order, from parts that hold each once.
+    """Return the scores of all N tokens, in order, from parts that contain each once.
 
-    like: a tensor of the dtype and device of the result, in case there are no parts.
+    like: a tensor with the dtype and device of the result, in case there are no parts.
     """
     if not parts:
         return TokenScores(np.empty(0, np.int64), like[:0], like[:0], like[:0])
@@ -314,7 +314,7 @@ def concat(parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
 
 
 def joined(parts: Sequence[TokenScores]) -> TokenScores:
-    """Return the scores of all parts, one behind the other."""
+    """Return the concatenated scores of all parts."""
 
     def each(name: str) -> Tensor | None:
         tensors = [getattr(part, name) for part in parts]
@@ -327,12 +327,12 @@ def joined(parts: Sequence[TokenScores]) -> TokenScores:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return the values in float64, on the CPU if their device has none (Apple's GPUs)."""
+    """Return the values in float64, on the CPU if their device lacks it (Apple's GPUs)."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 def lookup(slopes: LossGradients) -> Gradient:
-    """Return a `Gradient` that looks up its tokens in the gradient [N] of a loss over the whole batch."""
+    """Return a `Gradient` that looks up tokens in the precomputed gradient [N] of the whole batch."""
 
     def gradient(scores: TokenScores) -> LossGradients:
         return slopes.at(torch.from_numpy(scores.flat).to(slopes.logp.device))
@@ -342,13 +342,13 @@ def lookup(slopes: LossGradients) -> Gradient:
 
 @dataclass(frozen=True, slots=True)
 class TracedGroups:
-    """Draws a share of all groups, each by the run's seed, its epoch and its task: sampled again, it is drawn again."""
+    """Draws a share of all groups, keyed by the run's seed, epoch and task: a resampled group is drawn again."""
 
     seed: int = 0
     share: float = 0.0
 
     def among(self, groups: Sequence[Group]) -> NDArray[np.bool_]:
-        """Return bool[G], which of the groups are traced."""
+        """Return bool[G]: whether each group is traced."""
         if not self.share:
             return np.zeros(len(groups), np.bool_)
         draws = task_uniforms(self.seed, Stream.TRACE, [g.epoch for g in groups], [g.position for g in groups])
@@ -357,7 +357,7 @@ class TracedGroups:
     def traces(self, batch: FlatBatch, trace: Callable[[], TokenTrace], update: int) -> tuple[StepTrace, ...]:
         """Return the traces of the trained steps of traced groups, in order.
 
-        trace: returns what the update of this number computed of all N; called only if there is such a step.
+        trace: returns the values that update computed for all N; called only if there is such a step.
         """
         group_of_step = batch.group_of_trajectory[batch.trajectory_of_step]
         chosen = np.flatnonzero(self.among(batch.groups)[group_of_step])

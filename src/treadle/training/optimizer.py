@@ -37,14 +37,14 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def step(optimizer: torch.optim.AdamW, model: nn.Module, config: OptimizerConfig, rate: float) -> float:
-    """Clip the gradient, step the optimizer and clear the gradient; returns its norm before clipping.
+    """Clip the gradient, step the optimizer and clear the gradient; return its norm before clipping.
 
-    Raises TrainingStopped, leaving the weights as they are, where the norm is not finite.
+    Raises TrainingStopped, without changing weights, if the norm is not finite.
     """
     norm = float(whole(nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)))
     if not math.isfinite(norm):
         raise TrainingStopped(
-            f"the gradient's norm is {norm} at learning rate {rate:g}; the weights were left as they are. "
+            f"the gradient's norm is {norm} at learning rate {rate:g}; the weights were not changed. "
             "A lower learning rate or float32 precision may help"
         )
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""`RankGroup`: a trainer that is several processes of this machine, which share the model (`training.sharding`).
+"""`RankGroup`: a trainer of several processes on this machine that share the model (`training.sharding`).
 
-Every call goes to all ranks, each of which has an `EmbeddedTrainer` of its own; the first one's answer is taken. A rank
-that fails alone ends the group: the run then goes on with --resume.
+Every call goes to all ranks, each with its own `EmbeddedTrainer`, and the first one's answer is returned. A rank that
+fails alone ends the group: continue the run with --resume.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankTrainer(EmbeddedTrainer):
     """One rank's part of the group's trainer."""
 
     def facts(self) -> tuple[ModelInfo, int, ProcessId]:
-        """Return what the group tells of the trainer, and the process that this rank is."""
+        """Return the trainer's description, and this rank's process."""
         return self.model, self.checkpoint_bytes, ProcessId.own()
 
 
@@ -41,10 +41,10 @@ def make_rank_trainer(spec: TrainerSpec, ranks: Ranks) -> RankTrainer:
 
 
 def start_ranks(spec: TrainerSpec) -> RankGroup:
-    """Return a trainer that is several processes of this machine, which start now.
+    """Start a trainer of several processes on this machine.
 
-    They compute with as many threads each as this process is set to, and deterministically if it is.
-    Raises what making a trainer raises, and RankError for a process that fails otherwise.
+    Thread count and determinism are copied from this process.
+    Raises the errors of making a trainer, and RankError for a process that fails otherwise.
     """
     section = spec.placement
     return RankGroup(
@@ -53,7 +53,7 @@ def start_ranks(spec: TrainerSpec) -> RankGroup:
 
 
 class Calls(Protocol):
-    """Passes calls on to the ranks' trainers, wherever those are: a `RankGang`, or a fake."""
+    """Passes calls on to the ranks' trainers, wherever they are: a `RankGang`, or a fake."""
 
     @property
     def busy(self) -> bool: ...

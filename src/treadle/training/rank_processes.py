@@ -35,10 +35,10 @@ Warned = list[tuple[type[Warning], str]]
 
 
 class RankService:
-    """One rank: meets the others, makes the object that answers, and calls its methods."""
+    """One rank: meets the others, creates the object that answers, and calls its methods."""
 
     def __init__(self, rank: int) -> None:
-        hf_logging.disable_progress_bar()  # the output is no terminal
+        hf_logging.disable_progress_bar()  # the output is not a terminal
         return_large_blocks_when_freed()
         self._rank = rank
         self._store: TCPStore | None = None
@@ -67,7 +67,7 @@ class RankService:
     async def start(
         self, size: int, address: tuple[str, int], make: Callable[[Ranks], Any], *more: Any
     ) -> tuple[None, Warned]:
-        """Meet the other ranks, and make the object that answers. more: see `sharding.join`."""
+        """Meet the other ranks, and create the object that answers. more: see `sharding.join`."""
 
         def start() -> None:
             self._served = make(self._meet(size, address, *more))
@@ -104,10 +104,10 @@ async def _with_warnings(work: Callable[[], Any]) -> tuple[Any, Warned]:
 
 
 class RankGang(Gang[W]):
-    """Ranks that have met, and answer calls of the objects that they have made.
+    """Ranks that have met, and answer calls of the objects they have made.
 
-    ranks: workers that serve a `RankService`. share: makes arguments quick to send to all of them. make: returns the
-    object that answers, called once the ranks have met. replicas, device, limit: see `sharding.join`.
+    ranks: workers that serve a `RankService`. share: prepares arguments for fast sending to all of them. make: returns
+    the object that answers, called once the ranks have met. replicas, device, limit: see `sharding.join`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RankGang(Gang[W]):
             raise
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Return every rank's answer, and repeat the first one's warnings. They compute as this thread would."""
+        """Return every rank's answer, and repeat the first one's warnings. They compute with this thread's settings."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         return self._all("answer", name, self._share(arguments), torch.get_num_threads(), deterministic)
 
@@ -141,7 +141,7 @@ class RankGang(Gang[W]):
 
 
 class RankProcesses(RankGang[ChildProcess]):
-    """Learner ranks on this machine. Otherwise see `RankGang`."""
+    """Learner ranks on this machine. See `RankGang`."""
 
     def __init__(
         self, make: Callable[[Ranks], Any], size: int, *, replicas: int = 1, device: str = "cpu", limit: float = 600.0

@@ -1,7 +1,7 @@
-"""`Ranks`: what the processes that train one model together do as one. By default there is one.
+"""`Ranks`: joint operations of the processes that train one model together. By default there is one.
 
-Every rank gets the same groups and makes the same batch, advantages, trees and objective of them. It computes its own
-trees only (`packing.layout.slots`). The objective sees the scores of all N tokens on every rank, so losses that couple
+Every rank gets the same groups and derives the same batch, advantages, trees and objective. It computes only its own
+trees (`packing.layout.slots`). The objective sees the scores of all N tokens on every rank, so losses that couple
 tokens, corrections, KL control, refusals and metrics need no version for several ranks.
 """
 
@@ -18,7 +18,7 @@ from treadle.training.forward import Forward
 from treadle.training.objective import TokenScores, concat
 
 ReadWeights = Callable[[PreTrainedModel], None]
-"""Fills a model's saved weights, of which each rank has its part."""
+"""Fills a model's saved weights, on each rank its own part."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,16 +37,16 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def shard(self, forward: Forward, half: bool = False, read: ReadWeights | None = None) -> None:
-        """Keep a part of each of the model's parameters on every rank. Gradients then add up over ranks.
+        """Keep a part of each of the model's parameters on every rank. Gradients are then summed over ranks.
 
-        half: parameters are gathered in bfloat16, and all is computed in it; gradients still add up in float32.
-        The values are the first rank's: the others need not have any, their model may be on the meta device. With
-        `read`, which reads them, no rank has any of the model's before.
-        Raises ConfigError for a model that computes otherwise afterwards.
+        half: gather parameters and compute everything in bfloat16; gradients are still summed in float32.
+        The values come from the first rank: the others need none, and their model may be on the meta device. With
+        `read`, which reads them, no rank needs any of the model's values before. Raises ConfigError for a model that
+        computes something else afterwards.
         """
 
     def gather(self, parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
-        """Return the scores of all N tokens, in order, from the parts of all ranks, which hold each token once.
+        """Return the scores of all N tokens, in order, from the parts of all ranks, which contain each token once.
 
         like [N]: a tensor of the dtype and device of the result.
         """
@@ -55,13 +55,13 @@ class Ranks(Protocol):
         """Return the sum of the ranks' numbers."""
 
     def every(self, work: Callable[[], Result]) -> list[Result]:
-        """Return what `work` returns on each rank, by rank; all raise the error that one raises, if it is Treadle's."""
+        """Return the result of `work` on each rank, by rank; one rank's error, if it is Treadle's, is raised on all."""
 
     def first(self, take: Callable[[Iterator[Item]], Result], items: Iterator[Item]) -> Result:
-        """Have the first rank alone do something with the items, and return what it returns there; None elsewhere.
+        """Have only the first rank process the items; return its result there, None elsewhere.
 
-        The other ranks go through the items, too, since all gather each of them. All ranks raise the error that it
-        raises, where that is one of Treadle's.
+        The other ranks also iterate over the items, because gathering each of them takes all ranks. The first one's
+        error, if it is Treadle's, is raised on all ranks.
         """
 
 
@@ -73,7 +73,7 @@ class OneRank:
     def shard(self, forward: Forward, half: bool = False, read: ReadWeights | None = None) -> None:
         if half:
             raise ConfigError(
-                "training.precision 'bfloat16_pure' is of weights that several ranks gather; set "
+                "training.precision 'bfloat16_pure' applies to weights gathered by several ranks; set "
                 "placement.learner.ranks to 2 or more, or training.precision to bfloat16"
             )
 

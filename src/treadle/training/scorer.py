@@ -1,4 +1,4 @@
-"""`Scorer`: the root module that every forward pass goes through, model, head and value head together.
+"""`Scorer`: the root module of every forward pass, combining model, head and value head.
 
 Shapes: T nodes of a micro-batch, P pairs of a tree, N completion tokens of an update, d hidden size.
 """
@@ -28,13 +28,13 @@ from treadle.training.walk import waiting, walking
 
 
 class Pass:
-    """The one argument of `Scorer.forward`: a micro-batch, and how it is computed.
+    """The one argument of `Scorer.forward`: a micro-batch, with options of its computation.
 
-    temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, of a model that shares prefixes.
-    context, fresh: see `Tree`. half: in bfloat16. entropy_grad: the entropy carries a gradient. top: tokens that are
-    scored beside the sampled ones, int64[N, k] of all pairs, or which to choose.
+    temperature [N]: of all pairs; its dtype is the result's. kernel: tree attention, for a model that shares prefixes.
+    context, fresh: see `Tree`. half: in bfloat16. entropy_grad: whether the entropy carries a gradient. top: tokens to
+    score beside the sampled ones, int64[N, k] of all pairs, or how to choose them.
 
-    It is opaque to wrappers of modules, which look into dataclasses, dicts and lists (see `Tree`).
+    It is opaque to wrappers of modules, which traverse dataclasses, dicts and lists (see `Tree`).
     """
 
     __slots__ = ("context", "entropy_grad", "fresh", "half", "kernel", "part", "temperature", "top")
@@ -57,21 +57,23 @@ class Pass:
 
 
 class Scorer(nn.Module):
-    """Scores the pairs of a micro-batch by a causal language model, and by a value head if there is one.
+    """Scores the pairs of a micro-batch by a causal language model, and optionally by a value head.
 
-    Everything is computed inside `forward`, so that hooks of this module, with which a wrapper gathers sharded
+    Everything is computed inside `forward`, so that this module's hooks, with which a wrapper gathers sharded
     parameters and reduces gradients, run before and after every use of a weight.
-    value_head: from hidden states [P, d] to values [P, 1], in its own precision; a token's value is that of the state
-    in which it was sampled.
+    value_head: from hidden states [P, d] to values [P, 1], in its own precision; a token's value is that state's in
+    which it was sampled.
 
-    Invariant: making one changes nothing of the model; it computes as `ready` says only inside that context.
-    Raises ConfigError for a model whose decoder (`decoder_of`) is the model itself, head and all.
+    Invariant: constructing one does not change the model; it computes as configured by `ready` only inside that
+    context. Raises ConfigError for a model without a separate decoder (`decoder_of`).
     """
 
     def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
         super().__init__()
         if decoder_of(model) is model:
-            raise ConfigError(f"{type(model).__name__} does not tell its decoder from its head; it cannot be trained")
+            raise ConfigError(
+                f"{type(model).__name__} does not separate its decoder from its head; it cannot be trained"
+            )
         self.model, self.value_head = model, value_head
         self.why_not_shared = why_not_packable(model.config)
         self._passing, self._stateful = Passing[Tree](), stateful_layers(model)
@@ -83,9 +85,9 @@ class Scorer(nn.Module):
         return self.why_not_shared is None
 
     def own_logits(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return logits [T, V] of each row int64[1, T] as the whole model computes them by itself.
+        """Return logits [T, V] of each row int64[1, T] as the whole, unmodified model computes them.
 
-        Raises ConfigError for the language part of a model that does not compute text without the rest.
+        Raises ConfigError for the language part of a model that cannot compute text without the rest.
         """
         with self.ready(attention="eager"):
             try:
@@ -94,15 +96,15 @@ class Scorer(nn.Module):
                 if not is_language_part(self.model):
                     raise
                 raise ConfigError(
-                    f"{type(self.model).__name__} does not compute text by its language model alone ({error}); it "
+                    f"{type(self.model).__name__} cannot compute text with its language model alone ({error}); it "
                     "cannot be trained"
                 ) from error
 
     @contextmanager
     def ready(self, gradient_checkpointing: bool = False, attention: str = ATTENTION) -> Iterator[None]:
-        """Switch to this attention (a model that cannot share keeps its own) and to training mode, and back on leaving.
+        """Switch to this attention (a model that cannot share keeps its own) and to training mode inside the block.
 
-        The backward pass belongs inside, since it may compute layers again.
+        The backward pass belongs inside, because it may recompute layers.
         """
         model, training, decoder = self.model, self.model.training, decoder_of(self.model)
         implementation: str = decoder.config._attn_implementation
@@ -127,11 +129,12 @@ class Scorer(nn.Module):
                 model.eval()
 
     def forward(self, call: Pass) -> dict[str, Tensor]:
-        """Return what `TokenScores` has of the pairs, by name."""
+        """Return the fields of the pairs' `TokenScores`, by name."""
         part, device = call.part, self.model.device
         flat = torch.from_numpy(part.flat)
         top = call.top[flat].to(device) if isinstance(call.top, Tensor) else call.top
-        # cached copies would hold all weights that several ranks gather layer by layer; each is used once a pass
+        # Autocast's cached copies would keep all weights that several ranks gather layer by layer; each is used once
+        # per pass.
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=call.half, cache_enabled=False):
             hidden = self._hidden_rows(part) if call.kernel is None else self._hidden(call, call.kernel)
             sources = hidden.index_select(0, torch.from_numpy(part.source).to(device))
@@ -146,7 +149,7 @@ class Scorer(nn.Module):
         outputs = dict(zip(("logp", "entropy", "top", "top_ids"), scores, strict=False))
         if (head := self.value_head) is not None:
             outputs["value"] = head(sources.to(head.weight.dtype))[:, 0]
-        # not views, on which hooks of a wrapper could be lost
+        # Not views: a wrapper's hooks could be lost on them.
         return {name: score.clone() for name, score in outputs.items()}
 
     def logits(self, part: MicroBatch, kernel: Kernel | None) -> Tensor:
@@ -168,7 +171,7 @@ class Scorer(nn.Module):
         return hidden[0]
 
     def _hidden_rows(self, part: MicroBatch) -> Tensor:
-        """Return [T, d], computed with each sequence as a row. Padding is behind, where causal layers need no mask."""
+        """Return [T, d], computed with each sequence as a row, padded at the end, where causal layers need no mask."""
         place, shape = rows(part)
         ids = np.zeros(math.prod(shape), np.int64)
         ids[place] = part.token_ids
@@ -179,7 +182,7 @@ class Scorer(nn.Module):
         return hidden.flatten(0, 1).index_select(0, torch.from_numpy(place).to(device))
 
     def _check(self, tree: Tree) -> None:
-        """Raise ConfigError if a layer did neither attend through the tree, and its window, nor walk it."""
+        """Raise ConfigError for a layer that neither attended through the tree, with its window, nor walked it."""
         config, name = self.model.config.get_text_config(), type(self.model).__name__
         used, mixing = tree.walked | tree.attended.keys(), mixing_layers(config)
         if missing := len(mixing - used):
@@ -189,11 +192,13 @@ class Scorer(nn.Module):
             )
         for layer, window in tree.attended.items():
             if slides(config, layer) and window is None:
-                raise ConfigError(f"layer {layer} of {name} has a sliding window that it does not tell its attention")
+                raise ConfigError(
+                    f"layer {layer} of {name} has a sliding window that it does not pass to its attention"
+                )
 
 
 def rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
-    """Return where the nodes stand if each sequence is a row, padded behind: int64[T], and (rows, width)."""
+    """Return the positions of nodes with each sequence as a padded row: int64[T], and (rows, width)."""
     starts = np.append(np.flatnonzero(part.position_ids == 0), len(part.token_ids))
     lengths = np.diff(starts)
     width = int(lengths.max())
@@ -201,11 +206,11 @@ def rows(part: MicroBatch) -> tuple[Indices, tuple[int, int]]:
 
 
 def _checkpoint(model: PreTrainedModel, *, enable: bool) -> None:
-    """Switch gradient checkpointing; its methods were renamed in the course of transformers 5, and old names warn."""
+    """Switch gradient checkpointing; transformers 5 renamed its methods, and the old names warn."""
     if enable:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(
             {"use_reentrant": False}
         )
     else:
         (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
-        model.disable_input_require_grads()  # which enabling did, and disabling forgets
+        model.disable_input_require_grads()  # set by enabling, but not undone by disabling

@@ -22,7 +22,7 @@ from treadle.training.ranks import OneRank, Ranks
 
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """What a warm start reached. loss: mean over the last 10% of steps, nats a token."""
+    """Result of a warm start. loss: mean over the last 10% of steps, in nats per token."""
 
     loss: float
     steps: int
@@ -34,10 +34,10 @@ async def warm_start(
     config: WarmStartConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> WarmStartResult:
-    """Run the steps of the warm start on the trainer, each on the next `batch_size` conversations.
+    """Run the trainer's warm-start steps, each on the next `batch_size` conversations.
 
     conversations: number i as a function of i, from 0.
-    on_step(step, loss) is called after each step. Raises TrainingStopped if the final loss is above `config.max_loss`.
+    Calls on_step(step, loss) after each step. Raises TrainingStopped if the final loss exceeds `config.max_loss`.
     """
     losses: list[float] = []
     for number in range(config.steps):
@@ -45,7 +45,7 @@ async def warm_start(
         rows = [conversations(i) for i in range(first, first + config.batch_size)]
         losses.append(await trainer.supervised_step(rows, number))
         on_step(number + 1, losses[-1])
-        await asyncio.sleep(0)  # a trainer that computes inline would otherwise never let Ctrl-C through
+        await asyncio.sleep(0)  # otherwise a trainer that computes inline would never let Ctrl-C through
     final = float(np.mean(losses[-max(1, config.steps // 10) :]))
     if config.max_loss is not None and not final <= config.max_loss:
         raise TrainingStopped(
@@ -57,7 +57,7 @@ async def warm_start(
 
 
 class Supervised:
-    """Makes the steps of a warm start, with its optimizer: loss on the completions only, `token_mean` in each step."""
+    """Makes the steps of a warm start, with their optimizer: loss only on completions, `token_mean` in each step."""
 
     def __init__(self, forward: Forward, config: WarmStartConfig, ranks: Ranks | None = None) -> None:
         self.config, self._ranks = config, ranks or OneRank()
@@ -65,7 +65,7 @@ class Supervised:
         self._optimizer = make_optimizer(forward.model, config.optimizer)
 
     def step(self, conversations: Sequence[Conversation], number: int) -> float:
-        """Make step `number` (from 0); returns the mean loss before it, in nats a token. Raises TrainingStopped."""
+        """Make step `number` (from 0); return the mean loss before it, in nats per token. Raises TrainingStopped."""
         model, config = self._forward.model, self.config
         calls = _calls(conversations)
         tokens = sum(len(c.token_ids) - c.prompt_length for c in calls)

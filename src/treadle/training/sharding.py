@@ -1,10 +1,10 @@
-"""`ShardedRanks`: a model over several processes by FSDP2, each of which holds a part of every parameter.
+"""`ShardedRanks`: a model over several processes by FSDP2, each with a part of every parameter.
 
-    layer 1 ... layer L      each gathers its parameters before it computes, forward and backward, and reduces gradients
+    layer 1 ... layer L      each gathers its parameters before computing, forward and backward, and reduces gradients
     Scorer (root)            the rest: embedding, final norm, head, value head
 
-Gradients are sums: nothing is divided by the number of ranks, since weights of tokens are of the whole batch. With a
-mesh of two dimensions, shards are spread over the second one, and copies of them over the first.
+Gradients are summed, never divided by the number of ranks, because token weights already refer to the whole batch. On a
+two-dimensional mesh, shards are spread over the second dimension, and copies of them over the first.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from treadle.training.objective import SCORES, TokenScores
 from treadle.training.ranks import Item, OneRank, Ranks, ReadWeights, Result
 from treadle.training.scorer import Scorer
 
-_PROBE = np.arange(1, 21, dtype=np.int32)  # ids that a model is scored with, before and after it is sharded
-_TOLERANCE, _HALF = 1e-3, 0.5  # of their log-probabilities, and in bfloat16
+_PROBE = np.arange(1, 21, dtype=np.int32)  # ids to score a model on, before and after sharding
+_TOLERANCE, _HALF = 1e-3, 0.5  # tolerances of their log-probabilities, in float32 and in bfloat16
 
 
 def join(store: Store, rank: int, size: int, replicas: int, device: str, limit: float) -> Ranks:
-    """Meet the other ranks in a store that all see, and return what joins this process with them.
+    """Meet the other ranks in a shared store, and return this process's connection to them.
 
-    replicas: copies of the model, each sharded over size / replicas ranks. device: `cpu`, or `cuda` for the GPU of this
-    process, which is number `rank` of those it sees. limit: seconds of one collective.
+    replicas: copies of the model, each sharded over size / replicas ranks. device: `cpu`, or `cuda` for this process's
+    GPU, number `rank` of the visible ones. limit: timeout of one collective, in seconds.
     """
     if size == 1:
         return OneRank()
@@ -53,15 +53,15 @@ def join(store: Store, rank: int, size: int, replicas: int, device: str, limit: 
     if replicas == 1:
         return ShardedRanks(init_device_mesh(device, (size,)))
     mesh = init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
-    for dimension in range(mesh.ndim):  # groups of some of the ranks have a limit of their own
+    for dimension in range(mesh.ndim):  # subgroups of ranks have their own timeout
         _set_pg_timeout(timeout, mesh.get_group(dimension))
     return ShardedRanks(mesh)
 
 
 class ShardedRanks:
-    """Joins the processes of a device mesh, on which `torch.distributed` has been initialised: a `Ranks`.
+    """Joins the processes of a device mesh, after `torch.distributed` was initialized: a `Ranks`.
 
-    A parameter that no rank used has a gradient of zeros here, where one process alone has none.
+    A parameter unused by all ranks has a zero gradient here, but none in a single process.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -69,11 +69,11 @@ class ShardedRanks:
         self.rank, self.size = mesh.get_rank(), mesh.size()
 
     def shard(self, forward: Forward, half: bool = False, read: ReadWeights | None = None) -> None:
-        """Shard the model's parameters; see `Ranks`. Whatever copies or compares whole parameters must come before.
+        """Shard the model's parameters; see `Ranks`. Copy or compare whole parameters before this.
 
-        With `read` no rank ever has a whole model, with whose log-probabilities those of the shards could be compared.
+        With `read`, no rank ever has a whole model to compare the shards' log-probabilities with.
         """
-        # only the first rank could try it
+        # Only the first rank could probe it.
         forward.scorer.why_not_shared = self.every(lambda: forward.scorer.why_not_shared)[0]
         ids = _PROBE % forward.model.config.get_text_config().vocab_size
         wanted = forward.exact_logprobs(ids) if self.rank == 0 and read is None else None
@@ -92,7 +92,7 @@ class ShardedRanks:
         self.every(check)
 
     def _shard(self, scorer: Scorer, half: bool) -> None:
-        """Wrap the scorer, and fill it with the values that the first rank has, one parameter after the other."""
+        """Wrap the scorer, and fill it with the first rank's values, one parameter at a time."""
         parameters = scorer.named_parameters() if self.rank == 0 else iter(())
         values = {name: parameter.detach() for name, parameter in parameters if not parameter.is_meta}
         names = self.every(lambda: list(values))[0]
@@ -104,7 +104,7 @@ class ShardedRanks:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if self.size > 1:  # ranks whose tokens reach other experts would reduce buffers of other sizes
+                if self.size > 1:  # otherwise ranks with tokens for other experts would reduce buffers of other sizes
                     module.set_reduce_scatter_unused_params(True)
         if missing:
             scorer.to_empty(device=self._mesh.device_type)
@@ -121,7 +121,7 @@ class ShardedRanks:
 
     def gather(self, parts: Sequence[TokenScores], like: Tensor) -> TokenScores:
         """Return the scores of all N tokens: each rank writes its own into zeros, so that their sum has no rounding."""
-        # each rank has a part of every slot, so that all find the same ones missing
+        # Each rank has a part of every slot, so all find the same ones missing.
         summed = {} if parts else {name: torch.zeros_like(like) for name in SCORES[:3]}
         for name in SCORES:
             tensors = [getattr(part, name) for part in parts]
@@ -141,7 +141,7 @@ class ShardedRanks:
         return total.item()
 
     def every(self, work: Callable[[], Result]) -> list[Result]:
-        """Return what `work` returns on each rank; see `Ranks`."""
+        """Return the result of `work` on each rank; see `Ranks`."""
         outcome: tuple[Result | None, TreadleError | None]
         try:
             outcome = work(), None
@@ -154,7 +154,7 @@ class ShardedRanks:
         return [value for value, _ in outcomes]
 
     def first(self, take: Callable[[Iterator[Item]], Result], items: Iterator[Item]) -> Result:
-        """Have the first rank alone do something with the items; see `Ranks`."""
+        """Have only the first rank process the items; see `Ranks`."""
         result: Any = None
 
         def work() -> None:
@@ -162,16 +162,16 @@ class ShardedRanks:
             try:
                 result = take(items) if self.rank == 0 else None
             finally:
-                deque(items, maxlen=0)  # to the end, as the other ranks do
+                deque(items, maxlen=0)  # exhausts the items, as the other ranks do
 
         self.every(work)
         return result  # type: ignore[no-any-return]
 
 
 def _units(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield what is gathered by itself: layers, and an embedding that is not the head's, too; the rest is together.
+    """Yield the separately gathered modules: layers, and an embedding not tied to the head; the rest is one unit.
 
-    Each is called once a pass on every rank; the head is called for chunks of rows, and ranks differ in how many.
+    Each is called once per pass on every rank; the head is called per chunk of rows, and ranks differ in their number.
     """
     yield from _layers(model, set(model._no_split_modules or ()))
     embedding = model.get_input_embeddings()
@@ -180,7 +180,7 @@ def _units(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def _layers(module: nn.Module, kinds: set[str]) -> Iterator[nn.Module]:
-    """Yield the decoder's layers: the outermost modules of the classes that transformers says not to split."""
+    """Yield the decoder's layers: the outermost modules of classes that transformers marks as not to be split."""
     for child in module.children():
         if type(child).__name__ in kinds:
             yield child

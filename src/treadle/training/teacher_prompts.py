@@ -1,4 +1,4 @@
-"""`TeacherPrompts`: what the teacher is asked, where that is not what the policy was asked. Needs no torch.
+"""`TeacherPrompts`: prompts for the teacher that differ from the policy's. Needs no torch.
 
 step -context(task, trajectory, step, siblings, messages)-> messages -the policy's template-> prompt ids
 """
@@ -22,7 +22,7 @@ _CALLED = "context(task, trajectory, step, siblings, messages)"
 
 
 def load_context(name: str) -> Callable[..., Any]:
-    """Return the function `module:function`. Raises ConfigError if it cannot be called with what it gets."""
+    """Return the function `module:function`. Raises ConfigError if it does not take the expected arguments."""
     function: Callable[..., Any] = resolve("teacher_contexts", name, _SETTING)
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{_SETTING}: {name!r} is of type {type(function).__name__}, it must be a function")
@@ -34,16 +34,16 @@ def load_context(name: str) -> Callable[..., Any]:
 
 
 class TeacherPrompts:
-    """Makes the teacher's prompts by the function `name`, which gets
+    """Makes the teacher's prompts by the function `name`, which receives
 
         task        with its ground truth
         trajectory  the attempt: its rewards, and steps after this one
-        step        of it, whose completion the teacher will score
+        step        the step of it with the completion to score
         siblings    the other attempts at the task, in order; reward None: not graded
-        messages    messages(step, reply=False): the messages of any of their steps' prompts, and its reply
+        messages    messages(step, reply=False): messages of any of their steps' prompts, and its reply
 
     and returns messages, or None for a step that the teacher is not asked about.
-    limit: most tokens of prompt and completion; the teacher is not asked about longer ones.
+    limit: maximum tokens of prompt and completion; the teacher is not asked about longer ones.
     """
 
     def __init__(self, name: str, renderer: ChatRenderer, limit: int) -> None:

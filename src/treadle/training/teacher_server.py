@@ -1,6 +1,6 @@
 """`TeacherServer`: a teacher behind a vLLM server, which scores recorded ids as prompts.
 
-steps -distinct, longest-> POST /v1/completions, `prompt_logprobs`, side by side -> log-probabilities of completions
+steps -distinct, longest-> POST /v1/completions, `prompt_logprobs`, concurrently -> log-probabilities of completions
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from treadle.rollout.isolation.event_loop import paused_event_loop
 T = TypeVar("T")
 
 _SETTING = "algorithm.distillation.teacher"
-_AT_A_TIME, _TIMEOUT, _PATIENCE = 64, 300.0, 600.0  # calls, and seconds: a server that is started again may load long
-_AT_START = 10.0  # seconds in which it must answer first
-_DECODED = 1024  # ids that are compared at a time
+_AT_A_TIME, _TIMEOUT, _PATIENCE = 64, 300.0, 600.0  # calls, and seconds: a restarted server may take long to load
+_AT_START = 10.0  # limit of its first answer, in seconds
+_DECODED = 1024  # ids compared at a time
 _IDS = np.dtype(">i4")  # so that bytes sort as ids do
 _LARGEST = 2**22  # bytes of an answer without log-probabilities
-_PER_TOKEN = 2**9  # bytes of an answer for each log-probability with its token, at most, on average
-_IMPOSSIBLE = -9999.0  # what vLLM writes for minus infinity
+_PER_TOKEN = 2**9  # maximum mean size of an answer per log-probability with its token, in bytes
+_IMPOSSIBLE = -9999.0  # vLLM's value for minus infinity
 
 
 class ServedScores(NamedTuple):
-    """Of N tokens: logp float64[N]; top float64[N, k] and top_ids int64[N, k], if those were asked for."""
+    """Scores of N tokens: logp float64[N]; top float64[N, k] and top_ids int64[N, k], if requested."""
 
     logp: NDArray[np.float64]
     top: NDArray[np.float64] | None
@@ -40,23 +40,23 @@ class ServedScores(NamedTuple):
 
 
 class TeacherServer:
-    """A vLLM server. context: most tokens that it can score, set by `check`.
+    """A vLLM server. context: maximum number of tokens it can score, set by `check`.
 
-    A call that fails is made again for ten minutes.
+    A failing call is retried for ten minutes.
     """
 
     def __init__(self, url: str) -> None:
         self.url, self.context = url, 0
 
     def check(self, tokenizer: PreTrainedTokenizerBase, longest: int, k: int) -> None:
-        """Raise ConfigError if it does not score, if an id is another text for it, or if its context is too short.
+        """Raise ConfigError if it does not score, if an id decodes to another text, or if its context is too short.
 
-        tokenizer: the policy's. longest: tokens that it must be able to score. k: as for `scores`.
+        tokenizer: the policy's. longest: required number of tokens to score. k: as for `scores`.
         """
         try:
             _run(self._check(tokenizer, k))
         except (EngineError, KeyError, TypeError) as error:
-            raise ConfigError(f"{_SETTING}: {self.url!r} is no vLLM server that scores prompts: {error}") from error
+            raise ConfigError(f"{_SETTING}: {self.url!r} is not a vLLM server that scores prompts: {error}") from error
         if self.context < longest:
             raise ConfigError(
                 f"{_SETTING}: {self.url!r} scores up to {self.context} tokens, and prompt and completion may have "
@@ -66,7 +66,7 @@ class TeacherServer:
     def scores(self, steps: Sequence[Step | None], sizes: Sequence[int], k: int, vocabulary: int) -> ServedScores:
         """Return scores of the tokens of all steps' completions, in order; NaN for steps that are None.
 
-        sizes: tokens of each step's completion. k: most probable tokens of each state to return, among ids below
+        sizes: tokens of each step's completion. k: number of most probable tokens to return per state, among ids below
         `vocabulary`; 0: none.
         Raises TrainingStopped if the server refuses a call, or fails for too long.
         """
@@ -74,7 +74,7 @@ class TeacherServer:
             return _run(self._scores(steps, sizes, k, vocabulary))
         except EngineError as error:
             raise TrainingStopped(
-                f"{_SETTING}: {self.url!r} did not score what the policy sampled: {error}; start it again, and resume"
+                f"{_SETTING}: {self.url!r} did not score the policy's samples: {error}; restart it, and resume"
             ) from error
 
     async def _check(self, tokenizer: PreTrainedTokenizerBase, k: int) -> None:
@@ -90,12 +90,13 @@ class TeacherServer:
         for part, different in zip(parts, await asyncio.gather(*map(differs, parts)), strict=True):
             if not different:
                 continue
-            singly = await asyncio.gather(*(differs([ident]) for ident in part))  # not how texts are joined
+            # individually, to ignore how texts are joined
+            singly = await asyncio.gather(*(differs([ident]) for ident in part))
             for ident, other in zip(part, singly, strict=True):
                 if other:
                     raise ConfigError(
                         f"{_SETTING}: token {ident} is {tokenizer.decode([ident])!r} for the trained model, and not "
-                        f"for {self.url!r}, whose scores would be of other text; take a teacher of the same vocabulary"
+                        f"for {self.url!r}, which would score other text; use a teacher with the same vocabulary"
                     )
 
     async def _scores(
@@ -109,7 +110,7 @@ class TeacherServer:
         async def score(key: bytes) -> list[tuple[float, list[tuple[int, int, float]]]]:
             """Return each token's log-probability, but the first's, and the k best as (rank, id, log-probability)."""
             ids = np.frombuffer(key, _IDS).tolist()
-            for count in (k, 2 * k + 8):  # more if some are none of the policy's ids
+            for count in (k, 2 * k + 8):  # more if some are not the policy's ids
                 try:
                     entries = (await endpoint.post(_request(ids, count)))["choices"][0]["prompt_logprobs"][1:]
                     own = [_logprob(each[str(i)]) for each, i in zip(entries, ids[1:], strict=True)]
@@ -135,7 +136,7 @@ class TeacherServer:
         return ServedScores(logp, top if k else None, top_ids if k else None)
 
     def _endpoint(self, path: str, patience: float, logprobs: int = 0) -> JsonEndpoint:
-        """Return an endpoint. logprobs: that an answer may have."""
+        """Return an endpoint. logprobs: number of log-probabilities an answer may have."""
         url = f"{self.url.rstrip('/').removesuffix('/v1')}/{path}"
         largest = _LARGEST + _PER_TOKEN * logprobs
         return JsonEndpoint(url, concurrency=_AT_A_TIME, timeout=_TIMEOUT, patience=patience, largest=largest)
@@ -146,14 +147,14 @@ def _request(ids: Sequence[int], k: int) -> dict[str, Any]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:
-    """Return what the server says of a token. Raises KeyError, or TypeError for anything but a number."""
+    """Return the server's log-probability of a token. Raises KeyError, or TypeError for anything but a number."""
     if isinstance(value := entry["logprob"], bool) or not isinstance(value, int | float):
         raise TypeError(value)
     return float(value)
 
 
 def covering(keys: Sequence[bytes]) -> list[bytes]:
-    """Return for each key the longest of all that begin with it, whose scores begin with its own."""
+    """Return for each key the longest key it is a prefix of; their scores begin alike."""
     ordered = sorted(set(keys))
     longest = dict[bytes, bytes]()
     for key, after in reversed([*zip(ordered, [*ordered[1:], b""], strict=True)]):

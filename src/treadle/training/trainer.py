@@ -32,9 +32,9 @@ R = TypeVar("R")
 class EmbeddedSource:
     """Serves the weights of a model in this process, its `module`: a `WeightSource`.
 
-    tokenizer: directory of the files that go into an export. compute: where it computes, inline or on a thread.
-    forward: the model's own; default: made when it is needed, so that a model need not be fit for training.
-    ranks: that share the model; each has a source, and all are called together.
+    tokenizer: directory of the tokenizer's files for exports. compute: where it computes, inline or on a thread.
+    forward: the model's own; default: created on demand, so that a model need not be trainable.
+    ranks: processes that share the model; each has a source, and all are called together.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EmbeddedSource:
 
 
 class EmbeddedTrainer(EmbeddedSource):
-    """Trains with a learner in this process: a `Trainer`. warm_start: has the optimizer of supervised steps."""
+    """Trains with a learner in this process: a `Trainer`. warm_start: configures the optimizer of supervised steps."""
 
     def __init__(
         self, learner: Learner, tokenizer: Path, compute: Compute, warm_start: WarmStartConfig | None = None
@@ -113,7 +113,7 @@ class EmbeddedTrainer(EmbeddedSource):
         await self._compute.run(load_checkpoint, saved, self._learner, self._tokenizer)
 
     async def offload(self) -> None:
-        """Move everything to the host's memory: what else is on the device needs the room. `reload` ends it."""
+        """Move everything to host memory, to free the device for others. Undone by `reload`."""
         await self._compute.run(self._learner.move, torch.device("cpu"))
 
     async def reload(self) -> None:

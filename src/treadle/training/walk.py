@@ -2,7 +2,7 @@
 
     row [1, T, d] --together--> [B, n, d] and states [B, ...] --the layer--> outputs, states --> [1, T, d]
 
-Nothing of a layer is written anew, and gradients flow through the states. See `treadle.packing.segments`.
+No layer is reimplemented, and gradients flow through the states. See `treadle.packing.segments`.
 
 Shapes: T nodes of a micro-batch, B segments of a call, n tokens of the longest, d hidden size.
 """
@@ -22,13 +22,14 @@ from treadle.models.states import State, States
 from treadle.packing.segments import Segment, Together
 from treadle.training.attention.interface import Past, Tree
 
-_INPUT = ("input", 0)  # of a state: what the layer has not read yet, [1, d]
-_NOT_PASSED_ON = ("attention_mask", "position_ids", "use_cache")  # of one row with all nodes, which no call is
+_INPUT = ("input", 0)  # part of a state: input not yet read by the layer, [1, d]
+# they describe one row with all nodes, unlike any call
+_NOT_PASSED_ON = ("attention_mask", "position_ids", "use_cache")
 
 
 @contextmanager
 def walking(layers: Mapping[nn.Module, str]) -> Iterator[None]:
-    """Let layers compute a tree where they would compute a row. layers: -> their argument for a cache."""
+    """Let layers compute a tree instead of a row. layers: layer -> its cache argument."""
     for layer, cache in layers.items():
         vars(layer)["forward"] = _walk(layer, layer.forward, cache)
     try:
@@ -39,7 +40,7 @@ def walking(layers: Mapping[nn.Module, str]) -> Iterator[None]:
 
 
 def waiting(context: Past | None) -> set[int]:
-    """Return the nodes outside a micro-batch whose input waits, in all layers alike."""
+    """Return the nodes outside a micro-batch with waiting inputs, the same in all layers."""
     states = next(iter(context.states.values()), {}) if context is not None else {}
     return {node for node, state in states.items() if _INPUT in state}
 
@@ -73,13 +74,13 @@ def _walk(layer: nn.Module, own: Callable[..., Any], cache: str) -> Callable[...
 
 
 def _start(call: Together, states: Mapping[int, State]) -> States:
-    """Return the states that segments begin with."""
+    """Return the initial states of segments."""
     before = [states[s.before] for s in call.segments if s.before is not None]
     return States.of([{name: x for name, x in state.items() if name != _INPUT} for state in before])
 
 
 def _rows(row: Tensor, call: Together, states: Mapping[int, State]) -> Tensor:
-    """Return [B, n, d]: what waits and the segments' nodes, with zeros behind the shorter ones and behind a single."""
+    """Return [B, n, d]: waiting inputs and the segments' nodes, padded with zeros, and after a single one."""
     rows = [row[s.first : s.end] for s in call.segments]
     if call.waiting:
         inputs = [states[s.before][_INPUT] for s in call.segments if s.before is not None]
@@ -88,7 +89,7 @@ def _rows(row: Tensor, call: Together, states: Mapping[int, State]) -> Tensor:
 
 
 def _left(segment: Segment, call: Together, state: State, states: Mapping[int, State], row: Tensor) -> State:
-    """Return the state behind a segment; behind a single node the one before it, and its input."""
+    """Return the state after a segment; for a single node, the one before it, and its input."""
     if call.single and segment.before is not None:
         return {**states[segment.before], _INPUT: row[segment.first : segment.end]}
     return state

@@ -1,6 +1,6 @@
-"""The CPU's flash attention with soft-capped scores, c * tanh(score / c), a block of queries at a time.
+"""Flash attention on the CPU with soft-capped scores, c * tanh(score / c), one block of queries at a time.
 
-Shapes: R rectangles, H heads, n queries and m keys of each, D head size; b queries of a block.
+Shapes: R rectangles, H heads, n queries and m keys of each, D head size; b queries per block.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SCORES = 2**22  # of a block
+_SCORES = 2**22  # per block
 
 
 class _Block(NamedTuple):
-    """rows: its queries. keys: that they may see. scores [R, H, b, keys]: capped and masked. slope: by the uncapped
-    ones."""
+    """rows: its queries. keys: visible to them. scores [R, H, b, keys]: capped and masked. slope: derivative of capped
+    by uncapped scores."""
 
     rows: slice
     keys: slice
@@ -35,7 +35,7 @@ def capped(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [R, H, n, D] and log-sum-exp [R, H, n], in float32 at least, as the flash kernel does.
+    """Return output [R, H, n, D] and log-sum-exp [R, H, n], in at least float32, as the flash kernel does.
 
     attn_mask: 0 or -inf, added to the capped scores.
     """
@@ -43,7 +43,7 @@ def capped(
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1])
     for block in _blocks(query, key, causal, attn_mask, scale, softcap):
         lse[:, :, block.rows] = block.scores.logsumexp(-1)
-        # a row that sees nothing has -inf, of which the weights would be no numbers
+        # A row without visible keys has only -inf, which would make its weights NaN.
         total = lse[:, :, block.rows, None].clamp_min(torch.finfo(lse.dtype).min)
         out[:, :, block.rows] = (block.scores - total).exp() @ value[:, :, block.keys]
     return out, lse
@@ -63,7 +63,7 @@ def capped_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by query, key and value, in float32 at least. out, lse: of the whole softmax."""
+    """Return the gradients by query, key and value, in at least float32. out, lse: results of the whole softmax."""
     grad_out, query, key, value, out = _wide(grad_out, query, key, value, out)
     by_query, by_key, by_value = (torch.zeros_like(x) for x in (query, key, value))
     for block in _blocks(query, key, causal, attn_mask, scale, softcap):

@@ -1,10 +1,10 @@
 """Tree attention on GPUs by FlexAttention, in any precision.
 
-Which blocks of queries and keys have anything to compute follows from the extremes of `subtree_end` and `depth` in each
-block, so nothing larger than one entry a pair of blocks is ever made:
+The extremes of `subtree_end` and `depth` in each block show which pairs of blocks have anything to compute, so nothing
+larger than one entry per pair of blocks is ever allocated:
+    key block before the query block    fully visible if all its subtrees end behind it, partly if any ends inside it
+    key block beside the query block    partly visible: each node sees itself
 
-    key block before the query block    sees all of it if all its subtrees end behind it, some if any ends inside it
-    key block beside the query block    some: each node sees itself
 
 The CPU's tests compare it with `Dense` uncompiled and, forward, compiled; `make gpu-check` compares the kernel.
 
@@ -28,16 +28,16 @@ from treadle.training.attention.interface import Shape
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key, all indices -> bool
 
-_BLOCK = 128  # queries, and keys, of a block
+_BLOCK = 128  # queries, and keys, per block
 
-# Kernels are compiled for any lengths, but apart for one block and several, lengths that are equal and not, windows,
-# with and without gradient, precisions.
+# Kernels are compiled for any lengths, but separately for one block and several, for equal and unequal lengths, for
+# windows, for passes with and without gradient, and for precisions.
 _VARIANTS = 64
 
 
 @cache
 def _attend(device: str) -> Callable[..., Any]:
-    """Return FlexAttention, compiled for GPUs: uncompiled it would make all scores at once.
+    """Return FlexAttention, compiled on GPUs: uncompiled it would allocate all scores at once.
 
     Past `_VARIANTS` compilations it raises rather than fall back to the uncompiled function.
     """
@@ -49,7 +49,7 @@ def _attend(device: str) -> Callable[..., Any]:
 
 
 def block_mask(shape: Shape, window: int | None, device: torch.device) -> BlockMask:
-    """Return which key blocks each query block sees, wholly or in part. Blocks with padding count as partial."""
+    """Return which key blocks each query block sees, fully or partly. Blocks with padding count as partial."""
     depth, subtree_end = shape.depth.numpy(), shape.subtree_end.numpy()
     key_end = _blocks(np.pad(subtree_end, (0, -len(depth) % _BLOCK)))
     first_key = np.arange(len(key_end)) * _BLOCK
@@ -76,7 +76,7 @@ def _blocks(padded: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """bool[A, B] -> (int32[1, 1, A] how many in each row, int32[1, 1, A, B] which: those, then the others)."""
+    """bool[A, B] -> (int32[1, 1, A], number per row; int32[1, 1, A, B], their indices first, then the others)."""
     count, order = blocks.sum(1), np.argsort(~blocks, axis=1, kind="stable")
     return _int32(count, device), _int32(order, device)
 
@@ -86,7 +86,7 @@ def _int32(array: NDArray[np.int64], device: torch.device) -> Tensor:
 
 
 def _visible(shape: Shape, window: int | None, device: torch.device) -> Mask:
-    """The mask, element by element. Sizes are tensors since numbers would be compiled in."""
+    """Return the elementwise mask. Sizes are tensors because numbers would be compiled in."""
     subtree_end, depth = (x.to(device, torch.int32) for x in (shape.subtree_end, shape.depth))
     context = torch.tensor(shape.context, device=device, dtype=torch.int32)
 
@@ -115,7 +115,7 @@ def _capped(softcap: float, like: Tensor) -> Callable[[Tensor, Tensor, Tensor, T
 
 @dataclass(slots=True)
 class Flex:
-    """Computes tree attention (`Kernel`) by FlexAttention. It makes one block mask for each device and window."""
+    """Computes tree attention (`Kernel`) by FlexAttention, with one block mask per device and window."""
 
     shape: Shape
     masks: dict[tuple[torch.device, int | None], BlockMask] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What transformers calls in place of its own attention, and the tree that it attends to.
+"""The attention function that transformers calls instead of its own, and the tree it works on.
 
 Shapes: see `treadle.training.attention`.
 """
@@ -26,10 +26,10 @@ ATTENTION = "treadle_tree"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which nodes of one micro-batch see which keys, as a kernel needs it.
+    """Visibility between nodes and keys of one micro-batch, as kernels need it.
 
-    depth int64[C + T]: of every key, its position. subtree_end int64[C + T]: node i sees key j exactly if
-    j <= context + i < subtree_end[j]; through a sliding window only if also depth_i - depth_j < window.
+    depth int64[C + T]: position of every key. subtree_end int64[C + T]: node i sees key j exactly if j <= context + i <
+    subtree_end[j]; with a sliding window only if also depth_i - depth_j < window.
     """
 
     depth: Tensor
@@ -52,7 +52,7 @@ class Shape:
 
 
 class Kernel(Protocol):
-    """Computes tree attention, for all layers of one forward pass over one tree."""
+    """Computes tree attention for all layers in one forward pass over one tree."""
 
     def __call__(
         self,
@@ -67,18 +67,18 @@ class Kernel(Protocol):
         """Return the attention output [T, H, D] of query [T, H, D] over key and value [C + T, K, D].
 
         scale: factor of the scores. window: size of the layer's sliding window in tokens, None without one.
-        sinks [H]: score of one more key, without a value, that every node sees. softcap: c of c * tanh(score / c).
+        sinks [H]: score of an additional key without a value, visible to every node. softcap: c of c * tanh(score / c).
         """
 
 
-KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as layers make them
+KeysAndValues = tuple[Tensor, Tensor]  # [1, K, n, D] each, as produced by layers
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What layers need of nodes outside a micro-batch, or leave of those inside.
+    """Layers' inputs from nodes outside a micro-batch, or outputs of nodes inside for later ones.
 
-    keys: layer -> keys and values of the nodes. states: layer -> node of the whole tree -> the state behind it.
+    keys: layer -> keys and values of the nodes. states: layer -> node of the whole tree -> state after it.
     """
 
     keys: dict[int, KeysAndValues] = field(default_factory=dict)
@@ -86,11 +86,11 @@ class Past:
 
 
 class Tree:
-    """The tree of a forward pass, as its layers find it.
+    """The tree of a forward pass, as seen by its layers.
 
-    context: of the C nodes outside; empty if C is 0. fresh: where layers leave what later micro-batches need; None if
-    there are none. calls: of layers with a state. attended: layer -> the sliding window with which it attended.
-    walked: layers that computed segments.
+    context: inputs from the C nodes outside; empty if C is 0. fresh: outputs for later micro-batches; None if there are
+    none. calls: calls of layers with a state. attended: layer -> sliding window it used. walked: layers that computed
+    segments.
     """
 
     __slots__ = ("attended", "calls", "context", "fresh", "kernel", "walked")
@@ -122,11 +122,12 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention through the tree: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises ConfigError for a layer that asks for what tree attention cannot express.
+    Raises ConfigError for a layer with features beyond tree attention.
     """
     name = type(module).__name__
     tree: Tree = handed(module)
-    if attention_mask is not None:  # transformers makes none for attention that it does not know
+    # transformers makes no mask for attention implementations unknown to it.
+    if attention_mask is not None:
         raise ConfigError(f"{name} makes its own attention mask, which tree attention does not implement")
     if dropout > 0:
         raise ConfigError(f"{name} has attention dropout {dropout}; packing needs 0 (set attention_dropout: 0)")
@@ -142,14 +143,15 @@ def tree_attention(
         key, value = torch.cat([earlier_key, key], 2), torch.cat([earlier_value, value], 2)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has smaller values; kernels want one size
+    # latent attention has smaller values; kernels require equal sizes
+    value = F.pad(value, (0, query.shape[-1] - size))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return tree.kernel(q, k, v, scale, sliding_window, s_aux, softcap)[None, ..., :size], None
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """Cast as autocast does for stock attention. Norms and rotary embeddings leave queries and keys in float32, while
-    values come in half precision."""
+    """Cast as autocast does for stock attention. Norms and rotary embeddings leave queries and keys in float32, whereas
+    values arrive in half precision."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return iter(tensors)
@@ -161,10 +163,10 @@ AttentionInterface.register(ATTENTION, tree_attention)
 
 
 class Store:
-    """What the layers left of a tree that is computed in chunks, and the gradients that it collects.
+    """Layers' outputs of a tree computed in chunks, with the gradients collected for them.
 
-    First pass: `put` what each chunk computed; `at` returns what the next ones need of it. Second pass, last chunk
-    first: `leaves` for its context, back-propagate from `pending`, `collect` what reached the leaves.
+    First pass: `put` each chunk's outputs; `at` returns what the next ones need. Second pass, last chunk first:
+    `leaves` for its context, back-propagate from `pending`, `collect` the gradients of the leaves.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -172,12 +174,12 @@ class Store:
         self._states = _StateStore()
 
     def put(self, part: MicroBatch, fresh: Past) -> None:
-        """Store what the chunk's layers left."""
+        """Store the chunk's outputs."""
         self._keys.put(part, fresh.keys)
         self._states.put(fresh.states)
 
     def at(self, context: Indices) -> Past:
-        """Return what these nodes left; nothing for an empty context."""
+        """Return the outputs of these nodes; empty for an empty context."""
         return Past(self._keys.at(context), self._states.at(context))
 
     def leaves(self, context: Indices) -> Past:
@@ -188,7 +190,7 @@ class Store:
         return past
 
     def pending(self, part: MicroBatch, fresh: Past) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what the chunk left, and for each tensor the gradient that later chunks have collected for it."""
+        """Return the chunk's outputs, and for each tensor the gradient that later chunks have collected for it."""
         pairs = [*self._keys.pending(part, fresh.keys), *self._states.pending(fresh.states)]
         return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
@@ -254,7 +256,7 @@ def _empty(like: tuple[Tensor, ...], nodes: int) -> KeysAndValues:
 
 
 class _StateStore:
-    """States behind the nodes where other chunks go on, and their gradients."""
+    """States after the nodes where other chunks continue, with their gradients."""
 
     def __init__(self) -> None:
         self._values: dict[int, dict[int, State]] = {}
@@ -267,7 +269,7 @@ class _StateStore:
                 held[node] = {name: tensor.detach() for name, tensor in state.items()}
 
     def at(self, context: Indices) -> dict[int, dict[int, State]]:
-        """Return the states behind those of these nodes that have one."""
+        """Return the states after those of these nodes that have one."""
         nodes = context.tolist()
         return {
             layer: {

@@ -1,4 +1,4 @@
-"""Which kernel computes tree attention on a device, and the reference of all kernels."""
+"""The choice of a device's tree-attention kernel, and the reference for all kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treadle.training.attention.varlen import Varlen, gathered
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Computes tree attention (`Kernel`) with the whole mask of `visible`."""
+    """Computes tree attention (`Kernel`) with the full mask of `visible`."""
 
     shape: Shape
 
@@ -45,7 +45,7 @@ class Dense:
 
 
 def visible(shape: Shape, window: int | None) -> Tensor:
-    """Return bool[T, C + T], which keys each node sees."""
+    """Return bool[T, C + T]: which keys each node sees."""
     keys = torch.arange(len(shape.depth))
     nodes = keys[shape.context :, None]
     mask = (keys <= nodes) & (nodes < shape.subtree_end)
@@ -58,7 +58,7 @@ KERNELS: Mapping[str, Callable[[Shape], Kernel]] = MappingProxyType(
     {"tiles": Tiles, "dense": Dense, "varlen": Varlen, "flex": Flex}
 )
 
-_COPIES = 4  # `Varlen` holds its gathered keys and values until the backward pass: at most so many times the tree's own
+_COPIES = 4  # `Varlen` keeps gathered keys and values until the backward pass: limit, in multiples of the tree's own
 
 
 def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
@@ -68,10 +68,10 @@ def kernel_for(device: torch.device) -> Callable[[Shape], Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """Computes tree attention (`Kernel`) on GPUs: by `Varlen` where it can, else by `Flex`.
+    """Computes tree attention (`Kernel`) on GPUs: by `Varlen` where possible, otherwise by `Flex`.
 
-    `Varlen` needs half precision, attention without sinks and soft caps, and a tree of which not so much is shared
-    that gathered keys would fill the memory.
+    `Varlen` needs half precision, attention without sinks and soft caps, and a tree with limited sharing, so that
+    gathered keys do not fill the memory.
     """
 
     shape: Shape

@@ -1,8 +1,8 @@
 """Tree attention on the CPU, without a mask and without anything quadratic in memory.
 
-In depth-first order all descendants of a node lie right behind it. So a *run*, a stretch of nodes without a branch
-inside, needs two calls of the stock flash kernel: one causal, on itself, and one from everything below it, which is
-one contiguous range of queries, to all of it. A query's parts are merged by their log-sum-exp:
+In depth-first order, all descendants of a node directly follow it. So a *run*, a stretch of nodes without a branch
+inside, needs two calls of the stock flash kernel: one causal, on itself, and one for all queries below it, which form
+one contiguous range, over all of it. A query's parts are merged by their log-sum-exp:
 
     a   b   c   d   e   f   g           runs: abc, de, fg (both under abc)
     a   a   a   |below      |           causal: abc x abc, de x de, fg x fg
@@ -13,16 +13,17 @@ one contiguous range of queries, to all of it. A query's parts are merged by the
                         f   f
                             g
 
-The backward pass is the flash kernel's own, part by part, given the merged output and log-sum-exp: the weights
-exp(score - lse) are then those of the whole softmax (Dao 2023, "FlashAttention-2", section 3.1).
+The backward pass is the flash kernel's own, part by part, given the merged output and log-sum-exp: exp(score - lse) are
+then the weights of the whole softmax (Dao 2023, "FlashAttention-2", section 3.1).
 
-An attention sink is one more part, without an output. The flash kernel has no soft caps: `capped` computes their tiles.
+An attention sink is an additional part without an output. The flash kernel lacks soft caps: `capped` computes their
+tiles.
 
-A sliding window is a matter of depths: runs are cut into pieces, pairs of pieces out of reach are left out, and only
-those at the window's edge take a small mask.
+A sliding window limits depths: runs are cut into pieces, pairs of pieces out of reach are skipped, and only those at
+the window's edge take a small mask.
 
-Shapes: T nodes, C context, H heads, K key/value heads, D head size; R rectangles in a call, n queries and m keys in
-each of them.
+Shapes: T nodes, C context, H heads, K key/value heads, D head size; R rectangles per call, each with n queries and m
+keys.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from treadle.training.attention.interface import Shape
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_PIECE = 512  # nodes of a run's pieces under a sliding window, at least as many as the window up to this
-_CALL = 2**19  # what a call costs, in multiply-adds of a score: below, small rectangles share one call, padded
+_PIECE = 512  # piece size of runs under a sliding window, in nodes: at least the window up to this limit
+_CALL = 2**19  # cost of a call, in multiply-adds of scores: smaller rectangles share one padded call
 
 
 class Rectangle(NamedTuple):
-    """Queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the
-    window ends inside."""
+    """Queries [first_query, end_query) over keys [first_key, end_key). causal: a run over itself. edge: the window
+    ends inside."""
 
     first_query: int
     end_query: int
@@ -68,7 +69,7 @@ class Rectangle(NamedTuple):
 
 
 def runs(shape: Shape) -> list[tuple[int, int, int]]:
-    """Return (start, end, end of its descendants) of every run: a longest stretch of keys without a branch inside."""
+    """Return (start, end, end of its descendants) of every run: a maximal stretch of keys without a branch inside."""
     depth, subtree_end = shape.depth.numpy(), shape.subtree_end.numpy()
     cut = (depth[1:] != depth[:-1] + 1) | (subtree_end[1:] != subtree_end[:-1])
     if shape.context:
@@ -79,11 +80,11 @@ def runs(shape: Shape) -> list[tuple[int, int, int]]:
 
 
 def rectangles(shape: Shape, window: int | None) -> list[list[Rectangle]]:
-    """Return all of attention in rounds: within one no query appears twice; the first has every node over itself."""
+    """Return all of attention in rounds: no query appears twice in one; the first has every node over itself."""
     if window is not None and int(shape.depth.max()) >= window:
         return _windowed(shape, window)
     rounds: list[list[Rectangle]] = [[]]
-    open_ends: list[int] = []  # of the runs that the current one is below
+    open_ends: list[int] = []  # ends of the runs above the current one
     for start, end, below in runs(shape):
         while open_ends and open_ends[-1] <= start:
             open_ends.pop()
@@ -99,7 +100,7 @@ def rectangles(shape: Shape, window: int | None) -> list[list[Rectangle]]:
 
 
 def _windowed(shape: Shape, window: int) -> list[list[Rectangle]]:
-    """Piece by piece: a piece sees itself, then the pieces above it as far as the window reaches."""
+    """Return rounds of pieces: a piece sees itself, then the pieces above it within reach of the window."""
     depth, size = shape.depth.numpy(), max(64, min(window, _PIECE))
     rounds: list[list[Rectangle]] = []
     path: list[tuple[int, int, int]] = []  # pieces above the current one
@@ -131,9 +132,10 @@ def _reach(
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Views R ranges of rows of a flat array [N, ...] as [R, width, ...], the shorter ones with zeros behind.
+    """Views R ranges of rows of a flat array [N, ...] as [R, width, ...], padded with zeros at the end.
 
-    index int64[rows]: of each row in the flat array. place int64[rows]: in [R * width]. One range needs neither.
+    index int64[rows]: index of each row in the flat array. place int64[rows]: index in [R * width]. One range needs
+    neither.
     """
 
     count: int
@@ -186,7 +188,7 @@ class Tile:
     """One call of the flash kernel.
 
     mask [R, 1, n or 1, m]: 0 or -inf. blind bool[R, 1, n]: rows that see no key here.
-    own: it is the first tile of its queries, in which every node sees at least itself.
+    own: whether it is the first tile of its queries, in which every node sees at least itself.
     """
 
     queries: Ranges
@@ -198,7 +200,7 @@ class Tile:
 
 
 def tiles(shape: Shape, window: int | None, features: int) -> list[Tile]:
-    """Return the calls of the flash kernel, in order. features: H * D, to weigh padding against calls."""
+    """Return the calls of the flash kernel, in order. features: H * D, for weighing padding against calls."""
     calls = []
     for number, rounds in enumerate(rectangles(shape, window)):
         for bucket in _buckets(rounds, _CALL // features):
@@ -207,7 +209,7 @@ def tiles(shape: Shape, window: int | None, features: int) -> list[Tile]:
 
 
 def _buckets(same_round: Sequence[Rectangle], call: int) -> Iterator[list[Rectangle]]:
-    """Group rectangles of like size, as long as the padding costs less than another call would (`call` scores)."""
+    """Group rectangles of similar size, as long as the padding costs less than another call (`call` scores)."""
     ordered = sorted(same_round, key=lambda r: (r.edge, -r.height, -r.width))
     bucket: list[Rectangle] = []
     width = 0
@@ -229,7 +231,7 @@ def _tile(shape: Shape, bucket: Sequence[Rectangle], window: int | None, own: bo
     keys = Ranges.of([(r.first_key, r.end_key) for r in bucket])
     edge = bucket[0].edge
     padded = any(r.width < keys.width for r in bucket)
-    if not edge and (own or not padded):  # behind a causal triangle, padding is out of sight
+    if not edge and (own or not padded):  # a causal triangle hides padding at its end
         return Tile(queries, keys, own, causal=own)
     key_depth = _padded(shape.depth, [(r.first_key, r.end_key) for r in bucket], keys.width)
     visible = torch.zeros(len(bucket), 1, 1, keys.width, dtype=torch.bool)
@@ -252,7 +254,7 @@ def _padded(values: Tensor, bounds: Sequence[tuple[int, int]], width: int) -> Te
 
 @dataclass(slots=True)
 class Tiles:
-    """Computes tree attention (`Kernel`) on the CPU, with one plan for each window that the layers use."""
+    """Computes tree attention (`Kernel`) on the CPU, with one plan per window."""
 
     shape: Shape
     plans: dict[int | None, list[Tile]] = field(default_factory=dict)
@@ -306,7 +308,7 @@ class _TileAttention(torch.autograd.Function):
                 part_lse = total
             tile.queries.put(out, part)
             tile.queries.put(lse, part_lse)
-        if sinks is not None:  # a part with an output of zeros
+        if sinks is not None:  # an additional part with zero output
             total = torch.logaddexp(lse, sinks.to(wide))
             out = (out.view(query.shape) * (lse - total).exp()[..., None]).view(out.shape)
             lse = total
@@ -349,7 +351,7 @@ def _backward_of(softcap: float | None) -> Callable[..., tuple[Tensor, Tensor, T
 
 
 def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
-    """The sink's weight times what its score takes from the output, summed over nodes: [H]."""
+    """Return the sink's weight times its score's effect on the output, summed over nodes: [H]."""
     if sinks is None:
         return None
     taken = (grad_out.to(lse.dtype) * out).view(*lse.shape, -1).sum(-1)
@@ -357,7 +359,7 @@ def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, out: Tensor, lse: Ten
 
 
 def _inputs(tile: Tile, q: Tensor, k: Tensor, v: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, H, n, D], [R, H, m, D] twice: each key and value head repeated for its query heads."""
+    """Return [R, H, n, D] and twice [R, H, m, D]: key and value heads are repeated for their query heads."""
     group = heads // key_heads
     keys, values = tile.keys.take(k, key_heads), tile.keys.take(v, key_heads)
     if group > 1:
@@ -370,7 +372,7 @@ def _mask(tile: Tile, like: Tensor) -> Tensor | None:
 
 
 def _folded(gradient: Tensor, key_heads: int, dtype: torch.dtype) -> Tensor:
-    """[R, H, m, D] -> [R, K, m, D]: the sum over the query heads of each key head."""
+    """[R, H, m, D] -> [R, K, m, D]: sum over the query heads of each key head."""
     rows, heads, width, size = gradient.shape
     if heads == key_heads:
         return gradient

@@ -1,15 +1,15 @@
 """Tree attention on GPUs by stock variable-length FlashAttention, in half precision.
 
-A *stretch* is nodes of which each is the next one's parent, a path from some node down to a leaf. It and everything
-above it are one sequence, and its queries are that sequence's last ones:
+A *stretch* is a sequence of nodes, each the parent of the next: a path from some node down to a leaf. It and everything
+above it form one sequence, with the stretch's queries at the end:
 
     a   b   c   d   e   f   g           stretches: abcde, fg (under abc)
                                         queries abcde over keys abcde, fg over abcfg, causal, aligned at the end
 
-So keys and values are gathered along each stretch's path: memory as for the unpacked sequences, scores as few as the
-tree has. Through a sliding window only the part of the path that the window reaches is gathered.
+So keys and values are gathered along each stretch's path: memory as for the unpacked sequences, but as few scores as
+the tree has. With a sliding window, only the part of the path within its reach is gathered.
 
-The CPU's tests put FlashAttention's definition in its place; `make gpu-check` compares the kernel with `Dense`.
+The CPU's tests replace the kernel by FlashAttention's definition; `make gpu-check` compares the kernel with `Dense`.
 
 Shapes: see `treadle.training.attention`; S stretches, G gathered keys.
 """
@@ -32,11 +32,11 @@ from treadle.training.attention.interface import Shape
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """S sequences, end to end: for each stretch its queries, and the keys on its path.
+    """S concatenated sequences: for each stretch its queries, and the keys on its path.
 
-    index int64[G]: which keys are gathered; None if each is once, in order.
-    queries, keys int32[S + 1]: sequence s has queries [queries[s], queries[s + 1]) and gathered keys likewise.
-    most_queries, most_keys: of one sequence.
+    index int64[G]: indices of the gathered keys; None if each occurs once, in order.
+    queries, keys int32[S + 1]: sequence s has queries [queries[s], queries[s + 1]), and gathered keys likewise.
+    most_queries, most_keys: maximum per sequence.
     """
 
     index: Tensor | None
@@ -47,11 +47,11 @@ class Paths:
 
 
 def paths(shape: Shape, window: int | None, device: torch.device) -> Paths:
-    """Return the sequences that together are all of attention."""
+    """Return the sequences that together make up the attention."""
     depth = shape.depth.numpy()
     starts, ends = stretches(shape)
     reached = _reached(shape, window)
-    path = np.arange(depth.max() + 1)  # depth -> key, from the root to the newest one; at first the context
+    path = np.arange(depth.max() + 1)  # depth -> key, from the root to the newest one; initially the context
     parts = []
     for start, end, first in zip(starts.tolist(), ends.tolist(), reached.tolist(), strict=True):
         bottom = depth[end - 1] + 1
@@ -75,13 +75,13 @@ def stretches(shape: Shape) -> tuple[Indices, Indices]:
 
 
 def gathered(shape: Shape, window: int | None) -> int:
-    """Return G, how many keys are gathered."""
+    """Return G, the number of gathered keys."""
     _, ends = stretches(shape)
     return int((shape.depth.numpy()[ends - 1] + 1 - _reached(shape, window)).sum())
 
 
 def _reached(shape: Shape, window: int | None) -> Indices:
-    """int64[S]: the least depth that a stretch's first query sees."""
+    """Return int64[S]: the smallest depth that a stretch's first query sees."""
     starts, _ = stretches(shape)
     top = shape.depth.numpy()[starts]
     return np.zeros_like(top) if window is None else np.maximum(top - window + 1, 0)
@@ -101,9 +101,9 @@ def _flash(*args: Any, **options: Any) -> Tensor:
 
 @dataclass(slots=True)
 class Varlen:
-    """Computes tree attention (`Kernel`) by variable-length FlashAttention, with one plan for each device and window.
+    """Computes tree attention (`Kernel`) by variable-length FlashAttention, with one plan per device and window.
 
-    attend: has `varlen_attn`'s signature.
+    attend: function with the signature of `varlen_attn`.
     """
 
     shape: Shape
@@ -135,7 +135,7 @@ class Varlen:
             plan.most_queries,
             plan.most_keys,
             scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, keys behind it
+            window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, keys after it
             enable_gqa=True,
         )
 
@@ -148,7 +148,7 @@ def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """rows [C + T, K, D] -> [G, K, D]. The stock gradient would sum in half precision over all that share a key."""
+    """rows [C + T, K, D] -> [G, K, D]. The stock gradient would sum shared keys in half precision."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
