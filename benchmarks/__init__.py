@@ -21,6 +21,6 @@
 `results/` holds the figures that the documentation quotes. `measure` and `workloads` are shared.
 """
 
-from treadle.plan.thread_count import wait_passively
+from treadle.loop.thread_count import wait_passively
 
 wait_passively()  # as every run does, before torch is loaded

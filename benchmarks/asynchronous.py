@@ -14,7 +14,7 @@ from statistics import fmean
 
 from benchmarks.measure import Row, Table, make_parser, show
 from benchmarks.simulation import Seconds, StalenessSettings, World, figures, lognormal, replayed, simulate
-from treadle.plan.config import StalePolicy
+from treadle.loop.config import StalePolicy
 from treadle.record.run_directory import RunDirectory
 
 POLICIES: tuple[StalePolicy, ...] = ("mask_steps", "wait", "drop_group")

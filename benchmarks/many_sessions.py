@@ -37,14 +37,13 @@ import numpy as np
 from benchmarks.measure import machine
 from treadle.core.engine import Completion, VersionSpan
 from treadle.core.rewards import Reward
+from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Ids, SamplingParams, Status, Step, StopReason, Task, Trajectory, trajectory_id
 from treadle.engines.pool import EnginePool
 from treadle.engines.torch.engine import Limits
 from treadle.loop.loop import StartingPoint, make_loop
-from treadle.loop.stopping import StopRequest
 from treadle.models.chat import load_chat
 from treadle.plan.config import RunConfig, load_recipe
-from treadle.plan.inputs import Inputs
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory
@@ -55,7 +54,7 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.drivers.outcome import Outcome, outcome_of
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.rewards import RewardsConfig
+from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address, Session
 from treadle.testing import FakeEngine, FakeTrainer
 
@@ -260,11 +259,13 @@ async def _measured(
 
     with closing(Ledger(run.ledger_file)) as ledger:
         loop = make_loop(
-            _config(sessions),
-            Inputs([Task(f"task-{number}", driver="caller") for number in range(1024)], []),
+            _config(sessions).loop,
+            [Task(f"task-{number}", driver="caller") for number in range(1024)],
+            [],
             FakeTrainer(0.0, trained),
             engine,
             runner,
+            RewardShaper(RewardsConfig(), 60.0),
             RunStore(run, ledger),
             Callbacks({}, stop),
             StartingPoint(),

@@ -18,16 +18,17 @@ import numpy as np
 
 from treadle.core.draws import Stream, call_seed, token_uniforms
 from treadle.core.outcomes import as_trained
+from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Task
+from treadle.loop.config import StalePolicy
 from treadle.loop.loop import StartingPoint, make_loop
-from treadle.loop.stopping import StopRequest
-from treadle.plan.config import RunConfig, StalePolicy, load_recipe
-from treadle.plan.inputs import Inputs
+from treadle.plan.config import RunConfig, load_recipe
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import RunStore
 from treadle.report.callbacks import Callbacks
+from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
 from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
 
@@ -138,11 +139,13 @@ async def _simulate(world: World, settings: StalenessSettings) -> SimulatedRun:
         engine = FakeEngine(lambda prompt, sampling: ())
         runner = FakeRunner(engine, _script(world, seen), world.engine_capacity)
         loop = make_loop(
-            _config(world, settings),
-            Inputs([Task(f"task-{number}") for number in range(_TASKS)], []),
+            _config(world, settings).loop,
+            [Task(f"task-{number}") for number in range(_TASKS)],
+            [],
             FakeTrainer(world.training, seen.train),
             _Publication(world.publication, engine, runner, seen),
             runner,
+            RewardShaper(RewardsConfig(), 60.0),
             _Unwritten(run, ledger, seen),
             Callbacks({}, StopRequest()),
             StartingPoint(),

@@ -1,6 +1,7 @@
 """Imports point downwards only, and the lower layers stay light."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,19 +14,25 @@ import treadle
 
 ROOT = Path(treadle.__file__).parent
 TOP_DOWN = (
-    *("recipes", "cli", "view", "testing", "placement", "api", "integrations", "training"),
+    *(
+        "recipes",
+        "cli",
+        "view",
+        "testing",
+        "placement",
+        "api",
+        "plan",
+        "loop",
+        "report",
+        "record",
+        "integrations",
+        "training",
+    ),
     *("algorithms", "packing", "engines", "models", "judge", "rollout"),
     *("rendering", "data", "envs", "retrieval", "workers", "core"),
 )  # nobody imports recipes: they are data, and scripts that built it
 LIGHT = ("core", "workers", "envs", "rendering", "rollout")
 HEAVY = ("torch", "transformers", "ray", "vllm", "pyarrow", "matplotlib")
-
-
-SAME = {"plan": "api", "loop": "api", "record": "api", "report": "api"}  # one layer, not yet apart
-
-
-def layer(package: str) -> int:
-    return TOP_DOWN.index(SAME.get(package, package))
 
 
 def module_name(path: Path) -> str:
@@ -50,13 +57,13 @@ def imported(source: str, module: str, is_package: bool = False) -> Iterator[str
 
 def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
     """What `module` may not import: layers above its own, and the root's names, which hide their layer."""
-    own = layer(module.split(".")[1])
+    own = TOP_DOWN.index(module.split(".")[1])
     wrong = []
     for name in imported(source, module, is_package):
         parts = name.split(".")
         if parts[0] != "treadle" or parts[1:] == ["__version__"]:
             continue
-        if len(parts) < 2 or parts[1] not in {*TOP_DOWN, *SAME} or layer(parts[1]) < own:
+        if len(parts) < 2 or parts[1] not in TOP_DOWN or TOP_DOWN.index(parts[1]) < own:
             wrong.append(name)
     return wrong
 
@@ -68,13 +75,18 @@ def sources() -> list[Path]:
 
 def test_every_package_has_a_layer() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/*.py")}
-    assert packages <= {*TOP_DOWN, *SAME}
+    assert packages <= set(TOP_DOWN)
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
 
 
 @pytest.mark.parametrize("path", sources(), ids=module_name)
 def test_imports_point_downwards(path: Path) -> None:
     assert wrong_imports(path.read_text(), module_name(path), path.name == "__init__.py") == []
+
+
+def test_components_are_given_their_settings_not_the_whole_configuration() -> None:
+    named = {path.relative_to(ROOT).parts[0] for path in sources() if re.search(r"\bRunConfig\b", path.read_text())}
+    assert named == {"plan", "api", "cli"}
 
 
 def test_the_light_layers_load_nothing_heavy() -> None:

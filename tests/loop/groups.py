@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import cast
 
 from tests.worlds import tiny, user
+from treadle.core.stop import StopRequest
 from treadle.core.types import DropReason, Group, Task, Trajectory
 from treadle.loop.groups import Groups
-from treadle.loop.stopping import StopRequest
 from treadle.loop.task_queue import Backlog, TaskOrder, TaskQueue
 from treadle.plan.config import RunConfig
 from treadle.record.ledger import Ledger
@@ -43,7 +43,7 @@ class Judged(Groups):
     """Drops the groups that `judge` gives a reason for."""
 
     def __init__(self, config: RunConfig, queue: TaskQueue, store: RunStore, judge: Judge) -> None:
-        super().__init__(config, queue, store, Reporter(config, Callbacks({}, StopRequest()), Clock()))
+        super().__init__(config.loop, queue, store, Reporter(config.grading, Callbacks({}, StopRequest()), Clock()))
         self._judge = judge
 
     def _drop_reason(self, group: Group) -> DropReason | None:

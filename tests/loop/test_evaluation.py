@@ -65,7 +65,7 @@ def evaluate(*overrides: str, world: type[Environment] = Fragile) -> tuple[list[
         groups = await play_held_out(
             runner,
             make_tasks(3),
-            config,
+            config.loop,
             name="e000000",
             update=0,
             temperature=1.0,
@@ -149,8 +149,8 @@ def test_a_group_reward_that_fails_is_asked_again_and_nothing_is_played_again() 
 
 def test_a_group_reward_with_nothing_to_compare_is_named() -> None:
     group = f"rewards.group={HERE}:after_two"
-    assert [line.rpartition("set ")[2] for line in lone_attempts(tiny(group))] == ["evaluation.attempts=3"]
-    assert not [*lone_attempts(tiny(group, "evaluation.attempts=3")), *lone_attempts(tiny())]
+    assert [line.rpartition("set ")[2] for line in lone_attempts(tiny(group).grading)] == ["evaluation.attempts=3"]
+    assert not [*lone_attempts(tiny(group, "evaluation.attempts=3").grading), *lone_attempts(tiny().grading)]
 
 
 def test_costs_of_a_run_are_those_of_all_attempts_on_record(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.worlds import make_group, make_step, tiny
 from treadle.core.errors import Cause
 from treadle.core.outcomes import as_trained, without_stale
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
+from treadle.loop.config import StalePolicy
 from treadle.loop.failures import fails_by_task
 from treadle.loop.groups import Groups
 from treadle.loop.stopping import (
@@ -22,7 +23,6 @@ from treadle.loop.stopping import (
     check_discard_rate,
     check_refusal_rate,
 )
-from treadle.plan.config import StalePolicy
 
 
 def sampled_by(index: int, *versions: int) -> Group:
@@ -149,7 +149,7 @@ def test_groups_that_wait_for_a_straggler_do_not_count_as_discarded() -> None:
 
     def check(groups: int, discarded: int) -> None:
         check_discard_rate(
-            WindowStats(groups=groups, discarded=Counter({DropReason.FILTERED: discarded})), config, update=3
+            WindowStats(groups=groups, discarded=Counter({DropReason.FILTERED: discarded})), config.loop, update=3
         )
 
     check(groups=20, discarded=0)
@@ -161,9 +161,9 @@ def test_groups_that_wait_for_a_straggler_do_not_count_as_discarded() -> None:
 
 def test_what_was_retried_makes_no_refusal_count_less() -> None:
     """Two groups of three: each place counts once."""
-    check_refusal_rate({str(n): "empty" for n in range(3)}, tiny(), update=1)
+    check_refusal_rate({str(n): "empty" for n in range(3)}, tiny().loop, update=1)
     with pytest.raises(StopConditionMet, match=r"^4 of 6 trajectories of update 1 could not be trained"):
-        check_refusal_rate({str(n): "empty" for n in range(4)}, tiny(), update=1)
+        check_refusal_rate({str(n): "empty" for n in range(4)}, tiny().loop, update=1)
 
 
 ENGINE, ENVIRONMENT = Cause.ENGINE, Cause.ENVIRONMENT

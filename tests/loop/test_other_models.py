@@ -13,12 +13,13 @@ from tests.judge.servers import TOKENS, judging
 from tests.runs import Interrupting, check_finished, query, recorded, resume, start, updates
 from tests.worlds import Vowels, tiny, user
 from treadle.cli.main import main
+from treadle.core.config_diff import changes
 from treadle.core.errors import ConfigError
 from treadle.core.types import Message, ModelCall, Task
 from treadle.envs.base import EnvStep, Model
 from treadle.plan.config import RunConfig
 from treadle.plan.other_models import check_models
-from treadle.plan.validation import changes, check_changes
+from treadle.plan.validation import check_changes
 
 
 class Asked(Vowels):

@@ -17,15 +17,15 @@ from tests.worlds import tiny, vowel_tasks
 from treadle.core.draws import Stream
 from treadle.core.files import WrittenFile
 from treadle.core.outcomes import as_trained
+from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Task
 from treadle.loop.loop import StartingPoint, make_loop
-from treadle.loop.stopping import StopRequest
-from treadle.plan.inputs import Inputs
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import LoopState
 from treadle.record.run_directory import RunDirectory
 from treadle.record.run_store import RunStore
 from treadle.report.callbacks import Callbacks
+from treadle.rollout.rewards import RewardsConfig, RewardShaper
 from treadle.rollout.session import Address
 from treadle.testing import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer, VirtualLoop
 
@@ -151,11 +151,13 @@ def train(
             run.checkpoints.mkdir()
             run.rollouts.mkdir()
             loop = make_loop(
-                tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides),
-                Inputs(vowel_tasks("train", 7), list(held_out)),
+                tiny(f"orchestration.updates={UPDATES}", "training.min_group_size=1", *overrides).loop,
+                vowel_tasks("train", 7),
+                held_out,
                 FakeTrainer(world.update, Training(world)),
                 engine,
                 runner,
+                RewardShaper(RewardsConfig(), 60.0),
                 Unwritten(run, ledger, world.writing),
                 Callbacks({}, StopRequest()),
                 StartingPoint(begun),

@@ -127,7 +127,7 @@ def sampling(
     engine, queue, store = engine or saying("a"), make_queue(backlog, left_out), Unrecorded()
     groups = Judged(config, queue, store, judge)
     runner = plain_rollouts(engine, world)
-    scheduler = RolloutScheduler(config, queue, runner, groups, Full(attempts), RewardShaper(config.rewards, 60.0))
+    scheduler = RolloutScheduler(config.loop, queue, runner, groups, Full(attempts), RewardShaper(config.rewards, 60.0))
     return Sampling(scheduler, groups, store, engine)
 
 

@@ -39,7 +39,7 @@ def test_a_file_of_weights_stays_on_its_node() -> None:
     def check(*nodes: str, **vllm: str) -> None:
         config = tiny("placement.kind=ray", "engine.kind=vllm", *(f"engine.options.{k}={v}" for k, v in vllm.items()))
         places = [Place(node, HERE, True, None) for node in nodes]
-        check_transfer(config, Placement(Reservation(None, bundles), places))
+        check_transfer(config.runtime, Placement(Reservation(None, bundles), places))
 
     check("a", "b", "a")
     check("a", "a", "b", transfer="collective")

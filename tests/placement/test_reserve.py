@@ -7,9 +7,9 @@ import pytest
 from tests.until import CEILING
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, PlacementError
+from treadle.loop.config import PlacementConfig
 from treadle.placement.reserve import Bundle, bundles_of, reserve, shortage
 from treadle.placement.runtime import connected
-from treadle.plan.config import PlacementConfig
 
 CPU = {"CPU": 1.0}
 

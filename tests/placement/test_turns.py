@@ -11,9 +11,9 @@ from tests.worlds import tiny
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.engines.pool import PoolSync
+from treadle.loop.config import PlacementConfig
 from treadle.placement.reserve import Bundle, bundles_of, places_of
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
-from treadle.plan.config import PlacementConfig
 from treadle.plan.validation import check_settings
 
 

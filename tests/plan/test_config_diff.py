@@ -9,11 +9,12 @@ import pytest
 from tests.runs import check_finished, query, start, updates
 from tests.worlds import Quiet, tiny
 from treadle.api.train import train_run
+from treadle.core.config_diff import Change, changes
 from treadle.core.errors import ConfigError, RunError
 from treadle.plan.config import config_of, load_recipe
 from treadle.plan.device import settled
 from treadle.plan.inputs import load_inputs
-from treadle.plan.validation import Change, changes, check_changes
+from treadle.plan.validation import check_changes
 from treadle.record.checkpoint_retention import checkpoint_updates
 from treadle.record.ledger import Ledger
 from treadle.record.run_directory import RunDirectory

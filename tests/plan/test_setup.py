@@ -25,12 +25,12 @@ from treadle.engines.compute import Compute
 from treadle.engines.config import EngineConfig
 from treadle.engines.weight_sync import EmbeddedSync
 from treadle.loop.engines import EngineSpec, check_engine, embedded_engine
+from treadle.loop.thread_count import SMALL, default_threads
 from treadle.models.chat import load_chat
 from treadle.models.model_files import tokenizer_directory
 from treadle.packing.flat import flatten
 from treadle.plan.config import config_of
 from treadle.plan.inputs import Inputs, check_first_prompts, make_inputs
-from treadle.plan.thread_count import SMALL, default_threads
 from treadle.plan.validation import check_context
 from treadle.record.run_directory import RunDirectory
 from treadle.rollout.attempt import Players
@@ -212,7 +212,7 @@ def test_the_bound_of_such_layers_is_named_with_its_reason() -> None:
         check_trainers(second, trainer_of(first), ignoring=True)
 
 
-WAITING = "from treadle.plan.thread_count import wait_passively; print(wait_passively()); import os; "
+WAITING = "from treadle.loop.thread_count import wait_passively; print(wait_passively()); import os; "
 WAITING += "print(os.environ.get('OMP_WAIT_POLICY'))"
 
 

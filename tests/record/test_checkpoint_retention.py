@@ -51,7 +51,7 @@ def test_the_best_is_the_earliest_of_equals_at_the_evaluations_temperature() -> 
     ],
 )
 def test_what_is_retained(options: tuple[str, ...], kept: list[int]) -> None:
-    names = retained(range(11), tiny(*options).retention, SEEN)
+    names = retained(range(11), tiny(*options).loop.retention, SEEN)
     assert names == [f"step-{update:06d}" for update in kept]
 
 
@@ -78,11 +78,11 @@ def test_evaluations_are_due_after_a_batch_that_steps_over_a_multiple_and_at_bot
     """And each temperature once: what is on record of an update is not made again."""
     options = ("evaluation.every=3", "evaluation.greedy_too=true", "orchestration.updates=10")
     config = tiny("training.updates_per_batch=2", *options)
-    due = {update: pending_evaluations(config, LoopState(update=update)) for update in range(0, 11, 2)}
+    due = {update: pending_evaluations(config.loop, LoopState(update=update)) for update in range(0, 11, 2)}
     assert due == {0: [1.0, 0.0], 2: [], 4: [1.0], 6: [1.0], 8: [], 10: [1.0, 0.0]}
-    assert pending_evaluations(config, LoopState(update=4, evaluations=(evaluation(4, 0.5),))) == []
-    assert pending_evaluations(config, LoopState(update=4, evaluations=(evaluation(2, 0.5),))) == [1.0]
-    assert pending_evaluations(config, LoopState(update=10, evaluations=(evaluation(10, 0.5),))) == [0.0]
+    assert pending_evaluations(config.loop, LoopState(update=4, evaluations=(evaluation(4, 0.5),))) == []
+    assert pending_evaluations(config.loop, LoopState(update=4, evaluations=(evaluation(2, 0.5),))) == [1.0]
+    assert pending_evaluations(config.loop, LoopState(update=10, evaluations=(evaluation(10, 0.5),))) == [0.0]
 
 
 def evaluated(update: int, success: float, temperature: float = 1.0) -> dict[str, Any]:
@@ -105,9 +105,10 @@ def test_before_is_before_the_first_update(
     evaluations: list[dict[str, Any]], before: float | None, after: float | None
 ) -> None:
     state = LoopState(update=4, evaluations=tuple(evaluations))
-    made = run_summary(tiny(), Path("run"), state, weights_sha256="", stopped_early=False, warm_start=None)
+    named: dict[str, Any] = {"recipe": "tiny", "seed": 0, "temperature": 1.0}
+    made = run_summary(Path("run"), state, **named, weights_sha256="", stopped_early=False, warm_start=None)
     assert (made["held_out_success_before"], made["held_out_success_after"]) == (before, after)
-    stopped = run_summary(tiny(), Path("run"), state, weights_sha256="", stopped_early=True, warm_start=None)
+    stopped = run_summary(Path("run"), state, **named, weights_sha256="", stopped_early=True, warm_start=None)
     assert (stopped["held_out_success_before"], stopped["held_out_success_after"]) == (before, None)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worlds import tiny
-from treadle.plan.config import RunConfig
+from treadle.core.config_diff import leaves
 from treadle.report.curve import (
     Panel,
     RunMetrics,
@@ -37,7 +37,7 @@ def evaluation(number: int, success: float | None, temperature: float = 1.0, **b
 
 def a_run(*overrides: str, rewards: Sequence[float | None] | None = None, evaluations: Any = ()) -> RunMetrics:
     rows = [update(n, reward) for n, reward in enumerate(rewards or [0.5], 1)]
-    return RunMetrics(tiny(*overrides), [*rows, *evaluations])
+    return RunMetrics(leaves(tiny(*overrides)), [*rows, *evaluations])
 
 
 def shown(*runs: RunMetrics) -> dict[str, Panel]:
@@ -52,7 +52,7 @@ def test_runs_that_differ_in_the_seed_only_are_one_group() -> None:
     groups = group_runs(
         [a_run("seed=0"), a_run("seed=0", "training.packing=step"), a_run("seed=1"), a_run("seed=2", "about=another")]
     )
-    assert [[run.config.seed for run in group.runs] for group in groups] == [[0, 1, 2], [0]]
+    assert [[run.settings["seed"] for run in group.runs] for group in groups] == [[0, 1, 2], [0]]
     packing = tiny().training.packing
     assert [group.label for group in groups] == [f"training.packing={packing}", "training.packing=step"]
 
@@ -80,17 +80,13 @@ SETTINGS = st.fixed_dictionaries(
 
 @given(st.lists(SETTINGS, min_size=1, max_size=6))
 def test_each_run_is_in_one_group_and_each_group_has_a_label_of_its_own(settings: list[dict[str, Any]]) -> None:
-    runs = [RunMetrics(tiny(*(f"{key}={value}" for key, value in own.items())), []) for own in settings]
+    runs = [RunMetrics(leaves(tiny(*(f"{key}={value}" for key, value in own.items()))), []) for own in settings]
     groups = group_runs(runs)
     expected = {tuple(own[key] for key in sorted(own) if key != "seed") for own in settings}
     assert len(groups) == len(expected) == len({group.label for group in groups})
     assert sorted(id(run) for group in groups for run in group.runs) == sorted(map(id, runs))
     for group in groups:
-        assert len({_without_seed(run.config) for run in group.runs}) == 1
-
-
-def _without_seed(config: RunConfig) -> str:
-    return config.model_copy(update={"seed": 0}).model_dump_json()
+        assert len({repr({**run.settings, "seed": 0}) for run in group.runs}) == 1
 
 
 # --- a line and its band ----------------------------------------------------------------------------------------------

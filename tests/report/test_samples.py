@@ -32,20 +32,19 @@ def said(prompt: str, reply: str) -> Step:
 
 
 def only(*steps: Step) -> Sample:
-    [sample] = sample_attempts([group(0, [*steps])], EVERY, decode)
+    [sample] = sample_attempts([group(0, [*steps])], 0, 1.0, decode)
     return sample
 
 
 def test_the_first_attempts_of_the_first_traced_group() -> None:
-    config = tiny("orchestration.traced_groups=0.3", "seed=5")
     groups = [group(n, *[[said("a", "b")]] * (MOST + 2)) for n in range(20)]
     traced = TracedGroups(5, 0.3).among(groups)
     assert 0 < traced.sum() < 20
     first = int(np.argmax(traced))
     names = [f"g{first:06d}.{n}" for n in range(MOST)]
-    assert [sample.trajectory for sample in sample_attempts(groups, config, decode)] == names
-    assert not sample_attempts([g for g, chosen in zip(groups, traced, strict=True) if not chosen], config, decode)
-    assert not sample_attempts(groups, tiny("orchestration.traced_groups=0"), decode)
+    assert [sample.trajectory for sample in sample_attempts(groups, 5, 0.3, decode)] == names
+    assert not sample_attempts([g for g, chosen in zip(groups, traced, strict=True) if not chosen], 5, 0.3, decode)
+    assert not sample_attempts(groups, 0, 0.0, decode)
 
 
 def test_each_step_adds_what_it_read_and_wrote() -> None:
@@ -60,7 +59,7 @@ def test_each_step_adds_what_it_read_and_wrote() -> None:
 def test_a_failed_attempt_says_why_and_one_without_steps_is_empty() -> None:
     failure = Failure(Cause.ENVIRONMENT, "no page")
     failed = Trajectory("g000000.0", "t0", 0, (), None, Status.FAILED, failure)
-    [sample] = sample_attempts([make_group(0, failed)], EVERY, decode)
+    [sample] = sample_attempts([make_group(0, failed)], 0, 1.0, decode)
     assert sample == Sample("g000000.0", "t0", None, "", "\n[environment: no page]")
     assert as_markdown([sample]).endswith("**g000000.0**: no reward\n\n    \n    [environment: no page]")
 

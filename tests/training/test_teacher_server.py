@@ -21,10 +21,11 @@ from tests.runs import check_finished, start, updates
 from tests.training.reference import forked_groups, make_learner
 from tests.worlds import tiny as recipe
 from treadle.algorithms.config import AlgorithmConfig, DistillationConfig
+from treadle.core.config_diff import changes
 from treadle.core.errors import ConfigError, TrainingStopped
 from treadle.core.types import Group, Step
 from treadle.packing.flat import flatten
-from treadle.plan.validation import changes, check_changes, check_settings
+from treadle.plan.validation import check_changes, check_settings
 from treadle.rollout import chat_endpoint
 from treadle.training import teacher_server
 from treadle.training.teacher_server import TeacherServer, covering

@@ -19,9 +19,8 @@ from treadle.core.metrics import Metric
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
 from treadle.envs.tasks import SingleTurn, load_reward
-from treadle.plan.config import CallbackConfig
 from treadle.report.callback import Callback
-from treadle.report.callbacks import load_callbacks
+from treadle.report.callbacks import CallbackConfig, load_callbacks
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import IsolatedEnvironment
 from treadle.rollout.isolation.user_code import UserCode

@@ -231,7 +231,7 @@ def _evaluation(
     config: RunConfig, groups: Sequence[Group], update: int, seconds: float, progress: Progress
 ) -> Evaluation:
     everyone = [t for group in groups for t in group.everyone]
-    for line in (*unknown_components(everyone, config, "the evaluation"), *lone_attempts(config)):
+    for line in (*unknown_components(everyone, config.grading, "the evaluation"), *lone_attempts(config.grading)):
         progress.log(line)
     section, table_by = config.evaluation, config.data.table_by
     by_value: dict[str, list[Group]] = {}
@@ -240,8 +240,8 @@ def _evaluation(
             by_value.setdefault(kind, []).append(group)
     failures = Counter(f"{t.failure.cause}: {t.failure.message}" for g in groups for t in g.trajectories if t.failure)
     return Evaluation(
-        result_of(config, groups, update, section.temperature),
-        {value: result_of(config, by_value[value], update, section.temperature) for value in sorted(by_value)},
+        result_of(config.loop, groups, update, section.temperature),
+        {value: result_of(config.loop, by_value[value], update, section.temperature) for value in sorted(by_value)},
         dict(failures.most_common(5)),
         seconds,
     )
@@ -277,7 +277,7 @@ async def _play_all(
     return await play_held_out(
         rollouts,
         inputs.held_out,
-        config,
+        config.loop,
         name="evaluation",
         update=update,
         temperature=temperature,

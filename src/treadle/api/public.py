@@ -30,6 +30,7 @@ from treadle.envs.tasks import (
     load_environment,
     made_class,
 )
+from treadle.loop.thread_count import wait_passively
 from treadle.plan.config import RunConfig, read_recipe, with_model_of_run
 from treadle.plan.inputs import (
     IN_MEMORY,
@@ -43,7 +44,6 @@ from treadle.plan.inputs import (
     resumable_config,
 )
 from treadle.plan.other_models import make_models
-from treadle.plan.thread_count import wait_passively
 from treadle.plan.validation import check_config
 from treadle.record.address import RunAddress, checkpoint_named, find_address, run_path
 from treadle.record.run_directory import RunDirectory

@@ -17,25 +17,28 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from treadle.api.warm_start import check_demonstrations, run_warm_start
+from treadle.api.warm_start import run_warm_start
+from treadle.core.config_diff import changes, leaves
 from treadle.core.errors import RankError, RunError
 from treadle.core.files import Manifest, read_proven, write_atomically
+from treadle.core.stop import StopRequest
 from treadle.core.trainer import Trainer
 from treadle.core.types import Group
 from treadle.engines.kv_budget import budgeted
 from treadle.loop.engines import EngineSpec, use_threads
 from treadle.loop.loop import Loop, StartingPoint, make_loop
 from treadle.loop.runtime import Runtime, open_runtime
-from treadle.loop.stopping import StopRequest, stop_on_signals
+from treadle.loop.stopping import stop_on_signals
+from treadle.loop.thread_count import available_cores
 from treadle.models.chat import load_chat
 from treadle.models.model_files import base_directory
 from treadle.models.unused import unused_parts
 from treadle.plan.config import RunConfig, config_of
+from treadle.plan.demonstrations import check_demonstrations
 from treadle.plan.device import check_device, describe_device, settled, unused_gpus
 from treadle.plan.inputs import Inputs, check_drivers, check_first_prompts, check_same_data, record_data
 from treadle.plan.other_models import judging_models
-from treadle.plan.thread_count import available_cores
-from treadle.plan.validation import LEARNING_RATE, changes, check_changes, check_config
+from treadle.plan.validation import LEARNING_RATE, check_changes, check_config
 from treadle.record.checkpoint_retention import checkpoint_update, find_checkpoint
 from treadle.record.code import record_code, renew_code
 from treadle.record.ledger import AttemptKey, Ledger
@@ -55,6 +58,7 @@ from treadle.report.stalls import StallWarnings
 from treadle.report.status import LiveStatus
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.rollout.replay import AnsweredCall
+from treadle.rollout.rewards import RewardShaper
 from treadle.training.make import load_model
 from treadle.training.optimizer import learning_rate
 
@@ -132,7 +136,7 @@ def _train(
 
         began = datetime.fromisoformat(state.began)
         renderer = load_chat(config.model, began)[1]
-        runtime = runtime or cleanup.enter_context(open_runtime(config, path, progress.log))
+        runtime = runtime or cleanup.enter_context(open_runtime(config.runtime, path, progress.log))
         trainer = cleanup.enter_context(_closing(runtime.make_trainer(replace(config.trainer, began=began))))
         threads = use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
         config = _with_threads(config, threads)
@@ -244,15 +248,17 @@ class _Run:
                 start = StartingPoint(self.state, *self._roll_back(ledger, self.resumed.checkpoint), self.clock)
             loop = await self._run_loop(ledger, start)
         summary = run_summary(
-            config,
             directory.path,
             loop.state,
+            recipe=config.recipe,
+            seed=config.seed,
+            temperature=config.evaluation.temperature,
             weights_sha256=await self.trainer.digest(),
             stopped_early=not loop.finished,
             warm_start=warm_start,
         )
         if loop.finished:
-            draw_runs([RunMetrics(config, directory.metrics())], directory.curve_file)
+            draw_runs([RunMetrics(leaves(config), directory.metrics())], directory.curve_file)
             write_atomically(directory.summary_file, json.dumps(summary, indent=2).encode())
         return summary
 
@@ -285,7 +291,7 @@ class _Run:
             ledger,
             checkpoint.directory.name,
             self.state,
-            keeping=config.retention,
+            keeping=config.loop.retention,
             max_staleness=config.orchestration.max_staleness,
             pinned=config.pinned is not None,
             repeats=config.repeats(self.inputs.players.may_wait),
@@ -322,8 +328,18 @@ class _Run:
             ):
                 calls = None if config.repeats(players.may_wait) else OpenCalls(ledger, start.calls, log)
                 store = RunStore(self.directory, ledger, callbacks.rollout, calls)
+                shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, renderer.decode)
                 loop = make_loop(
-                    config, self.inputs, self.trainer, weight_sync, runner, store, callbacks, start, renderer.decode
+                    config.loop,
+                    self.inputs.train,
+                    self.inputs.held_out,
+                    self.trainer,
+                    weight_sync,
+                    runner,
+                    shaper,
+                    store,
+                    callbacks,
+                    start,
                 )
                 self.status.sources += [loop.scheduler.status, runner.status]
                 await self.runtime.check_engine(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import json
 import platform
 import shutil
@@ -19,34 +18,27 @@ from datetime import datetime
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from treadle.api.sft import Lesson
-from treadle.core.config import build
-from treadle.core.errors import CheckpointError, ConfigError, DataError, RunError
+from treadle.core.errors import CheckpointError, DataError, RunError
 from treadle.core.files import Manifest, cache_directory
-from treadle.core.registry import resolve
 from treadle.core.trainer import Conversation, Trainer
-from treadle.envs.tasks import load_environment
 from treadle.loop.engines import use_threads
 from treadle.models.chat import load_chat
 from treadle.models.loading import file_sha256
 from treadle.models.model_files import base_directory, tokenizer_directory
 from treadle.plan.config import RunConfig
+from treadle.plan.demonstrations import open_demonstrations
 from treadle.plan.device import check_device, settled
 from treadle.plan.inputs import Inputs
 from treadle.record.recorded import LoggedConversation, check_vocabulary, vocabulary_sha256
 from treadle.rendering.chat import ChatRenderer
 from treadle.report.progress import Progress
-from treadle.rollout.random_calls import RANDOM_CALLS, RandomCallsConfig, calls_of_tools, play_all_at_random
 from treadle.training.config import WarmStartConfig
 from treadle.training.demonstrations import (
-    Demonstration,
-    Demonstrations,
     demonstrated_calls,
-    load_demonstrations,
     reshuffled,
 )
 from treadle.training.make import make_trainer
@@ -61,48 +53,6 @@ class WarmStartReport:
     steps: int
     seconds: float
     cached: bool
-
-
-class _Source(NamedTuple):
-    """Demonstrations by number, and the hash of what they are made of. about: a line about those that were played."""
-
-    row: Demonstrations
-    sha256: str
-    about: str = ""
-
-
-def check_demonstrations(config: RunConfig, inputs: Inputs, renderer: ChatRenderer) -> None:
-    """Raise ConfigError or DataError if there are no demonstrations to learn from, or the first cannot be rendered."""
-    if config.warm_start is not None:
-        first = asyncio.run(_open(config, inputs, most=64)).row(0)
-        demonstrated_calls(first.messages, renderer, first.tools)
-
-
-async def _open(config: RunConfig, inputs: Inputs, most: int | None = None) -> _Source:
-    """Find the configured demonstrations, or have them played. most: attempts to play; default: as configured."""
-    section = config.warm_start
-    assert section is not None, "the configuration has a warm start"
-    if section.demonstrations != RANDOM_CALLS:
-        source = section.demonstrations
-        file = source if source.endswith(".jsonl") else inspect.getfile(resolve("demonstrations", source))
-        return _Source(load_demonstrations(source, section.options, config.seed), file_sha256(Path(file)))
-    options = build(RandomCallsConfig, section.options, "warm_start.options")
-    environments, tasks = inputs.players.environments, [task for task in inputs.train if task.environment]
-    if (name := options.environment) is not None:
-        environments = {name: load_environment(name)}
-        tasks = [replace(task, environment=name, agent="", driver="") for task in inputs.train]
-    if not tasks:
-        raise ConfigError(
-            f"warm_start.demonstrations is {RANDOM_CALLS}, and no environment plays, whose tools could be called; set "
-            "warm_start.options.environment to one with the agent's tools, module:Class, or warm_start to null if the "
-            "model can call them"
-        )
-    count = min(options.attempts, most or options.attempts)
-    played = await play_all_at_random(tasks, environments, config.rollout, config.seed, count)
-    rows = [Demonstration(attempt.messages, attempt.tools) for attempt in played]
-    calls = ", ".join(f"{name} {number:,}" for name, number in calls_of_tools(played).items())
-    about = f"random calls that worked, in {len(rows):,} attempts: {calls}"
-    return _Source(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest(), about)
 
 
 def make_warm_model(config: RunConfig, inputs: Inputs, directory: Path, progress: Progress) -> WarmStartReport:
@@ -204,7 +154,7 @@ async def run_warm_start(
     """
     if config.warm_start is None:
         return None
-    started, source = time.perf_counter(), await _open(config, inputs)
+    started, source = time.perf_counter(), await open_demonstrations(config, inputs)
     if source.about:
         progress.log(source.about)
     key = _key(config, config.warm_start, source.sha256, tokenizer_directory(config.model))

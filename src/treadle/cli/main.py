@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from treadle.cli.options import exit_status
-    from treadle.plan.thread_count import wait_passively
+    from treadle.loop.thread_count import wait_passively
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
     wait_passively()

@@ -297,7 +297,7 @@ def run_cluster(options: argparse.Namespace) -> int:
     from treadle.placement.runtime import placed  # ray
 
     console = Console()
-    with placed(config, options.runs.absolute(), Console(stderr=True).line) as placement:
+    with placed(config.runtime, options.runs.absolute(), Console(stderr=True).line) as placement:
         table = make_table("process", "node", "resources", text=("process", "node", "resources"))
         for bundle, place in zip(placement.reservation.bundles, placement.places, strict=True):
             resources = ", ".join(f"{amount:g} {name}" for name, amount in bundle.resources.items())

@@ -13,8 +13,10 @@ import rich.progress
 
 from treadle.cli.console import Console, Table, indented, make_table
 from treadle.cli.show import shown_tokens
+from treadle.core.config_diff import leaves
 from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.plan.config import config_of
+from treadle.plan.inputs import is_of_python
 from treadle.record.ledger_reader import no_checkpoint
 from treadle.record.run_directory import RunDirectory
 from treadle.report.metrics import shown, shown_passes
@@ -60,7 +62,11 @@ def _print(console: Console, facts: Facts) -> None:
     latest = facts["latest_checkpoint"]
     if facts["state"] == "stopped" and latest is not None:
         command = shlex.join(["treadle", "train", facts["run"], "--resume"])
-        how = "treadle.train(..., resume=True) in Python" if facts["is_of_python"] else command
+        how = (
+            "treadle.train(..., resume=True) in Python"
+            if is_of_python(config_of(RunDirectory(Path(facts["run"]))))
+            else command
+        )
         console.line(f"go on from {latest} with: {how}")
     console.line()
     _print_last_update(console, facts["last_update"], facts["updates"])
@@ -265,7 +271,7 @@ def read_run(path: Path) -> RunMetrics:
 
     directory = RunDirectory.open(path)
     log = directory.metrics_log()
-    run = RunMetrics(config_of(directory), log.rows)
+    run = RunMetrics(leaves(config_of(directory)), log.rows)
     problem = log.problem(run.updates)
     if not run.updates:
         if problem:
@@ -278,8 +284,8 @@ def read_run(path: Path) -> RunMetrics:
 
 def _plot_line(group: RunGroup) -> str:
     """Return `training.packing=tree: seeds 0, 1, 2, 45 updates`."""
-    seeds, updates = [run.config.seed for run in group.runs], sorted({run.updates for run in group.runs})
-    label = group.label or group.runs[0].config.recipe
+    seeds, updates = [run.settings["seed"] for run in group.runs], sorted({run.updates for run in group.runs})
+    label = group.label or group.runs[0].settings["recipe"]
     ends = f"{updates[0]} updates"
     if len(updates) > 1:
         ends += f", where the shortest run ends (the longest has {updates[-1]})"

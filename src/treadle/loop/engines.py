@@ -28,8 +28,8 @@ from treadle.engines.torch.options import TorchEngineOptions
 from treadle.engines.torch.pinned import LocalEngine, make_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.weight_sync import EmbeddedSync, SharedMemorySync
+from treadle.loop.thread_count import available_cores, default_threads
 from treadle.models.weights import adapter_weights
-from treadle.plan.thread_count import available_cores, default_threads
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.conversation import Conversation
 from treadle.training.trainer import EmbeddedSource

@@ -9,10 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from treadle.core.draws import Stream
+from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Task, Trajectory
+from treadle.loop.config import LoopPlan
 from treadle.loop.failures import FailuresConfig, has_not_failed, reward_together
-from treadle.loop.stopping import StopRequest, check_evaluation
-from treadle.plan.config import RunConfig
+from treadle.loop.stopping import check_evaluation
 from treadle.record.ledger_reader import LoopState
 from treadle.report.metrics import EvaluationResult, evaluation_result
 from treadle.rollout.attempt import RolloutRunner
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 async def play_held_out(
     runner: RolloutRunner,
     tasks: Sequence[Task],
-    config: RunConfig,
+    plan: LoopPlan,
     *,
     name: str,
     update: int,
@@ -42,27 +43,27 @@ async def play_held_out(
     name: prefix of group ids. update: keys the draws together with the seed. on_trajectory: called for each attempt
     that is not retried. shaper: for group rewards.
     """
-    section, groups = config.evaluation, list[Group]()
+    section, groups = plan.evaluation, list[Group]()
     attempts, sampling = section.attempts_at(temperature), section.sampling(runner.sampling, temperature)
-    retry_delay = partial(_retry_delay, config.failures, attempts)
+    retry_delay = partial(_retry_delay, plan.failures, attempts)
 
     def ended(attempt: asyncio.Future[Trajectory]) -> None:
         if not attempt.cancelled() and attempt.exception() is None and retry_delay(attempt.result()) is None:
             on_trajectory()
 
     def play(group: Group, numbers: Sequence[int]) -> list[asyncio.Future[Trajectory]]:
-        addresses = [Address(config.seed, Stream.EVALUATE, update, group.position, number) for number in numbers]
+        addresses = [Address(plan.seed, Stream.EVALUATE, update, group.position, number) for number in numbers]
         started = runner.start(group.group_id, group.task, addresses, sampling)
         for attempt in started:
             attempt.add_done_callback(ended)
         return started
 
-    cohort = max(1, config.evaluated_together // attempts)
+    cohort = max(1, plan.evaluated_together // attempts)
     for start in range(0, len(tasks), cohort):
         places = enumerate(tasks[start : start + cohort], start)
         together = [Group(f"{name}-{place:04d}", place, update, place, task, ()) for place, task in places]
         played = await _played(together, attempts, play, retry_delay)
-        groups += await asyncio.gather(*(_rewarded(shaper, group, config.failures, retry_delay) for group in played))
+        groups += await asyncio.gather(*(_rewarded(shaper, group, plan.failures, retry_delay) for group in played))
     return groups
 
 
@@ -100,10 +101,10 @@ async def _rewarded(
     return replace(group, trajectories=tuple(by_attempt[number] for number in sorted(by_attempt)))
 
 
-def pending_evaluations(config: RunConfig, state: LoopState) -> list[float]:
+def pending_evaluations(plan: LoopPlan, state: LoopState) -> list[float]:
     """Temperatures at which the current weights are to be evaluated and have not been yet."""
-    section, ends = config.evaluation, state.update == 0 or config.is_last(state.update)
-    if not (ends or config.is_due(state.update, section.every)):
+    section, ends = plan.evaluation, state.update == 0 or plan.is_last(state.update)
+    if not (ends or plan.is_due(state.update, section.every)):
         return []
     greedy = [0.0] if ends and section.greedy_too and section.temperature > 0 else []
     made = [row["temperature"] for row in state.evaluations if row["update"] == state.update]
@@ -115,19 +116,19 @@ class Evaluator:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: LoopPlan,
         runner: RolloutRunner,
         tasks: Sequence[Task],
         store: RunStore,
         reporter: Reporter,
         shaper: RewardShaper,
     ) -> None:
-        self._config, self._runner, self._tasks, self._shaper = config, runner, tasks, shaper
+        self._plan, self._runner, self._tasks, self._shaper = plan, runner, tasks, shaper
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
         """Temperatures at which the current weights are still to be evaluated; none without held-out tasks."""
-        return pending_evaluations(self._config, state) if self._tasks else []
+        return pending_evaluations(self._plan, state) if self._tasks else []
 
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
         """Make the pending evaluations; return the state with their results.
@@ -135,16 +136,16 @@ class Evaluator:
         Those that a stop request comes before stay pending until the run is resumed, as does one all of whose attempts
         failed: StopConditionMet.
         """
-        config, update, reporter = self._config, state.update, self._reporter
+        plan, update, reporter = self._plan, state.update, self._reporter
         for temperature in self.pending(state):
             name = f"e{update:06d}" + ("g" if temperature == 0 else "")
             if times := self._store.ledger.times_evaluated(name):
                 name += f"r{times}"
-            reporter.begin("evaluation", len(self._tasks) * config.evaluation.attempts_at(temperature))
+            reporter.begin("evaluation", len(self._tasks) * plan.evaluation.attempts_at(temperature))
             playing = play_held_out(
                 self._runner,
                 self._tasks,
-                config,
+                plan,
                 name=name,
                 update=update,
                 temperature=temperature,
@@ -156,15 +157,15 @@ class Evaluator:
             if groups is None:
                 return state
             self._store.record_evaluation(name, groups, state.version)
-            check_evaluation(groups, config)
-            result = result_of(config, groups, update, temperature)
+            check_evaluation(groups, plan)
+            result = result_of(plan, groups, update, temperature)
             reporter.callbacks.evaluate(result)
             state = replace(state, evaluations=(*state.evaluations, asdict(result)))
         return state
 
 
-def result_of(config: RunConfig, groups: Sequence[Group], update: int, temperature: float) -> EvaluationResult:
+def result_of(plan: LoopPlan, groups: Sequence[Group], update: int, temperature: float) -> EvaluationResult:
     """Success and rewards of the evaluated groups, with the settings of the configuration."""
-    section, attempts = config.evaluation, config.evaluation.attempts_at(temperature)
-    of_success = section.success_at, config.data.table_by, section.success_of
+    section, attempts = plan.evaluation, plan.evaluation.attempts_at(temperature)
+    of_success = section.success_at, plan.table_by, section.success_of
     return evaluation_result(groups, attempts, update, temperature, *of_success)

@@ -33,10 +33,10 @@ from typing import Literal
 from treadle.algorithms.estimators import has_zero_advantage
 from treadle.core.outcomes import leave_out, reject_reason, trains, without_stale
 from treadle.core.types import DropReason, Group
+from treadle.loop.config import LoopPlan
 from treadle.loop.failures import fails_by_task
 from treadle.loop.stopping import WindowStats, check_discard_rate, check_failure_rate
 from treadle.loop.task_queue import TaskQueue
-from treadle.plan.config import RunConfig
 from treadle.record.ledger_reader import LoopState
 from treadle.record.run_store import RunStore
 from treadle.report.reporter import Reporter
@@ -71,9 +71,9 @@ class Groups:
     Invariant: a group is in one state; no group that is taken has a live step that is stale.
     """
 
-    def __init__(self, config: RunConfig, queue: TaskQueue, store: RunStore, reporter: Reporter) -> None:
-        self._config, self._queue, self.store, self._reporter = config, queue, store, reporter
-        self._max_staleness, self._stale_policy = config.orchestration.max_staleness, config.orchestration.stale_policy
+    def __init__(self, plan: LoopPlan, queue: TaskQueue, store: RunStore, reporter: Reporter) -> None:
+        self._plan, self._queue, self.store, self._reporter = plan, queue, store, reporter
+        self._max_staleness, self._stale_policy = plan.max_staleness, plan.stale_policy
         self._tracked: dict[int, _Tracked] = {}  # by index
         self._window = WindowStats()  # since the last batch was taken
         self.arrived = asyncio.Event()  # a group has become ready, or was dropped, since `take` was called last
@@ -128,11 +128,11 @@ class Groups:
         self.drop_stale(state.version)
         groups = self.take(state.version)
         if groups is None:
-            check_failure_rate(self._window, self._config, state.update + 1)
-            check_discard_rate(self._window, self._config, state.update + 1)
+            check_failure_rate(self._window, self._plan, state.update + 1)
+            check_discard_rate(self._window, self._plan, state.update + 1)
             return None
         window, self._window = self._window, WindowStats()
-        algorithm = self._config.algorithm
+        algorithm = self._plan.algorithm
         if algorithm.dynamic_sampling == "replace":
             groups = [leave_out(g, DropReason.FILTERED) if has_zero_advantage(g, algorithm) else g for g in groups]
         return Batch(groups, window)
@@ -155,7 +155,7 @@ class Groups:
         version: that will be trained; `drop_stale` has been called for it.
         """
         self.arrived.clear()
-        size = self._config.groups_per_batch
+        size = self._plan.groups_per_batch
         batch = sorted(self._in("ready"), key=lambda tracked: (tracked.version, tracked.group.index))[:size]
         if len(batch) < size or (self._stale_policy == "wait" and self._too_early(batch[-1].version, version)):
             return None
@@ -173,7 +173,7 @@ class Groups:
         Those that were started later, or wait already, can be no better off; of those that were started at version s,
         a batch at a time can be trained up to version s + max_staleness.
         """
-        size = self._config.groups_per_batch
+        size = self._plan.groups_per_batch
         older = sorted(tracked.version for tracked in self._in("sampling") if tracked.version < newest)
         return any(n >= (started + self._max_staleness - version) * size for n, started in enumerate(older))
 
@@ -181,17 +181,17 @@ class Groups:
         return [tracked for tracked in list(self._tracked.values()) if tracked.state == state]  # from any thread
 
     def _drop_reason(self, group: Group) -> DropReason | None:
-        least = self._config.min_group_size
+        least = self._plan.min_group_size
         reason = reject_reason(group, least)
         if reason is DropReason.FAILED:
-            if fails_by_task(group, self._config.training.group_size, least) and self._queue.count_failure(group.task):
-                failed = f"its last {self._config.failures.task_limit} groups had fewer than {least} graded attempts"
+            if fails_by_task(group, self._plan.group_size, least) and self._queue.count_failure(group.task):
+                failed = f"its last {self._plan.failures.task_limit} groups had fewer than {least} graded attempts"
                 self._reporter.callbacks.message(f"task {group.task.task_id} is left out: {failed}")
             self._reporter.failures([group])
             return reason
         self._queue.failed_tasks.pop(group.task.task_id, None)  # enough are graded
-        filtering = reason is None and self._config.algorithm.dynamic_sampling == "filter"
-        return DropReason.FILTERED if filtering and has_zero_advantage(group, self._config.algorithm) else reason
+        filtering = reason is None and self._plan.algorithm.dynamic_sampling == "filter"
+        return DropReason.FILTERED if filtering and has_zero_advantage(group, self._plan.algorithm) else reason
 
     def _drop(self, group: Group, reason: DropReason) -> None:
         """recorded or ready -> dropped."""

@@ -13,26 +13,20 @@ any other, groups go on beside all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from treadle.core.outcomes import dropped_steps, leave_out
+from treadle.core.stop import StopRequest, stopped
 from treadle.core.trainer import Trainer, UpdateResult, WeightSync
-from treadle.core.types import DropReason, Group, Ids
+from treadle.core.types import DropReason, Group, Task
+from treadle.loop.config import LoopPlan
 from treadle.loop.evaluation import Evaluator
 from treadle.loop.groups import Batch, Groups
 from treadle.loop.rollout_scheduler import ConcurrencyController, RolloutScheduler
-from treadle.loop.stopping import (
-    StopConditionMet,
-    StopRequest,
-    check_failure_rate,
-    check_refusal_rate,
-    stopped,
-)
+from treadle.loop.stopping import StopConditionMet, check_failure_rate, check_refusal_rate
 from treadle.loop.task_queue import Backlog, TaskOrder, TaskQueue
-from treadle.plan.config import RunConfig
-from treadle.plan.inputs import Inputs
 from treadle.record.checkpoint_retention import best_update, checkpoint_name, checkpoint_updates, retained
 from treadle.record.ledger import AttemptKey, TrainedBatch
 from treadle.record.ledger_reader import LoopState
@@ -53,7 +47,7 @@ class Loop:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: LoopPlan,
         trainer: Trainer,
         weight_sync: WeightSync,
         scheduler: RolloutScheduler,
@@ -62,7 +56,7 @@ class Loop:
         reporter: Reporter,
         stop: StopRequest,
     ) -> None:
-        self.config, self.trainer, self.weight_sync, self.scheduler = config, trainer, weight_sync, scheduler
+        self.plan, self.trainer, self.weight_sync, self.scheduler = plan, trainer, weight_sync, scheduler
         self.evaluator, self.checkpointer, self.reporter = evaluator, checkpointer, reporter
         self.stop, self.state = stop, LoopState()
 
@@ -81,7 +75,7 @@ class Loop:
 
     @property
     def is_last(self) -> bool:
-        return self.config.is_last(self.state.update)
+        return self.plan.is_last(self.state.update)
 
     @property
     def finished(self) -> bool:
@@ -109,7 +103,7 @@ class Loop:
             await self._train_batch(batch)
             if self.is_last:
                 return
-            if self.config.orchestration.max_staleness:
+            if self.plan.max_staleness:
                 self.scheduler.start_groups(self.state.version)  # what follows is no reason to wait
             await self._evaluate()
             if self.checkpointer.is_due(self.state):
@@ -122,14 +116,14 @@ class Loop:
         """
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout", self.state.update + 1):
-            self.reporter.begin("rollout", self.config.groups_per_batch * self.config.training.group_size)
+            self.reporter.begin("rollout", self.plan.groups_per_batch * self.plan.group_size)
             batch = self.scheduler.next_batch(self.state)
-            return await (self.stop.unless_requested(batch) if self.config.orchestration.max_staleness else batch)
+            return await (self.stop.unless_requested(batch) if self.plan.max_staleness else batch)
 
     async def _train_batch(self, batch: Batch) -> None:
         groups, before = batch.groups, self.state
         self.reporter.batch(groups, first=before.update == 0)
-        check_failure_rate(batch.window, self.config, before.update + 1)
+        check_failure_rate(batch.window, self.plan, before.update + 1)
         self.reporter.callbacks.batch(groups, before.version)
         with self.reporter.timed("update", before.update + 1):
             self.reporter.begin("update", 1)
@@ -146,7 +140,7 @@ class Loop:
             replace(before, update=before.update + len(results), version=before.version + 1)
         )
         self.reporter.callbacks.publish(self.state.version)
-        check_refusal_rate(refused, self.config, self.state.update)
+        check_refusal_rate(refused, self.plan, self.state.update)
 
     async def _evaluate(self) -> None:
         self.state = await self.evaluator.evaluate(self.state, self.stop)
@@ -162,19 +156,18 @@ class Checkpointer:
     saved: update of the newest checkpoint on disk.
     """
 
-    def __init__(self, config: RunConfig, trainer: Trainer, store: RunStore, reporter: Reporter) -> None:
-        self._config, self._trainer, self._store, self._reporter = config, trainer, store, reporter
+    def __init__(self, plan: LoopPlan, trainer: Trainer, store: RunStore, reporter: Reporter) -> None:
+        self._plan, self._trainer, self._store, self._reporter = plan, trainer, store, reporter
         latest = store.ledger.latest_checkpoint()
         self.saved = None if latest is None else latest[1].update
         self._batches: list[TrainedBatch] = []  # since that one
 
     def is_due(self, state: LoopState) -> bool:
         """Whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
-        section, is_due = self._config.orchestration, partial(self._config.is_due, state.update)
-        if is_due(section.checkpoint_every) or is_due(section.keep_every):
+        kept, is_due = self._plan.retention, partial(self._plan.is_due, state.update)
+        if is_due(self._plan.checkpoint_every) or is_due(kept.every):
             return True
-        temperature = self._config.evaluation.temperature
-        best = section.keep_best and best_update(state.evaluations, section.keep_best, temperature)
+        best = kept.best and best_update(state.evaluations, kept.best, kept.temperature)
         return best == state.update
 
     async def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
@@ -205,7 +198,7 @@ class Checkpointer:
             self._store.ledger.copy_out()  # before older checkpoints are removed
         self._batches.clear()
         self.saved = state.update
-        remove_others(folder, retained(checkpoint_updates(folder), self._config.retention, state.evaluations))
+        remove_others(folder, retained(checkpoint_updates(folder), self._plan.retention, state.evaluations))
         if new:
             self._reporter.callbacks.checkpoint(folder / name, state.update)
         return state
@@ -224,29 +217,29 @@ class StartingPoint:
 
 
 def make_loop(
-    config: RunConfig,
-    inputs: Inputs,
+    plan: LoopPlan,
+    train: Sequence[Task],
+    held_out: Sequence[Task],
     trainer: Trainer,
     weight_sync: WeightSync,
     runner: RolloutRunner,
+    shaper: RewardShaper,
     store: RunStore,
     callbacks: Callbacks,
     start: StartingPoint,
-    decode: Callable[[Ids], str] | None = None,
 ) -> Loop:
-    """Return the loop that trains on the inputs' tasks; `loop.run(start.state)` runs it.
+    """Return the loop that trains on `train`; `loop.run(start.state)` runs it.
 
-    weight_sync: makes the engines that `runner` plays with serve the trainer's weights. decode: for `rewards.group`.
+    weight_sync: makes the engines that `runner` plays with serve the trainer's weights. shaper: of rewards.
     """
-    reporter, state = Reporter(config, callbacks, start.clock), start.state
+    reporter, state = Reporter(plan.grading, callbacks, start.clock), start.state
     times_sampled = store.ledger.times_sampled()
     backlog = Backlog(state.cursor, state.outstanding, start.restored, times_sampled, state.failed_tasks)
-    order = TaskOrder(inputs.train, config.seed, config.data.shuffle)
-    queue = TaskQueue(order, config.failures.task_limit, backlog)
-    groups = Groups(config, queue, store, reporter)
-    shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, decode)
-    concurrency = ConcurrencyController(config.engine_capacity)
-    scheduler = RolloutScheduler(config, queue, runner, groups, concurrency, shaper)
-    evaluator = Evaluator(config, runner, inputs.held_out, store, reporter, shaper)
-    checkpointer = Checkpointer(config, trainer, store, reporter)
-    return Loop(config, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)
+    order = TaskOrder(train, plan.seed, plan.shuffle)
+    queue = TaskQueue(order, plan.failures.task_limit, backlog)
+    groups = Groups(plan, queue, store, reporter)
+    concurrency = ConcurrencyController(plan.engine_capacity)
+    scheduler = RolloutScheduler(plan, queue, runner, groups, concurrency, shaper)
+    evaluator = Evaluator(plan, runner, held_out, store, reporter, shaper)
+    checkpointer = Checkpointer(plan, trainer, store, reporter)
+    return Loop(plan, trainer, weight_sync, scheduler, evaluator, checkpointer, reporter, callbacks.stop)

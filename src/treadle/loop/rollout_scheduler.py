@@ -14,11 +14,11 @@ from treadle.core.engine import ComponentStatus
 from treadle.core.errors import TreadleError
 from treadle.core.outcomes import as_played
 from treadle.core.types import Group, Trajectory
+from treadle.loop.config import LoopPlan
 from treadle.loop.failures import has_not_failed, of_one_version, reward_together
 from treadle.loop.groups import Batch, Groups
 from treadle.loop.stopping import StopConditionMet
 from treadle.loop.task_queue import TaskQueue
-from treadle.plan.config import RunConfig
 from treadle.record.ledger_reader import LoopState
 from treadle.rollout.attempt import RolloutRunner, user_code
 from treadle.rollout.rewards import RewardShaper, with_measured
@@ -80,17 +80,17 @@ class RolloutScheduler:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: LoopPlan,
         queue: TaskQueue,
         runner: RolloutRunner,
         groups: Groups,
         concurrency: ConcurrencyController,
         shaper: RewardShaper,
     ) -> None:
-        self._config, self._queue, self._runner, self.groups = config, queue, runner, groups
-        self._failures, self._concurrency, self._shaper = config.failures, concurrency, shaper
-        self._synchronous = config.orchestration.max_staleness == 0
-        self._group_size = config.training.group_size
+        self._plan, self._queue, self._runner, self.groups = plan, queue, runner, groups
+        self._failures, self._concurrency, self._shaper = plan.failures, concurrency, shaper
+        self._synchronous = plan.max_staleness == 0
+        self._group_size = plan.group_size
         self._version = self._playing = 0
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()  # one a group; synchronously, one for all
@@ -136,7 +136,7 @@ class RolloutScheduler:
             if not self.start_groups(state.version):
                 raise StopConditionMet(
                     "every task is left out: its last groups had too few graded attempts (failures.task_limit is "
-                    f"{self._config.failures.task_limit}, training.min_group_size {self._config.min_group_size})"
+                    f"{self._plan.failures.task_limit}, training.min_group_size {self._plan.min_group_size})"
                 )
             await self.groups.arrived.wait()
         return batch
@@ -158,10 +158,10 @@ class RolloutScheduler:
         return self.groups.sampling > 0
 
     def _has_room(self) -> bool:
-        section, groups = self._config.orchestration, self.groups
-        few = section.max_concurrent_groups is None or groups.sampling < section.max_concurrent_groups
+        plan, groups = self._plan, self.groups
+        few = plan.max_concurrent_groups is None or groups.sampling < plan.max_concurrent_groups
         attempts = math.inf if self._synchronous else self._concurrency.limit
-        limit = (1 + section.max_staleness) * self._config.groups_per_batch
+        limit = (1 + plan.max_staleness) * plan.groups_per_batch
         return few and groups.under_way < limit and self._playing < attempts
 
     def _start(self, group: Group) -> list[_Attempt]:
@@ -177,7 +177,7 @@ class RolloutScheduler:
                 missing.append(place)
             elif self._failures.retry_delay(made[-1], len(made)) is not None:
                 missing.append(made[-1].attempt + size)
-        stream = (self._config.seed, Stream.TRAIN, group.epoch, group.position)
+        stream = (self._plan.seed, Stream.TRAIN, group.epoch, group.position)
         return self._play(group, [Address(*stream, attempt) for attempt in missing])
 
     def _play(self, group: Group, addresses: list[Address]) -> list[_Attempt]:
@@ -272,7 +272,7 @@ class RolloutScheduler:
     async def _ended(self, attempt: _Attempt) -> Trajectory:
         """Wait for an attempt; whether a failed one is the last in its place is decided later, as are group rewards."""
         trajectory = await attempt.running
-        if self._config.pinned is not None:
+        if self._plan.pinned:
             trajectory = of_one_version(trajectory)
         self._concurrency.observe(trajectory)
         if trajectory.failure is None and self._shaper.group is None:

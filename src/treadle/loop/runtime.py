@@ -16,8 +16,8 @@ from treadle.core.engine import ComponentStatus, Engine
 from treadle.core.registry import resolve
 from treadle.core.trainer import Trainer, WeightSync
 from treadle.core.types import Task
+from treadle.loop.config import RuntimePlan
 from treadle.loop.engines import OpenEngine, check_engine, open_engine
-from treadle.plan.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
@@ -57,19 +57,19 @@ class Runtime:
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 
 
-OpenRuntime = Callable[[RunConfig, Path, Callable[[str], None]], AbstractContextManager[Runtime]]
+OpenRuntime = Callable[[RuntimePlan, Path, Callable[[str], None]], AbstractContextManager[Runtime]]
 """What is registered as a placement (entry points `treadle.placements`, chosen by `placement.kind`).
 
-It is called with the configuration, the run's directory (which may not exist yet) and what takes lines for the run's
-output, before anything is loaded. The runtime is used within the context. Raises ConfigError or PlacementError.
+It is called with the settings of places, the run's directory (which may not exist yet) and what takes lines for the
+run's output, before anything is loaded. The runtime is used within the context. Raises ConfigError or PlacementError.
 """
 
 
-def open_runtime(config: RunConfig, path: Path, log: Callable[[str], None]) -> AbstractContextManager[Runtime]:
-    opened: OpenRuntime = resolve("placements", config.placement.kind, "placement.kind")
-    return opened(config, path, log)
+def open_runtime(plan: RuntimePlan, path: Path, log: Callable[[str], None]) -> AbstractContextManager[Runtime]:
+    opened: OpenRuntime = resolve("placements", plan.placement.kind, "placement.kind")
+    return opened(plan, path, log)
 
 
 @contextmanager
-def embedded(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
+def embedded(plan: RuntimePlan, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
     yield Runtime()

@@ -33,11 +33,11 @@ from treadle.engines.torch.pinned import LocalEngine
 from treadle.engines.torch.pinned import make_engine as make_local_engine
 from treadle.engines.vllm.launch import ServerProcess
 from treadle.engines.vllm.server import Admission, Admitted, Server, check_call, sample
+from treadle.loop.config import RuntimePlan
 from treadle.loop.engines import EngineSpec, open_vllm, torch_options
 from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
-from treadle.plan.config import RunConfig
 
 _LOOK = 1.0  # seconds between looks at whether the server runs
 _STOPPING = 30.0  # seconds for a server to end by itself
@@ -61,10 +61,10 @@ class EngineActor(Placed, EngineService):
     """A Ray actor that answers for an engine."""
 
 
-async def open_engines(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
+async def open_engines(plan: RuntimePlan, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open an engine at each of its places (`OpenEngine`); beside a trainer that takes turns, in theirs."""
     if spec.config.kind == "vllm":
-        return await open_servers(config, reservation, spec)
+        return await open_servers(plan, reservation, spec)
     if spec.config.kind != "torch":
         raise ConfigError(
             f"engine.kind is {spec.config.kind!r}, and placement.kind 'ray' starts engines of kind torch and vllm; set "
@@ -210,14 +210,14 @@ class PlacedServer:
             raise EngineError(str(error)) from error
 
 
-async def open_servers(config: RunConfig, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
+async def open_servers(plan: RuntimePlan, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
     """Open a vLLM server at each engine's place; see `OpenEngine`. Raises ConfigError for servers that run already."""
     if spec.config.vllm.urls:
         raise ConfigError(
             "engine.options.servers names servers that run, and placement.kind 'ray' starts its own; leave it out"
         )
     places = [reservation.options(bundle) for bundle in reservation.of("engine")]
-    gpus = config.placement.engines.gpus
+    gpus = plan.placement.engines.gpus
     args = {**({"tensor-parallel-size": gpus} if gpus > 1 else {}), **spec.config.vllm.args}
     options = {**spec.config.options, "servers": len(places), "args": args}
 

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import treadle
 from treadle.core.errors import ConfigError, PlacementError
-from treadle.plan.config import PlacementConfig
+from treadle.loop.config import PlacementConfig
 from treadle.rollout.config import GatewayConfig, listen
 
 Role = Literal["learner rank", "engine", "rollout worker"]

@@ -18,9 +18,9 @@ from typing import Any
 from treadle.core.errors import PlacementError
 from treadle.core.processes import environment
 from treadle.engines.staging import is_running
+from treadle.loop.config import RuntimePlan
 from treadle.loop.runtime import Runtime
 from treadle.placement.reserve import Bundle, Place, Reservation, bundles_of, check_places, reserve, shortage
-from treadle.plan.config import RunConfig
 
 _CONNECTING = 5.0  # seconds
 _OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
@@ -40,19 +40,19 @@ class Placement:
 
 
 @contextmanager
-def placed(config: RunConfig, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
+def placed(plan: RuntimePlan, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
     """Hold what a run needs within, checked. directory: where runs are. Raises PlacementError."""
-    section = config.placement
-    bundles = bundles_of(section, config.device)
+    section = plan.placement
+    bundles = bundles_of(section, plan.device)
     with connected(section.address, bundles, log), reserve(bundles, section.wait) as reservation:
-        placement = Placement(reservation, check_places(reservation, directory, config.rollout.gateway))
-        check_transfer(config, placement)
+        placement = Placement(reservation, check_places(reservation, directory, plan.gateway))
+        check_transfer(plan, placement)
         yield placement
 
 
-def check_transfer(config: RunConfig, placement: Placement) -> None:
+def check_transfer(plan: RuntimePlan, placement: Placement) -> None:
     """Raise PlacementError for vLLM servers that are on other nodes than the first rank, which hands them a file."""
-    if config.engine.kind != "vllm" or config.engine.vllm.transfer == "collective" or config.training.lora is not None:
+    if plan.engine.kind != "vllm" or plan.engine.vllm.transfer == "collective" or plan.adapters:
         return  # adapters are in the run's directory, which all nodes see
     nodes = {
         str(bundle): place.node
@@ -68,9 +68,9 @@ def check_transfer(config: RunConfig, placement: Placement) -> None:
 
 
 @contextmanager
-def open_ray(config: RunConfig, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
+def open_ray(plan: RuntimePlan, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
     """Yield what makes a run's parts on a cluster, whose resources it holds; see `OpenRuntime`."""
-    with placed(config, path.absolute().parent, log) as placement:
+    with placed(plan, path.absolute().parent, log) as placement:
         log(f"placement: {placement}")
         from treadle.placement.engine_actors import open_engines  # these import ray, and what computes
         from treadle.placement.rank_actors import make_trainer
@@ -78,9 +78,9 @@ def open_ray(config: RunConfig, path: Path, log: Callable[[str], None]) -> Itera
 
         reservation = placement.reservation
         runtime = Runtime(
-            make_trainer=partial(make_trainer, reservation), open_engine=partial(open_engines, config, reservation)
+            make_trainer=partial(make_trainer, reservation), open_engine=partial(open_engines, plan, reservation)
         )
-        if config.placement.rollout.workers:
+        if plan.placement.rollout.workers:
             runtime = replace(runtime, open_rollouts=partial(open_workers, reservation))
         yield runtime
 

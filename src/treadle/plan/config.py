@@ -5,32 +5,34 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import Field, model_validator
 
 from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core import registry
 from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
 from treadle.core.errors import Cause, ConfigError
-from treadle.core.types import SamplingParams, named_players
+from treadle.core.types import named_players
 from treadle.data.config import DataConfig, is_file
 from treadle.engines.config import Device, EngineConfig
+from treadle.loop.config import EvaluationConfig, LoopPlan, OrchestrationConfig, PlacementConfig, RuntimePlan
 from treadle.loop.failures import FailuresConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import is_adapter, located
 from treadle.record.address import find_address
-from treadle.record.checkpoint_retention import KeepBest, Retention
+from treadle.record.checkpoint_retention import Retention
 from treadle.record.run_directory import RunDirectory, without_version
+from treadle.report.callbacks import CallbackConfig
+from treadle.report.rewards import Grading
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.other_models import POLICY, OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.config import LearnerPlacement, TrainerSpec, TrainingConfig, WarmStartConfig
+from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig
 
 REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -69,152 +71,6 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Full path of a key -> what to do instead, for errors."""
-
-
-StalePolicy = Literal["mask_steps", "wait", "drop_group"]
-
-
-class EvaluationConfig(Config):
-    """How held-out tasks are played. `failures.causes` holds for them, too."""
-
-    every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
-    attempts: int = Field(
-        1, ge=1, description="attempts at each task; with several, pass@k (one of k succeeds) is estimated"
-    )
-    temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
-    top_p: float = Field(1.0, gt=0, le=1, description="fewest tokens whose probabilities add up to this")
-    top_k: int = Field(0, ge=0, description="only the k most probable tokens (0: all)")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, description="limit on tokens sampled per call; default: rollout.max_completion_tokens"
-    )
-    greedy_too: bool = Field(True, description="before and after training also one attempt each at temperature 0")
-    success_at: float = Field(1.0, description="a reward of at least this counts as success")
-    success_of: str | None = Field(
-        None, description="named component that is compared with it, before weights (default: the whole reward)"
-    )
-
-    def attempts_at(self, temperature: float) -> int:
-        """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
-        return self.attempts if temperature > 0 else 1
-
-    def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
-        """Sampling parameters of an evaluation at this temperature. training: those of training."""
-        longest = self.max_completion_tokens or training.max_tokens
-        return replace(
-            training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
-        )
-
-
-class OrchestrationConfig(Config):
-    """The loop. Buffer sizes and pacing follow from `training` and max_staleness."""
-
-    updates: int = Field(100, ge=1, description="optimizer updates of the run")
-    max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
-    stale_policy: StalePolicy = Field(
-        "mask_steps",
-        description="how to treat steps that would be trained later than that: mask_steps drops them, drop_group "
-        "drops their whole group, wait makes the learner wait for a group before it can happen",
-    )
-    max_concurrent_groups: int | None = Field(
-        None,
-        ge=1,
-        description="limit on groups sampled at once, for example if each needs a container, and on attempts of an "
-        "evaluation; default: as many as keep engine.batch full (synchronous: all of a batch)",
-    )
-    traced_groups: float = Field(
-        0.03,
-        ge=0,
-        le=1,
-        description="share of the trained groups of which traces/ keeps what the learner computed of every sampled "
-        "token: log-probability, entropy, advantage, ratio and whether that was clipped",
-    )
-    checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
-    ledger_directory: str | None = Field(
-        None,
-        description="directory on this machine's own disk where the ledger is while the run goes on, for runs on a "
-        "shared filesystem, where SQLite is not safe; the run directory then has a copy, made at checkpoints",
-    )
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
-    keep_every: int | None = Field(
-        None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
-    )
-    keep_best: KeepBest | None = Field(
-        None, description="also save a checkpoint after each evaluation better than all before, and keep the best"
-    )
-
-
-class EnginePlacement(Config):
-    """The engines of a cluster."""
-
-    count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
-    gpus: int = Field(0, ge=0, description="GPUs reserved for each")
-
-
-class RolloutPlacement(Config):
-    """The rollout workers of a cluster."""
-
-    workers: int = Field(
-        0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
-    )
-
-
-class PlacementConfig(Config):
-    """Which processes do what, and where."""
-
-    kind: str = Field(
-        "embedded",
-        description="embedded: on this machine; ray: on a Ray cluster; or another registered name or module:function",
-    )
-    learner: LearnerPlacement = Field(LearnerPlacement(), description="what trains")
-    engines: EnginePlacement = Field(EnginePlacement(), description="kind ray: what samples")
-    rollout: RolloutPlacement = Field(
-        RolloutPlacement(), description="kind ray: what plays environments and agent programs"
-    )
-    colocate: bool = Field(
-        False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
-    )
-    address: str | None = Field(
-        None,
-        description="kind ray: address of a running cluster; default: one of this machine's own, for this run",
-    )
-    wait: float | None = Field(
-        None,
-        gt=0,
-        description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
-        "for those that no node has (a cluster that grows on demand may get them)",
-    )
-
-    @model_validator(mode="after")
-    def _embedded_is_here(self) -> PlacementConfig:
-        if self.kind == "embedded":
-            fields, ray_only = type(self).model_fields, ("engines", "rollout", "colocate", "address", "wait")
-            if extra := [name for name in ray_only if getattr(self, name) != fields[name].default]:
-                raise ValueError(
-                    f"placement.{extra[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
-                    "placement.kind=ray"
-                )
-        if self.colocate and (self.engines.count != self.learner.ranks or self.engines.gpus):
-            raise ValueError(
-                f"placement.colocate gives each of {self.learner.ranks} ranks an engine on its device; set "
-                f"placement.engines.count={self.learner.ranks}, and leave placement.engines.gpus out"
-            )
-        return self
-
-
-class CallbackConfig(Config):
-    """A tracker or callback that follows the run. A plain name stands for one without options."""
-
-    name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments that it is made with")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, data: Any) -> Any:
-        return {"name": data} if isinstance(data, str) else data
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(core_schema), {"type": "string"}]}
 
 
 class RunConfig(Config):
@@ -406,22 +262,50 @@ class RunConfig(Config):
         groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
         return enough if groups is None else min(enough, groups * self.training.group_size)
 
-    def is_last(self, update: int) -> bool:
-        return update >= self.orchestration.updates
-
-    def is_due(self, update: int, every: int | None) -> bool:
-        """Whether the batch that ends with this update reached a multiple of `every`; never for 0 and None."""
-        return bool(every) and update % (every or 1) < self.training.updates_between_publications
+    @property
+    def runtime(self) -> RuntimePlan:
+        adapters = self.training.lora is not None
+        return RuntimePlan(self.placement, self.device, self.engine, self.rollout.gateway, adapters)
 
     @property
-    def retention(self) -> Retention:
-        section = self.orchestration
-        return Retention(
-            section.keep_last,
-            section.keep_every,
-            section.keep_best,
-            self.training.updates_between_publications,
-            self.evaluation.temperature,
+    def grading(self) -> Grading:
+        return Grading(
+            self.algorithm.advantage,
+            tuple(self.rewards.weights),
+            self.rewards.group is not None,
+            self.training.group_size,
+            self.training.tasks_per_update,
+            self.evaluation.attempts,
+            self.evaluation.success_at,
+            self.evaluation.success_of,
+            self.data.held_out is not None,
+        )
+
+    @property
+    def loop(self) -> LoopPlan:
+        section, batch = self.orchestration, self.training.updates_between_publications
+        best = section.keep_best
+        return LoopPlan(
+            seed=self.seed,
+            updates=section.updates,
+            batch=batch,
+            groups_per_batch=self.groups_per_batch,
+            group_size=self.training.group_size,
+            min_group_size=self.min_group_size,
+            max_staleness=section.max_staleness,
+            stale_policy=section.stale_policy,
+            pinned=self.pinned is not None,
+            max_concurrent_groups=section.max_concurrent_groups,
+            engine_capacity=self.engine_capacity,
+            evaluated_together=self.evaluated_together,
+            checkpoint_every=section.checkpoint_every,
+            retention=Retention(section.keep_last, section.keep_every, best, batch, self.evaluation.temperature),
+            shuffle=self.data.shuffle,
+            table_by=self.data.table_by,
+            algorithm=self.algorithm,
+            failures=self.failures,
+            evaluation=self.evaluation,
+            grading=self.grading,
         )
 
     @property

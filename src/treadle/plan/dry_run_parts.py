@@ -16,7 +16,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from treadle.algorithms.config import AlgorithmConfig
-from treadle.api.warm_start import check_demonstrations
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.types import Task
 from treadle.models.chat import load_chat
@@ -28,6 +27,7 @@ from treadle.models.support import attending_layers, layer_kinds, require_known_
 from treadle.models.unused import unused_parts
 from treadle.models.weights import published, rest_of, trained, unique_weights
 from treadle.plan.config import RunConfig
+from treadle.plan.demonstrations import check_demonstrations
 from treadle.plan.device import check_device, describe_device, settled, unused_gpus
 from treadle.plan.dry_run import DryRun, Log
 from treadle.plan.inputs import FirstPrompt, Inputs, first_prompt

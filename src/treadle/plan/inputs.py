@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from treadle.core.config_diff import changes
 from treadle.core.errors import ConfigError, DataError, RunError, TrajectoryFailure
 from treadle.core.files import read_proven
 from treadle.core.types import Ids, Message, Task
@@ -19,7 +20,7 @@ from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, wi
 from treadle.envs.tasks import load_environment, load_reward
 from treadle.plan.config import RunConfig, config_of, is_registered
 from treadle.plan.other_models import make_models
-from treadle.plan.validation import changes, check_changes, check_context
+from treadle.plan.validation import check_changes, check_context
 from treadle.record.checkpoint_retention import find_checkpoint
 from treadle.record.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
 
 from treadle.algorithms.config import is_url
-from treadle.core.config import as_override, describe
+from treadle.core.config import as_override
+from treadle.core.config_diff import Change
 from treadle.core.errors import ConfigError
 from treadle.core.registry import check_name, how_to_install
 from treadle.engines.config import EngineConfig, VLLMConfig
@@ -162,37 +162,6 @@ _REASONS = {
     "training": "the optimizer's state belongs to it",
     "rewards": "rewards on record would no longer compare",
 }
-
-
-class Change(NamedTuple):
-    """One difference: `Change("orchestration.updates", 100, 200)`; None also stands for an absent section."""
-
-    path: str
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{self.path} {as_override(self.old)} -> {as_override(self.new)}"
-
-
-def changes(before: RunConfig, after: RunConfig) -> list[Change]:
-    """Differences between two configurations, in order of declaration."""
-    old, new = (leaves(config) for config in (before, after))
-    return [Change(path, old.get(path), new.get(path)) for path in {**new, **old} if old.get(path) != new.get(path)]
-
-
-def leaves(config: RunConfig) -> dict[str, Any]:
-    """Path -> value; options of what is registered (`driver_options`) each by itself."""
-    values: dict[str, Any] = {}
-    for line in describe(config):
-        if isinstance(line.value, dict) and line.path.endswith("options"):
-            values |= {f"{line.path}.{name}": value for name, value in line.value.items()}
-        elif line.path == "models":
-            each = ((name, leaf) for name, model in config.models.items() for leaf in describe(model))
-            values |= {f"models.{name}.{leaf.path}": leaf.value for name, leaf in each}
-        else:
-            values[line.path] = line.value
-    return values
 
 
 def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:

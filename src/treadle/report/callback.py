@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.types import Group, Ids, Trajectory
-from treadle.plan.config import RunConfig
 from treadle.report.metrics import EvaluationResult
 
 
@@ -25,11 +24,12 @@ from treadle.report.metrics import EvaluationResult
 class RunStart:
     """Start of a run. update: the last one already made, 0 in a new run. log: adds a line to the run's output.
 
+    config: the run's whole configuration, with a section for each part: `config.training.group_size`.
     decode: returns the text of token ids, with special tokens.
     """
 
     directory: Path
-    config: RunConfig
+    config: Any
     update: int
     log: Callable[[str], None]
     decode: Callable[[Ids], str]

@@ -10,16 +10,34 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+
+from treadle.core.config import Config
 from treadle.core.errors import ConfigError, RunError, TreadleError
 from treadle.core.registry import resolve
+from treadle.core.stop import StopRequest
 from treadle.core.types import Group, Trajectory
 from treadle.core.user_functions import Expected, check_function
-from treadle.loop.stopping import StopRequest
-from treadle.plan.config import CallbackConfig
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callback import EVENTS, Callback, RunStart
 from treadle.report.metrics import EvaluationResult
 from treadle.rollout.isolation.user_code import raised
+
+
+class CallbackConfig(Config):
+    """A tracker or callback that follows the run. A plain name stands for one without options."""
+
+    name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments that it is made with")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(core_schema), {"type": "string"}]}
 
 
 class JsonLines(Callback):

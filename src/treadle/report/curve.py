@@ -22,8 +22,6 @@ import numpy.typing as npt
 from treadle.core.config import as_override
 from treadle.core.files import write_atomically
 from treadle.core.text import escape_line
-from treadle.plan.config import RunConfig
-from treadle.plan.validation import changes, leaves
 from treadle.report.metrics import COMPLETION_TOKENS_MEAN, REWARD_MEAN, STEPS_MEAN
 
 if TYPE_CHECKING:
@@ -42,9 +40,9 @@ _Points = Mapping[int, float]  # update -> value
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """One run: its configuration, and the rows of its metrics.jsonl."""
+    """Settings of a run, path -> value (`core.config_diff.leaves`), and the rows of its metrics.jsonl."""
 
-    config: RunConfig
+    settings: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
 
     @property
@@ -114,8 +112,8 @@ def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
     """Return the runs in groups that differ in the seed only, in the order of their first runs."""
     groups = defaultdict[str, list[RunMetrics]](list)
     for run in runs:
-        groups[run.config.model_copy(update={"seed": 0, "about": ""}).model_dump_json()].append(run)
-    settings, hidden = _told_apart([group[0].config for group in groups.values()])
+        groups[repr({**run.settings, "seed": 0, "about": ""})].append(run)
+    settings, hidden = _told_apart([group[0].settings for group in groups.values()])
     return [RunGroup(own, hidden, tuple(group)) for own, group in zip(settings, groups.values(), strict=True)]
 
 
@@ -138,11 +136,12 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
     return [panel for panel in candidates if panel.curves or panel.greedy]
 
 
-def _told_apart(configs: Sequence[RunConfig]) -> tuple[list[tuple[str, ...]], int]:
-    """Return what tells each configuration from the others, and how many more settings differ between any of them."""
-    values = [{path: as_override(value) for path, value in leaves(config).items()} for config in configs]
-    changed = chain.from_iterable(changes(configs[0], other) for other in configs[1:])
-    paths = [path for path in dict.fromkeys(change.path for change in changed) if path not in ("seed", "about")]
+def _told_apart(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], int]:
+    """Return the settings that tell each run from the others, and how many more differ between any of them."""
+    values = [{path: as_override(value) for path, value in run.items()} for run in runs]
+    known = dict.fromkeys(path for run in runs for path in run)
+    differing = (path for path in known if any(run.get(path) != runs[0].get(path) for run in runs))
+    paths = [path for path in differing if path not in ("seed", "about")]
 
     def told_apart(by: Sequence[str]) -> int:
         return len({tuple(run.get(path) for path in by) for run in values})
@@ -188,7 +187,7 @@ def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel
 
 def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
     """Return held-out success by update. greedy: of the evaluations at temperature 0 beside the sampled ones."""
-    always_greedy = run.config.evaluation.temperature == 0
+    always_greedy = run.settings["evaluation.temperature"] == 0
     points = {}
     for row in run.rows:
         if row["kind"] == "evaluation" and (row["temperature"] == 0 and not always_greedy) == greedy:
@@ -200,7 +199,7 @@ def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
 
 def _by_kind(run: RunMetrics, row: Mapping[str, Any], column: str) -> dict[str, Any]:
     """Return a column of an evaluation, `by` or `by_tasks`, with the kinds' full names: `hops 1`."""
-    return {f"{run.config.data.table_by} {key}": value for key, value in row[column].items()}
+    return {f"{run.settings['data.table_by']} {key}": value for key, value in row[column].items()}
 
 
 def _kinds(groups: Sequence[RunGroup]) -> list[str]:
@@ -269,10 +268,10 @@ def make_figure(groups: Sequence[RunGroup], shown: Sequence[Panel]) -> Figure:
 
 
 def _title(groups: Sequence[RunGroup]) -> str:
-    recipes = ", ".join(dict.fromkeys(run.config.recipe for group in groups for run in group.runs))
+    recipes = ", ".join(dict.fromkeys(run.settings["recipe"] for group in groups for run in group.runs))
     if len(groups) > 1:
         return recipes
-    seeds = [str(run.config.seed) for run in groups[0].runs]
+    seeds = [str(run.settings["seed"]) for run in groups[0].runs]
     return f"{recipes}, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
 
 

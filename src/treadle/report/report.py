@@ -22,8 +22,6 @@ from treadle.packing.breaks import Decode, Kind, Relation, relations
 from treadle.packing.compactions import CompactionPrice, RecordedCall
 from treadle.packing.flat import PackedCall
 from treadle.packing.layout import Packing, Sharing, arrange
-from treadle.plan.config import config_of
-from treadle.plan.inputs import is_of_python
 from treadle.record.ledger_reader import LedgerReader
 from treadle.record.rollout_store import decoder, load_run_tokenizer, open_shard, token_arrays
 from treadle.record.run_directory import RunDirectory
@@ -38,7 +36,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
     """Return everything the report shows. track: shows the progress of reading. Raises TreadleError."""
     ledger = run.ledger()
     ledger.prove()
-    config, log, latest = config_of(run), run.metrics_log(), ledger.latest_checkpoint()
+    config, log, latest = run.config_data(), run.metrics_log(), ledger.latest_checkpoint()
     try:
         decode, no_tokenizer = decoder(load_run_tokenizer(run.path)), None
     except TreadleError as error:
@@ -47,12 +45,11 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
     saved = latest[1].update if latest else 0
     return {
         "run": run.recording_file.read_text() if state == "recorded" else str(run.path),
-        "recipe": config.recipe,
-        "is_of_python": is_of_python(config),
-        "seed": config.seed,
+        "recipe": config["recipe"],
+        "seed": config["seed"],
         "state": state,
         "update": max([saved, *(row["update"] for row in updates)]),
-        "updates": config.orchestration.updates,
+        "updates": config["orchestration"]["updates"],
         "last_update": updates[-1] if updates else None,
         "splits": ledger.splits(),
         "steps": ledger.step_states(),
@@ -65,7 +62,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
         **count_tokens(run.rollouts, ledger, decode, no_tokenizer, track),
         "metrics_problem": log.problem(saved),
         "evaluations": [row for row in log.rows if row["kind"] == "evaluation"],
-        "table_by": config.data.table_by,
+        "table_by": config["data"]["table_by"],
         "checkpoints": sorted(n for n in ledger.checkpoint_names() if (run.checkpoints / n).is_dir()),
         "latest_checkpoint": latest[0] if latest else None,
     }

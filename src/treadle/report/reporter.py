@@ -16,11 +16,10 @@ from treadle.algorithms.estimators import Advantage
 from treadle.core.outcomes import as_played
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group
-from treadle.plan.config import RunConfig
 from treadle.record.ledger_reader import LoopState
 from treadle.report.callback import Callback
 from treadle.report.metrics import run_metrics, trajectory_metrics
-from treadle.report.rewards import lone_attempts, unknown_components
+from treadle.report.rewards import Grading, lone_attempts, unknown_components
 from treadle.rollout.isolation.user_code import abandoned_threads
 
 _MOST_COMPLAINTS = 20  # of a run
@@ -30,10 +29,10 @@ _OF_BATCH = ("rollout", "update", "publish")
 class Reporter:
     """Turns what happens in the loop into events of `callbacks`. seconds: of the current batch's phases, by name."""
 
-    def __init__(self, config: RunConfig, callbacks: Callback, clock: Clock) -> None:
+    def __init__(self, grading: Grading, callbacks: Callback, clock: Clock) -> None:
         self.callbacks, self.clock = callbacks, clock
         self.seconds: dict[str, float] = {}
-        self._config = config
+        self._grading = grading
         self._phase, self._done, self._total = "", 0, 0
         self._reported: set[str] = set()
 
@@ -61,7 +60,7 @@ class Reporter:
     def batch(self, groups: Sequence[Group], first: bool) -> None:
         """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
         self.failures(groups)
-        for text in reward_notes(groups, self._config, estimators.by_name(self._config.algorithm.advantage), first):
+        for text in reward_notes(groups, self._grading, estimators.by_name(self._grading.advantage), first):
             self._once(text, text)
 
     def failures(self, groups: Sequence[Group]) -> None:
@@ -80,14 +79,14 @@ class Reporter:
 
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
         """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
-        training, section = self._config.training, self._config.evaluation
+        grading = self._grading
         phases = {phase: seconds / len(results) for phase, seconds in self.seconds.items()}
         self.seconds = {}
         of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
         for number, result in enumerate(results):
-            first = number * training.tasks_per_update % len(groups)  # each epoch goes through all groups
-            own = groups[first : first + training.tasks_per_update]
-            played = trajectory_metrics(own, training.group_size, section.success_at, state.version, section.success_of)
+            first = number * grading.tasks_per_update % len(groups)  # each epoch goes through all groups
+            own = groups[first : first + grading.tasks_per_update]
+            played = trajectory_metrics(own, grading.group_size, grading.success_at, state.version, grading.success_of)
             row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
             self.callbacks.update({**row, **(played + result.metrics + of_run)})
 
@@ -118,10 +117,10 @@ class Clock:
         )
 
 
-def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantage, first: bool) -> Iterator[str]:
+def reward_notes(groups: Sequence[Group], grading: Grading, advantage: Advantage, first: bool) -> Iterator[str]:
     """Yield a line for rewards whose detail the advantage ignores; in the run's first batch, for unknown components."""
     trajectories = [t for group in groups for t in group.everyone]
-    name = config.algorithm.advantage
+    name = grading.advantage
     early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
     if early and not advantage.by_step:
         yield (
@@ -135,22 +134,24 @@ def reward_notes(groups: Sequence[Group], config: RunConfig, advantage: Advantag
             f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
         )
     if first:
-        yield from unknown_components(trajectories, config, "the first batch")
-    if first and config.data.held_out is not None:
-        yield from lone_attempts(config)
+        yield from unknown_components(trajectories, grading, "the first batch")
+    if first and grading.held_out:
+        yield from lone_attempts(grading)
 
 
 def run_summary(
-    config: RunConfig,
     run: Path,
     state: LoopState,
     *,
+    recipe: str,
+    seed: int,
+    temperature: float,
     weights_sha256: str,
     stopped_early: bool,
     warm_start: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what summary.json holds; held-out figures are at `evaluation.temperature`, the greedy ones beside them."""
-    sampled = [e for e in state.evaluations if e["temperature"] == config.evaluation.temperature]
+    """Return what summary.json holds; held-out figures are at `temperature`, the greedy ones beside them."""
+    sampled = [e for e in state.evaluations if e["temperature"] == temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]
 
     last = state.evaluations[-1]["update"] if state.evaluations and not stopped_early else 0
@@ -163,8 +164,8 @@ def run_summary(
 
     return {
         "run": str(run),
-        "recipe": config.recipe,
-        "seed": config.seed,
+        "recipe": recipe,
+        "seed": seed,
         "updates": state.update,
         "stopped_early": stopped_early,
         "held_out_success_before": before(sampled),

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from treadle.core.outcomes import as_played
 from treadle.core.types import Trajectory
-from treadle.plan.config import RunConfig
 
 
-def lone_attempts(config: RunConfig) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """Settings that say what rewards and attempts mean.
+
+    advantage: name of the estimator. weights: names of the reward components with a weight. compares: whether a group
+    reward compares attempts. group_size: attempts at each training task, of which an update takes `tasks_per_update`.
+    attempts: at each held-out task. success_at, success_of: reward from which an attempt succeeds, and the component
+    it is of (None: the whole reward). held_out: whether there are held-out tasks.
+    """
+
+    advantage: str
+    weights: tuple[str, ...]
+    compares: bool
+    group_size: int
+    tasks_per_update: int
+    attempts: int
+    success_at: float
+    success_of: str | None
+    held_out: bool
+
+
+def lone_attempts(grading: Grading) -> Iterator[str]:
     """Yield a line if evaluations give a group reward nothing to compare."""
-    if config.rewards.group is not None and config.evaluation.attempts == 1:
+    if grading.compares and grading.attempts == 1:
         yield (
             "rewards.group is given one attempt at each held-out task, as evaluation.attempts is 1: a reward that "
-            f"compares attempts says nothing there; set evaluation.attempts={config.training.group_size}"
+            f"compares attempts says nothing there; set evaluation.attempts={grading.group_size}"
         )
 
 
-def unknown_components(trajectories: Sequence[Trajectory], config: RunConfig, where: str) -> Iterator[str]:
+def unknown_components(trajectories: Sequence[Trajectory], grading: Grading, where: str) -> Iterator[str]:
     """Yield a line for each setting that names components of rewards which no trajectory was given."""
     names = {component for t in trajectories for component in as_played(t).components}
-    judged = config.evaluation.success_of
-    named = {"rewards.weights": [*config.rewards.weights], "evaluation.success_of": [judged] if judged else []}
+    judged = grading.success_of
+    named = {"rewards.weights": [*grading.weights], "evaluation.success_of": [judged] if judged else []}
     for option, components in named.items():
         unknown = [component for component in components if component not in names]
         if unknown and any(t.reward is not None for t in trajectories):

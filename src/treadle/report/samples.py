@@ -9,7 +9,6 @@ from treadle.core.draws import Stream, task_uniforms
 from treadle.core.outcomes import rejection
 from treadle.core.text import escape_text, redacted
 from treadle.core.types import Group, Ids, Step, Trajectory, common_prefix
-from treadle.plan.config import RunConfig
 
 MOST = 4  # attempts of a batch
 LONGEST = 4000  # characters of a prompt, and of what follows it
@@ -29,11 +28,14 @@ class Sample:
     completion: str
 
 
-def sample_attempts(groups: Sequence[Group], config: RunConfig, decode: Callable[[Ids], str]) -> list[Sample]:
-    """Return the first attempts of a batch's first traced group (`orchestration.traced_groups`); none without one."""
+def sample_attempts(groups: Sequence[Group], seed: int, share: float, decode: Callable[[Ids], str]) -> list[Sample]:
+    """Return the first attempts of a batch's first traced group; none without one.
+
+    seed: of the run. share: of the groups that are traced (`orchestration.traced_groups`).
+    """
     epochs, positions = [group.epoch for group in groups], [group.position for group in groups]
-    draws = task_uniforms(config.seed, Stream.TRACE, epochs, positions)
-    traced = [group for group, draw in zip(groups, draws, strict=True) if draw < config.orchestration.traced_groups]
+    draws = task_uniforms(seed, Stream.TRACE, epochs, positions)
+    traced = [group for group, draw in zip(groups, draws, strict=True) if draw < share]
     return [_sample(trajectory, decode) for group in traced[:1] for trajectory in group.trajectories[:MOST]]
 
 

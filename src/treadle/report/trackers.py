@@ -72,7 +72,9 @@ class Tracker(Callback):
 
     def batch(self, groups: Sequence[Group], version: int) -> None:
         assert self._run is not None
-        self._samples = sample_attempts(groups, self._run.config, self._run.decode)
+        self._samples = sample_attempts(
+            groups, self._run.config.seed, self._run.config.orchestration.traced_groups, self._run.decode
+        )
 
     def update(self, row: Mapping[str, Any]) -> None:
         figures = {name: value for name, value in scalars(row) if name != "update"}

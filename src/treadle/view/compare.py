@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from treadle.core.config import as_override, describe
+from treadle.core.config import as_override
+from treadle.core.config_diff import leaves
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.metrics import Figure
 from treadle.core.outcomes import given
@@ -30,7 +31,7 @@ def compare(runs: Sequence[RecordedRun]) -> Json:
     groups, differences, problems = [], [], []
     for run in runs:
         try:
-            readable.append((run.key, RunMetrics(run.config(), run.metrics().rows)))
+            readable.append((run.key, RunMetrics(leaves(run.config()), run.metrics().rows)))
         except TreadleError as error:
             problems.append(str(error))
             groups.append({"settings": (), "runs": [run.key]})
@@ -39,7 +40,7 @@ def compare(runs: Sequence[RecordedRun]) -> Json:
     for group in grouped:
         keys = [key_of[id(metrics)] for metrics in group.runs]
         groups.append({"settings": group.settings, "runs": keys})
-    settings = {key: {f.path: f.value for f in describe(metrics.config)} for key, metrics in readable}
+    settings = {key: metrics.settings for key, metrics in readable}
     for path in dict.fromkeys(path for paths in settings.values() for path in paths):
         opened = {key: dict(_opened(path, paths[path])) for key, paths in settings.items() if path in paths}
         for name in dict.fromkeys(name for paths in opened.values() for name in paths):

@@ -13,7 +13,7 @@ from fastapi import Path as InPath
 
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import sha256_of
-from treadle.plan.config import RunConfig, config_of
+from treadle.plan.config import config_of
 from treadle.record.group_search import LARGEST
 from treadle.record.ledger_reader import LedgerReader, salvage
 from treadle.record.rollout_store import load_run_tokenizer
@@ -80,8 +80,8 @@ class RecordedRun:
         value: T = entry[1]
         return value
 
-    def config(self) -> RunConfig:
-        """Return the run's configuration. Raises RunError or DamageError."""
+    def config(self) -> Any:
+        """Return the run's configuration, with a section for each part. Raises RunError or DamageError."""
         try:
             content = self.directory.config_file.read_bytes()
         except OSError as error:

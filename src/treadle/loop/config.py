@@ -1,0 +1,197 @@
+"""The loop's sections of a configuration, and what the plan of a run tells the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from treadle.algorithms.config import AlgorithmConfig
+from treadle.core.config import Config
+from treadle.core.types import SamplingParams
+from treadle.engines.config import Device, EngineConfig
+from treadle.loop.failures import FailuresConfig
+from treadle.record.checkpoint_retention import KeepBest, Retention
+from treadle.report.rewards import Grading
+from treadle.rollout.config import GatewayConfig
+from treadle.training.config import LearnerPlacement
+
+StalePolicy = Literal["mask_steps", "wait", "drop_group"]
+
+
+class EvaluationConfig(Config):
+    """How held-out tasks are played. `failures.causes` holds for them, too."""
+
+    every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
+    attempts: int = Field(
+        1, ge=1, description="attempts at each task; with several, pass@k (one of k succeeds) is estimated"
+    )
+    temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
+    top_p: float = Field(1.0, gt=0, le=1, description="fewest tokens whose probabilities add up to this")
+    top_k: int = Field(0, ge=0, description="only the k most probable tokens (0: all)")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="limit on tokens sampled per call; default: rollout.max_completion_tokens"
+    )
+    greedy_too: bool = Field(True, description="before and after training also one attempt each at temperature 0")
+    success_at: float = Field(1.0, description="a reward of at least this counts as success")
+    success_of: str | None = Field(
+        None, description="named component that is compared with it, before weights (default: the whole reward)"
+    )
+
+    def attempts_at(self, temperature: float) -> int:
+        """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
+        return self.attempts if temperature > 0 else 1
+
+    def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
+        """Sampling parameters of an evaluation at this temperature. training: those of training."""
+        longest = self.max_completion_tokens or training.max_tokens
+        return replace(
+            training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
+        )
+
+
+class OrchestrationConfig(Config):
+    """The loop. Buffer sizes and pacing follow from `training` and max_staleness."""
+
+    updates: int = Field(100, ge=1, description="optimizer updates of the run")
+    max_staleness: int = Field(0, ge=0, description="policy versions a trained token may lag behind; 0 is synchronous")
+    stale_policy: StalePolicy = Field(
+        "mask_steps",
+        description="how to treat steps that would be trained later than that: mask_steps drops them, drop_group "
+        "drops their whole group, wait makes the learner wait for a group before it can happen",
+    )
+    max_concurrent_groups: int | None = Field(
+        None,
+        ge=1,
+        description="limit on groups sampled at once, for example if each needs a container, and on attempts of an "
+        "evaluation; default: as many as keep engine.batch full (synchronous: all of a batch)",
+    )
+    traced_groups: float = Field(
+        0.03,
+        ge=0,
+        le=1,
+        description="share of the trained groups of which traces/ keeps what the learner computed of every sampled "
+        "token: log-probability, entropy, advantage, ratio and whether that was clipped",
+    )
+    checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
+    ledger_directory: str | None = Field(
+        None,
+        description="directory on this machine's own disk where the ledger is while the run goes on, for runs on a "
+        "shared filesystem, where SQLite is not safe; the run directory then has a copy, made at checkpoints",
+    )
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    keep_every: int | None = Field(
+        None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
+    )
+    keep_best: KeepBest | None = Field(
+        None, description="also save a checkpoint after each evaluation better than all before, and keep the best"
+    )
+
+
+class EnginePlacement(Config):
+    """The engines of a cluster."""
+
+    count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
+    gpus: int = Field(0, ge=0, description="GPUs reserved for each")
+
+
+class RolloutPlacement(Config):
+    """The rollout workers of a cluster."""
+
+    workers: int = Field(
+        0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
+    )
+
+
+class PlacementConfig(Config):
+    """Which processes do what, and where."""
+
+    kind: str = Field(
+        "embedded",
+        description="embedded: on this machine; ray: on a Ray cluster; or another registered name or module:function",
+    )
+    learner: LearnerPlacement = Field(LearnerPlacement(), description="what trains")
+    engines: EnginePlacement = Field(EnginePlacement(), description="kind ray: what samples")
+    rollout: RolloutPlacement = Field(
+        RolloutPlacement(), description="kind ray: what plays environments and agent programs"
+    )
+    colocate: bool = Field(
+        False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
+    )
+    address: str | None = Field(
+        None,
+        description="kind ray: address of a running cluster; default: one of this machine's own, for this run",
+    )
+    wait: float | None = Field(
+        None,
+        gt=0,
+        description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
+        "for those that no node has (a cluster that grows on demand may get them)",
+    )
+
+    @model_validator(mode="after")
+    def _embedded_is_here(self) -> PlacementConfig:
+        if self.kind == "embedded":
+            fields, ray_only = type(self).model_fields, ("engines", "rollout", "colocate", "address", "wait")
+            if extra := [name for name in ray_only if getattr(self, name) != fields[name].default]:
+                raise ValueError(
+                    f"placement.{extra[0]} is set, but placement.kind 'embedded' has no cluster; leave it out, or set "
+                    "placement.kind=ray"
+                )
+        if self.colocate and (self.engines.count != self.learner.ranks or self.engines.gpus):
+            raise ValueError(
+                f"placement.colocate gives each of {self.learner.ranks} ranks an engine on its device; set "
+                f"placement.engines.count={self.learner.ranks}, and leave placement.engines.gpus out"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """What the loop goes by, as the plan of a run has it.
+
+    seed: keys every draw. updates: of the whole run. batch: updates between two publications of weights, for
+    which `groups_per_batch` groups of `group_size` attempts are sampled. min_group_size: graded attempts that a group
+    needs to be trained. pinned: whether an attempt keeps the version that it started with. engine_capacity: attempts
+    that the engines compute at once. evaluated_together: attempts of an evaluation that are played side by side.
+    """
+
+    seed: int
+    updates: int
+    batch: int
+    groups_per_batch: int
+    group_size: int
+    min_group_size: int
+    max_staleness: int
+    stale_policy: StalePolicy
+    pinned: bool
+    max_concurrent_groups: int | None
+    engine_capacity: int
+    evaluated_together: int
+    checkpoint_every: int
+    retention: Retention
+    shuffle: bool
+    table_by: str | None
+    algorithm: AlgorithmConfig
+    failures: FailuresConfig
+    evaluation: EvaluationConfig
+    grading: Grading
+
+    def is_last(self, update: int) -> bool:
+        return update >= self.updates
+
+    def is_due(self, update: int, every: int | None) -> bool:
+        """Return whether the batch that ends with this update reached a multiple of `every`; never for 0 and None."""
+        return bool(every) and update % (every or 1) < self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimePlan:
+    """What places the parts of a run. adapters: whether adapters are trained, rather than all weights."""
+
+    placement: PlacementConfig
+    device: Device
+    engine: EngineConfig
+    gateway: GatewayConfig
+    adapters: bool
