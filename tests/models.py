@@ -168,7 +168,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     ),
     "mamba2": {"model_type": "mamba2", "state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-    "lfm2-moe": {"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"], **_EXPERTS},
+    "lfm2-moe": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 0,
+        **_EXPERTS,
+    },
 }
 # Their chunked rule rounds otherwise than the recurrent one, and otherwise where a segment begins elsewhere.
 DELTA = ["qwen3-5", "qwen3-next", "olmo-hybrid", "kimi-linear"]
@@ -230,7 +235,7 @@ def tiny(family: str = "qwen3", seed: int = 0, **fields: Any) -> PreTrainedModel
             if "norm" in name:  # 1 everywhere would hide a norm that is left out
                 nn.init.normal_(parameter, 0.0 if "gemma" in family else 1.0, 0.1)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):  # 0 everywhere would hide one that is not read
+            if name.endswith(("correction_bias", "expert_bias")):  # 0 everywhere would hide one that is not read
                 nn.init.normal_(buffer, 0.0, 0.1)
     return cast(PreTrainedModel, model)
 

@@ -112,7 +112,7 @@ def corrections_of(loss: str) -> list[CorrectionConfig]:
 
 
 def check_against_each_step_alone(
-    data: st.DataObject, loss: str, layout: dict[str, Any], size: int, **fields: Any
+    data: st.DataObject, loss: str, layout: dict[str, Any], size: int, family: str = "qwen3", **fields: Any
 ) -> None:
     vocabulary = data.draw(st.sampled_from([3, 32]))
     groups = data.draw(ragged_groups(max_groups=2, max_size=3, max_steps=size, vocabulary=vocabulary))
@@ -131,7 +131,7 @@ def check_against_each_step_alone(
         entropy_coef=data.draw(st.sampled_from([0.0, 0.05])),
         **fields,
     )
-    model = exact()
+    model = exact(family)
     old = earlier_policy(model, groups) if data.draw(st.booleans()) else None
     reference = None if algorithm.kl is None else earlier_policy(model, groups, seed=1)
     wanted, metrics = separate_gradient(model, groups, algorithm, old, reference)
@@ -198,6 +198,17 @@ def test_so_does_every_advantage_reduction_correction_and_option(fields: dict[st
     loss = fields.pop("policy_loss", "ppo_clip")
     layout = data.draw(st.sampled_from(["chain", "tree within batch"]))
     check_against_each_step_alone(data, loss, LAYOUTS[layout], size=2, **fields)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+@pytest.mark.parametrize("family", ["qwen3-5", "kimi-linear", "falcon-h1", "nemotron-h", "lfm2"])
+@settings(max_examples=3, phases=GENERATE)
+@given(data=st.data())
+def test_so_do_layers_with_a_state(family: str, advantage: str, data: st.DataObject) -> None:
+    """With a value head too; conversations that are summed up are fresh prompts here."""
+    layout = data.draw(st.sampled_from(list(LAYOUTS.values())))
+    check_against_each_step_alone(data, "ppo_clip", layout, size=3, family=family, advantage=advantage)
 
 
 @pytest.mark.quick(8)

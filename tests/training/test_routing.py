@@ -39,6 +39,7 @@ from treadle.core.errors import ConfigError
 from treadle.core.types import Group, Ids, SamplingParams, Step
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
+from treadle.models.routing import Routers
 from treadle.models.weights import unique_weights
 from treadle.packing.flat import distinct, flatten, replayed
 from treadle.packing.layout import Packing
@@ -50,7 +51,7 @@ REINFORCE = AlgorithmConfig(policy_loss="reinforce")
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
-@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next"])  # the second one's steps are rows of their own
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next", "minimax"])  # the last one's steps are rows of their own
 def test_a_forward_pass_tells_the_experts_of_every_token(family: str) -> None:
     model = tiny(family)
     ids = np.arange(1, 12, dtype=np.int32)
@@ -147,6 +148,51 @@ def with_other_experts(groups: Sequence[Group], seed: int = 0) -> list[Group]:
     ]
 
 
+QWEN3_5_MOE: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12,
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("qwen3-next", {}), ("qwen3-5", QWEN3_5_MOE), ("lfm2-moe", {}), ("granite-hybrid", {})],
+    ids=["qwen3-next", "qwen3-5-moe", "lfm2-moe", "granite-hybrid"],
+)
+def test_experts_beside_layers_with_a_state_are_replayed(
+    family: str, fields: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    """In chunks, as each step alone whose routers are told."""
+    model, groups = exact(family, **fields), with_other_experts(forked_groups(groups=1))
+    routers, batch, logp = Routers.of(model), flatten(groups), []
+    for trajectory in batch.trajectories:
+        table, recorded = distinct(trajectory.steps)
+        assert table is not None
+        for step, keys in zip(trajectory.steps, replayed(trajectory.steps, recorded), strict=True):
+            told = np.where(keys[:, None, None] < 0, -1, table[keys])
+            with routers.choosing(torch.from_numpy(told).long()):
+                logp.append(step_logprobs(model, step)[0])
+    weight = torch.from_numpy(token_weights(batch, REINFORCE) * advantages(batch, REINFORCE))
+    (-(weight * torch.cat(logp)).sum()).backward()
+    wanted = gradients(model)
+    for checkpointing in (False, True):
+        learner = make_learner(
+            model,
+            REINFORCE,
+            routing_replay=True,
+            max_tokens_per_microbatch=9,
+            gradient_checkpointing=checkpointing,
+            **layout,
+        )
+        found, _ = accumulated(learner, groups)
+        assert distance(found, wanted) <= 1e-12 * norm(wanted) and norm(wanted) > 1e-2
+
+
 def test_experts_matter_in_these_tests_and_only_where_they_are_replayed() -> None:
     plain = forked_groups(groups=1)
     groups = with_other_experts(plain)
@@ -177,7 +223,7 @@ def test_other_families_replay_the_same_in_every_layout(family: str, fields: dic
 @pytest.mark.filterwarnings("ignore:.*cannot share prefixes")
 def test_experts_are_replayed_in_padded_rows_too() -> None:
     """In a model whose layers share no prefixes: as if each step stood in a row of its own."""
-    model, plain = tiny("qwen3-next"), forked_groups(groups=1)
+    model, plain = tiny("minimax"), forked_groups(groups=1)
     batch = flatten(with_other_experts(plain))
     longest = max(len(step.full_ids) for step in batch.steps)
     alone, padded, own = (
@@ -244,8 +290,9 @@ OPENINGS = [np.array(ids, np.int32) for ids in ([3, 1, 4], [3, 1, 4], [2, 7, 1, 
 
 
 @pytest.mark.parametrize("packing", Packing)
-def test_the_learner_computes_what_the_engine_did(packing: Packing) -> None:
-    model = tiny("qwen3-moe")
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-next", "lfm2-moe"])
+def test_the_learner_computes_what_the_engine_did(family: str, packing: Packing) -> None:
+    model = exact(family)
     batch = flatten(played(model, OPENINGS, turns=3))
     logp = make_learner(model, routing_replay=True, packing=packing).logprobs(batch)
     assert np.abs(logp - batch.logp_rollout).max() < 1e-5

@@ -9,6 +9,7 @@ watched or replaced: weights of given experts are computed, and trained, like th
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -153,10 +154,11 @@ def _kind(router: nn.Module, model: PreTrainedModel) -> tuple[int, int, int] | N
 
 
 def _ask(router: nn.Module, tokens: Tensor, choice: _Choice) -> _Choice | None:
-    """Return the choice; None if the router does not return it."""
+    """Return the choice; None if the router does not return it. Some take a bias of the choice."""
+    biases = [tokens.new_zeros(1) for name in inspect.signature(router.forward).parameters if name.endswith("bias")]
     try:
         with choice:
-            answer = router(tokens)
+            answer = router(tokens, *biases)
     except (TypeError, ValueError):  # unexpected inputs or outputs
         return None
     if choice.chosen is None or not isinstance(answer, tuple) or len(answer) < 3:
