@@ -20,8 +20,9 @@ from treadle.models.config import ModelConfig
 from treadle.models.loading import make_model
 from treadle.models.states import state_memory
 from treadle.models.weights import published
+from treadle.plan.checks import DryRun
 from treadle.plan.config import RunConfig, load_recipe, recipe_names
-from treadle.plan.dry_run import DryRun, dry_run
+from treadle.plan.dry_run import dry_run
 from treadle.plan.dry_run_parts import checkpoint_size, estimate_memory
 from treadle.training.checkpoint import checkpoint_bytes
 from treadle.training.learner import Learner

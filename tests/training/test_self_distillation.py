@@ -26,7 +26,7 @@ from treadle.core.files import Manifest
 from treadle.core.types import Group, Message, Step, Task, Trajectory
 from treadle.models.chat import load_chat
 from treadle.models.config import ModelConfig
-from treadle.models.loading import load_pretrained
+from treadle.models.pretrained import load_pretrained
 from treadle.models.weights import saved
 from treadle.packing.flat import flatten
 from treadle.rendering.conversation import Conversation

@@ -17,8 +17,9 @@ from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
 from treadle.models.model_files import check_model_files
+from treadle.plan.checks import Check, DryRun
 from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
-from treadle.plan.dry_run import Check, DryRun, dry_run
+from treadle.plan.dry_run import dry_run
 from treadle.plan.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.plan.validation import check_config
 from treadle.record.address import checkpoint_named, find_address

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from treadle.models.loading import load_pretrained
 from treadle.models.model_files import ADAPTER_CONFIG, is_adapter, require_model
+from treadle.models.pretrained import load_pretrained
 from treadle.models.support import why_not_packable
 from treadle.models.weights import rest_of
 

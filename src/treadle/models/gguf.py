@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from treadle.core.errors import ConfigError
-from treadle.models.loading import load_pretrained
+from treadle.models.pretrained import load_pretrained
 
 # By the file's `tokenizer.ggml.pre`: tokenizers that transformers takes for GPT-2's, but that split digits differently.
 _PRE_TOKENIZERS = {

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as hf_logging
 
 from treadle.core.errors import ConfigError
 from treadle.core.files import prove_files, sha256_of
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.model_cache import remedy_for
 from treadle.models.model_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     base_directory,
     require_model,
     tokenizer_directory,
 )
-from treadle.models.multimodal import is_multimodal, keep_language_part, keep_names
+from treadle.models.pretrained import load_pretrained, names_code
 from treadle.models.support import refuse_randomness
 
 MODEL_FILES = ("config.json", "model.safetensors")
@@ -59,21 +51,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a third-party library, which raises any exception for a damaged file
-        if _names_code(directory / "tokenizer_config.json"):
+        if names_code(directory / "tokenizer_config.json"):
             raise ConfigError(
                 f"the tokenizer in {str(directory)!r} brings its own code (auto_map in tokenizer_config.json), "
                 "which is never run; remove auto_map, and set tokenizer_class to PreTrainedTokenizerFast"
             ) from error
         raise ConfigError(f"the tokenizer in {str(directory)!r} cannot be loaded: {error}") from error
     return tokenizer
-
-
-def _names_code(file: Path) -> bool:
-    """Return whether a model's or tokenizer's JSON requests Python code from its directory or a hub."""
-    try:
-        return "auto_map" in json.loads(file.read_bytes())
-    except (OSError, ValueError, TypeError):  # missing, or without such entries
-        return False
 
 
 def file_sha256(path: Path) -> str:
@@ -156,65 +140,6 @@ def _load(directory: Path, field: str, weights: bool) -> PreTrainedModel:
     if weights:
         prove_files(directory, MODEL_FILES, remedy_for(directory))
     return load_pretrained(directory, field, weights=weights)
-
-
-def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, weights: bool = True) -> PreTrainedModel:
-    """Return the causal LM in a directory, in float32. gguf_file: name of a GGUF file in the directory with the model.
-
-    A model with towers is reduced to its language part (`models.multimodal`). weights: as for `make_model`.
-    Raises ConfigError, naming the setting, if it cannot be loaded or lacks some of the model's weights.
-    """
-    path = str(directory)
-    hf_logging.disable_progress_bar()  # callers show their own progress
-    try:
-        with _without_adapter(directory) as files:
-            more = gguf_file is None and is_multimodal(
-                AutoConfig.from_pretrained(str(files), local_files_only=True, trust_remote_code=False)
-            )
-            loaded: Any = (AutoModelForMultimodalLM if more else AutoModelForCausalLM).from_pretrained(
-                str(files),
-                gguf_file=gguf_file,
-                device_map=None if weights else "meta",
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, like missing weights
-                local_files_only=True,
-                trust_remote_code=False,
-            )
-    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
-        if gguf_file is None and _names_code(directory / "config.json"):
-            raise ConfigError(
-                f"{field}: the model in {path!r} brings its own code (auto_map in config.json), never run; use an "
-                "architecture of transformers, or register its classes from Python "
-                "(AutoConfig.register, AutoModelForCausalLM.register)"
-            ) from error
-        raise ConfigError(f"{field}: {gguf_file or path!r} cannot be loaded: {error}") from error
-    model: PreTrainedModel = loaded[0]
-    model.name_or_path = model.config.name_or_path = path
-    report: dict[str, Any] = loaded[1]
-    if wrong := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
-        raise ConfigError(
-            f"{field}: the weights in {path!r} lack {len(wrong)} of the model's, for example {wrong[0]}, and they "
-            "would be random; get the directory again, with all its files"
-        )
-    if more:
-        keep_language_part(model, directory, field)
-    elif gguf_file is None:
-        keep_names(model, directory)
-    return model
-
-
-@contextmanager
-def _without_adapter(directory: Path) -> Iterator[Path]:
-    """Yield the directory, or links to its files if there is an adapter beside the model: transformers would add it."""
-    if not (directory / ADAPTER_CONFIG).is_file():
-        yield directory
-        return
-    with TemporaryDirectory(prefix="treadle-model-") as folder:
-        for file in directory.iterdir():
-            if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                (Path(folder) / file.name).symlink_to(file.absolute())
-        yield Path(folder)
 
 
 def compute_buffers(model: PreTrainedModel) -> None:

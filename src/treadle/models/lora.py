@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 from treadle.core.errors import CheckpointError, ConfigError
 from treadle.core.files import Manifest, prove_files
 from treadle.models.config import LoraConfig
-from treadle.models.loading import load_pretrained
 from treadle.models.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, require_model
+from treadle.models.pretrained import load_pretrained
 from treadle.models.states import stateful_layers
 from treadle.models.weights import adapter_weights, copy_by_name, is_language_part
 

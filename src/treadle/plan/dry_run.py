@@ -9,78 +9,14 @@ A part that is missing is named at once; parts that need it are left out, and al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from treadle.core.errors import TreadleError
-from treadle.core.registry import extra_of, how_to_install
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
+from treadle.plan.checks import Check, DryRun, Log
 from treadle.plan.config import RunConfig
-from treadle.plan.inputs import FirstPrompt, Inputs, check_demonstration, load_inputs
+from treadle.plan.inputs import Inputs, check_demonstration, load_inputs
 from treadle.plan.validation import check_engine_config, check_settings
 from treadle.report.callbacks import load_callbacks
-
-if TYPE_CHECKING:
-    from treadle.plan.dry_run_parts import MemoryPart
-    from treadle.rendering.chat import ChatRenderer
-
-T = TypeVar("T")
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of trying one part: `Check("engine", "no vLLM: ...", is_missing=True)`."""
-
-    name: str
-    text: str
-    is_missing: bool = False
-
-
-@dataclass(slots=True)
-class DryRun:
-    """The result of a dry run. renderer, prompt: None where they could not be made; agents make their own prompts.
-
-    tell: takes each check when it is made.
-    """
-
-    tell: Callable[[Check], object]
-    checks: list[Check] = field(default_factory=list)
-    memory: list[MemoryPart] = field(default_factory=list)
-    renderer: ChatRenderer | None = None
-    prompt: FirstPrompt | None = None
-
-    @property
-    def missing(self) -> list[str]:
-        return [check.name for check in self.checks if check.is_missing]
-
-    def attempt(self, name: str, work: Callable[[], tuple[T, str]]) -> T | None:
-        """Do the work, which returns a part and the check's text; return the part, None if it is missing."""
-        if name in self.missing:
-            return None
-        try:
-            made, text = work()
-        except TreadleError as error:
-            self._add(Check(name, str(error), is_missing=True))
-        except ModuleNotFoundError as error:
-            if error.name is None or extra_of(error.name) is None:
-                raise
-            how = f"{error.name} is not installed; {how_to_install(error.name)}"
-            self._add(Check(name, how, is_missing=True))
-        else:
-            if text:  # else there is more to try of it
-                self._add(Check(name, text))
-            return made
-        return None
-
-    def look(self, name: str, work: Callable[[], object]) -> None:
-        """Do the work, which raises if a part that is tried later is missing."""
-        self.attempt(name, lambda: (work(), ""))
-
-    def _add(self, check: Check) -> None:
-        self.checks.append(check)
-        self.tell(check)
 
 
 def dry_run(config: RunConfig, runs: Path, log: Log, tell: Callable[[Check], object] = lambda check: None) -> DryRun:

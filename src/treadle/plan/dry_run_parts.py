@@ -26,10 +26,10 @@ from treadle.models.states import StateMemory, state_memory
 from treadle.models.support import attending_layers, layer_kinds, require_known_layers, why_not_packable
 from treadle.models.unused import unused_parts
 from treadle.models.weights import published, rest_of, trained, unique_weights
+from treadle.plan.checks import DryRun, Log, MemoryPart
 from treadle.plan.config import RunConfig
 from treadle.plan.demonstrations import check_demonstrations
 from treadle.plan.device import check_device, describe_device, settled, unused_gpus
-from treadle.plan.dry_run import DryRun, Log
 from treadle.plan.inputs import FirstPrompt, Inputs, first_prompt
 from treadle.plan.validation import check_context
 from treadle.rendering.chat import ChatRenderer
@@ -234,22 +234,6 @@ def _size(number: int) -> str:
 
 _FLOAT32 = 4
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """Memory of one part of a run: `MemoryPart("gradients", 538_060_032, "4 bytes x P")`.
-
-    Letters: P weights of the model, A of its adapters, R of the reference, D of the teacher; T tokens of a micro-batch,
-    L layers, a of them with attention, m with an MLP, h hidden and i intermediate size, q and k widths of all query and
-    of all key heads, V vocabulary. Of layers with states, in all (the largest) of them: S (s) bytes of a sequence's
-    states, C (c) bytes that autograd keeps of a token.
-    """
-
-    name: str
-    bytes: int
-    formula: str
-    on_gpu: bool = False
 
 
 def estimate_memory(

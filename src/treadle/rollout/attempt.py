@@ -28,7 +28,7 @@ from treadle.rollout.drivers.driver import AttemptDriver, DriverFactory, DriverS
 from treadle.rollout.drivers.environment import EnvironmentDriver, EnvironmentFactory
 from treadle.rollout.drivers.gateway import AgentDriver
 from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
-from treadle.rollout.gateway.gateway import SharedGateway
+from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.other_models import AttemptModels, MakeModel, OtherModel, open_models

@@ -23,8 +23,8 @@ from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.torch.batch import Decode
 from treadle.engines.torch.engine import TorchEngine
 from treadle.engines.torch.options import TorchEngineOptions
-from treadle.models.loading import load_pretrained
 from treadle.models.model_files import is_adapter
+from treadle.models.pretrained import load_pretrained
 
 
 def make_engine(

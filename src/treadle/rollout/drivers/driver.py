@@ -25,7 +25,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import ReplyParser
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.outcome import Outcome
-from treadle.rollout.gateway.gateway import SharedGateway
+from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.user_code import UserCode
 from treadle.rollout.session import Session, SessionSpec
 

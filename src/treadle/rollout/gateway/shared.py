@@ -1,0 +1,41 @@
+"""The gateway of a run: one, served from when the first driver needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Self
+
+from treadle.rollout.config import GatewayConfig
+from treadle.rollout.gateway.gateway import Gateway
+
+_FILES = 65536
+
+
+class SharedGateway:
+    """The one gateway of a run, served from when the first driver opens it until the run ends."""
+
+    def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
+        self._config, self._gateway = config, Gateway(log=log)
+        self._serving, self._opening = AsyncExitStack(), asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._serving.aclose()
+
+    async def open(self) -> Gateway:
+        """Serve the gateway and return it. Raises ConfigError if its address is not available."""
+        from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
+
+        async with self._opening:
+            if not self._gateway.url:
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of attempts hold a few files each
+                most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+                if soft != resource.RLIM_INFINITY and soft < most:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                await self._serving.enter_async_context(serving(self._gateway, self._config))
+        return self._gateway
