@@ -26,7 +26,7 @@ from treadle.packing.layout import Packing
 from treadle.plan.config import RunConfig, config_of, load_recipe
 from treadle.record.rollout_store import read_shard
 from treadle.record.run_directory import RunDirectory
-from treadle.training.make import make_trainer
+from treadle.training.start import make_trainer
 
 _VOCABULARY = 704
 

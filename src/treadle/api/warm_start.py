@@ -41,8 +41,8 @@ from treadle.training.demonstrations import (
     demonstrated_calls,
     reshuffled,
 )
-from treadle.training.make import make_trainer
 from treadle.training.sft import warm_start
+from treadle.training.start import make_trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.attempt import Players, RolloutRunner, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.rewards import RewardsConfig
-from treadle.training.make import MakeTrainer, make_trainer
+from treadle.training.start import MakeTrainer, make_trainer
 
 CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float], Awaitable[object]]
 """Raises EngineError if the engine cannot be trained with: `setup.engines.check_engine`, or your own."""

@@ -1,18 +1,14 @@
-"""From a configuration to a `Trainer`, or to a source of untrained weights."""
+"""From a configuration to a learner, or to a source of untrained weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from treadle.algorithms.config import DistillationConfig
 from treadle.core.errors import ConfigError
-from treadle.core.trainer import Trainer
 from treadle.engines.compute import Compute
 from treadle.models.chat import load_chat
 from treadle.models.config import LoraConfig, ModelConfig
@@ -24,29 +20,10 @@ from treadle.training.learner import Learner
 from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
 from treadle.training.teacher_prompts import TeacherPrompts
-from treadle.training.trainer import EmbeddedSource, EmbeddedTrainer
+from treadle.training.trainer import EmbeddedSource
 
 if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
-
-MakeTrainer = Callable[[TrainerSpec], Trainer]
-"""Creates the trainer of a run; default: `make_trainer`."""
-
-
-def make_trainer(spec: TrainerSpec) -> Trainer:
-    """Return a trainer in this process, or in `placement.learner.ranks` processes if there are several.
-
-    In this process it computes inline if nothing is sampled meanwhile, otherwise on its own thread.
-    Raises ConfigError for a model, reference or teacher that cannot be loaded or trained, DamageError for a damaged
-    one.
-    """
-    if spec.placement.ranks > 1:
-        _check_torch(spec.placement.ranks)
-        from treadle.training.rank_group import start_ranks  # its ranks import this module in turn
-
-        return start_ranks(spec)
-    compute = Compute("treadle-learner" if spec.max_staleness else None)
-    return EmbeddedTrainer(load_learner(spec), tokenizer_directory(spec.model), compute, spec.warm_start)
 
 
 def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
@@ -99,15 +76,6 @@ def _read_sharded(config: ModelConfig, ranks: Ranks) -> ReadWeights:
             "placement.learner.loading to broadcast"
         )
     return partial(read_sharded, directory=require_model(config.path, "model.path"), ranks=ranks)
-
-
-def _check_torch(ranks: int) -> None:
-    """Raise ConfigError if this PyTorch cannot train on several ranks."""
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            f"placement.learner.ranks is {ranks}, which needs torch 2.13 or newer, not {torch.__version__}; upgrade "
-            "it, or set placement.learner.ranks to 1"
-        )
 
 
 def load_source(config: ModelConfig, seed: int) -> EmbeddedSource:

@@ -10,7 +10,7 @@ from tests.models import random_groups
 from tests.worlds import tiny
 from treadle.engines.vllm.publication import Probe
 from treadle.training.checkpoint import export_model
-from treadle.training.make import make_trainer
+from treadle.training.start import make_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 IDS = np.random.default_rng(0).integers(0, 1024, 48).astype(np.int32)

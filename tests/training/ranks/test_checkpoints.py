@@ -23,7 +23,7 @@ from treadle.core.files import MANIFEST, Manifest
 from treadle.core.trainer import Trainer
 from treadle.engines.staging import InProcess
 from treadle.models.weights import published, weights_digest
-from treadle.training.make import make_trainer
+from treadle.training.start import make_trainer
 
 SAVER = """
 import asyncio, itertools, sys
