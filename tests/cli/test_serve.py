@@ -46,7 +46,7 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, m
                     refused = client.post("completions", json={"model": "any", **wrong})
                     assert (refused.status_code, said in refused.text) == (400, True)
                 refused = client.get("models", headers={"Authorization": "Bearer wrong"})
-                assert refused.status_code == 401 and "give the key that treadle serve prints" in refused.text
+                assert refused.status_code == 401 and "use the key printed by treadle serve" in refused.text
                 refused = client.post(f"{url.removesuffix('/v1')}/chat/completions", json=asked)
                 assert refused.status_code == 404 and "the base URL ends in /v1" in refused.text
         except BaseException:

@@ -120,7 +120,7 @@ def test_an_answer_within_a_thought_is_none(reply: str) -> None:
 )
 async def test_usage_that_is_no_number_of_tokens_is_refused(usage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)  # no time for another call
-    refused = pytest.raises(TrajectoryFailure, match=r"its usage reports|is no chat completion")
+    refused = pytest.raises(TrajectoryFailure, match=r"its usage reports|is not a chat completion")
     with judging(lambda m: completion(usage=usage)) as server, refused:
         await Judge(server.url, "m", [NUMBER]).grade("Hello.")
 
@@ -129,7 +129,7 @@ async def test_usage_that_is_no_number_of_tokens_is_refused(usage: Any, monkeypa
 async def test_usage_that_is_no_number_is_refused(number: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)
     body = completion(usage={"total_tokens": 123}).replace(b"123", number)
-    with judging(lambda m: body) as server, pytest.raises(TrajectoryFailure, match="is no chat completion"):
+    with judging(lambda m: body) as server, pytest.raises(TrajectoryFailure, match="is not a chat completion"):
         await Judge(server.url, "m", [NUMBER]).grade("Hello.")
 
 

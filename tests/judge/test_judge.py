@@ -110,7 +110,7 @@ async def test_calls_begin_at_the_rate_that_is_allowed() -> None:
     [
         (500, {}, "no answer within 45 s, at last: status 500"),
         (None, {"timeout": 0.05}, "no answer within 45 s, at last: none within 0.05 s"),
-        (b"<html>", {}, "'<html>' is no chat completion"),
+        (b"<html>", {}, "'<html>' is not a chat completion"),
         (401, {}, "status 401"),
         ("As a language model", {"tries": 2}, "polite: the last line is not a verdict, in 'As a language model'"),
     ],

@@ -146,8 +146,8 @@ async def test_a_copy_is_recorded_as_a_trajectory_of_its_own() -> None:
     ("environment", "message"),
     [
         (Broken, "broken"),
-        (Misnamed, "rewards of 'foe'; they are of copies of the policy, by name: models has rival"),
-        (Asks, "the model 'rival' is the policy, sampled as rollout says; leave temperature out"),
+        (Misnamed, "rewards of 'foe'; they belong to copies of the policy, by name: models has rival"),
+        (Asks, "the model 'rival' is the policy, with sampling set by rollout; leave temperature out"),
     ],
 )
 async def test_an_attempt_that_fails_fails_in_all_its_roles(environment: type[Environment], message: str) -> None:
@@ -191,7 +191,7 @@ def test_what_is_dropped_is_dropped_in_all_roles() -> None:
     ("override", "message"),
     [
         ("models.rival.path=a", "exactly one of url, path and policy"),
-        ("models.rival.options={temperature: 0.5}", "options is of other models"),
+        ("models.rival.options={temperature: 0.5}", "options is for other models"),
         ("rewards.group=tests.loop.test_group_rewards:unique", "rewards.group rewards one role alone"),
     ],
 )

@@ -201,7 +201,7 @@ def test_an_agent_that_asks_elsewhere_is_told_of_its_client() -> None:
         return await elsewhere(task, client)
 
     failures = [play(agent).failure for agent in (elsewhere, late)]
-    assert failures[0] and "Connection error; no call came to the client that the agent is given" in failures[0].message
+    assert failures[0] and "Connection error; the agent did not use the client passed to it" in failures[0].message
     assert failures[1] and failures[1].message.endswith("Connection error.")
 
 

@@ -238,7 +238,7 @@ async def test_summaries_may_be_played_and_not_trained(stream: Stream) -> None:
         ({"conversation": "single_message"}, "compaction needs a conversation of several messages"),
         ({"at": 1}, "compaction.at is 1, which leaves nothing of max_input_tokens 1024"),
         ({"at": 1024}, "compaction.at is 1024, which leaves nothing"),
-        ({"at": 1.5}, "1.5 is no share below 1 and no number of tokens"),
+        ({"at": 1.5}, "1.5 is neither a share below 1 nor a number of tokens"),
         ({"at": 0}, "greater than 0"),
         ({"prompt": ""}, "at least 1 character"),
     ],

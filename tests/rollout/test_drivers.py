@@ -202,7 +202,7 @@ class TwoArguments(Asking):
         (3, "'it' is of type int, it must be a subclass of AttemptDriver"),
         (user, "'it' is of type function, it must be"),
         (Silent, "'it': play is missing; write 'async def play"),
-        (Session, "'it' is no subclass of AttemptDriver"),
+        (Session, "'it' is not a subclass of AttemptDriver"),
         (
             TwoArguments,
             "'it' is made with a DriverSetup and, if any, its options_type, but: missing a required argument: 'more'",
@@ -247,7 +247,7 @@ HUGE = EnvStep([tool("x")], 1e12, done=True)
 VERIFIER, GAVE_UP = TrajectoryFailure(Cause.VERIFIER, "no tests"), TrajectoryFailure(Cause.AGENT, "gave up")
 NO_TESTS = Cause.VERIFIER, "no tests"
 TOO_LONG = Cause.TIMEOUT, "(rollout.trajectory_timeout)"
-REFUSED = Cause.AGENT, "no bad; an agent that does without the answer returns treadle.Recovered(reward)"
+REFUSED = Cause.AGENT, "no bad; an agent that continues without the answer returns treadle.Recovered(reward)"
 OVER_IT = Recovered(Reward({"page": 0.5}))
 MALFORMED = "1 of its requests were malformed, the first: messages"
 REFUSING = f"{{% for m in messages if m.role == 'tool' %}}{{{{ raise_exception('no tools') }}}}{{% endfor %}}{CHATML}"
@@ -385,7 +385,7 @@ TABLE = [
     failed("it knows better", agent("x", returns=VERIFIER), *NO_TESTS),
     failed("no number", agent("x", returns=None), Cause.AGENT, "the agent returned None"),
     failed("not a number", agent("x", returns=float("nan")), Cause.AGENT, "the agent returned nan"),
-    failed("it never asks", agent(), Cause.AGENT, "without a single answer"),
+    failed("it never asks", agent(), Cause.AGENT, "without an answer of the model"),
     failed("it rewards other tokens", agent("x", returns=OTHER_TOKENS), Cause.AGENT, "the agent's reward: "),
     failed("it hangs", agent("x", returns=hang), Cause.TIMEOUT, "the agent took longer", **limited(agent_timeout=1.0)),
     failed("its attempt takes too long", agent("x", returns=hang), *TOO_LONG, **limited(trajectory_timeout=1.0)),

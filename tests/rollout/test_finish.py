@@ -174,7 +174,7 @@ def test_a_value_that_is_no_number_fails_the_attempt(value: object) -> None:
         ((Metric("a b", "step", "mean"),), "'a b' must be a name of letters, digits and underscores"),
         ((Metric("*_x", "step", "mean"),), "must be a name of letters"),
         ((Metric("*", "step", "mean"),), "must be a name of letters"),
-        ((Metric("x", "step", "mean", view="trained"),), "'x' is of what is trained; leave view out"),
+        ((Metric("x", "step", "mean", view="trained"),), "'x' has the view trained; leave view out"),
         (("searches",), "metrics must be a tuple of treadle.Metric, got"),
         (SEARCHES, "metrics must be a tuple of treadle.Metric, got"),
         ({"searches": 0}, "metrics must be a tuple of treadle.Metric, got"),
@@ -197,7 +197,7 @@ def test_two_declarations_of_one_name_are_refused_at_start() -> None:
     class Other(Told):
         metrics = (Metric("searches", "trajectory", "max"),)
 
-    with pytest.raises(ConfigError, match="'searches' is declared otherwise by 'lookup'; rename one"):
+    with pytest.raises(ConfigError, match="'searches' is declared differently by 'lookup'; rename one"):
         check_metrics({"lookup": Lookup, "other": Other})
 
 
@@ -227,6 +227,6 @@ def test_a_family_takes_no_name_of_others(name: str) -> None:
     class Other(Told):
         metrics = (Metric(name, "step", "max"),)
 
-    with pytest.raises(ConfigError, match="is declared otherwise by 'family'; rename one"):
+    with pytest.raises(ConfigError, match="is declared differently by 'family'; rename one"):
         check_metrics({"family": Family, "other": Other})
     check_metrics({"family": Family, "again": Family, "lookup": Lookup})

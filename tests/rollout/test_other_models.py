@@ -160,7 +160,7 @@ async def test_it_speaks_the_other_apis_too() -> None:
     ("request_of", "message"),
     [
         ({"model": "usr"}, "there is no 'usr' here; ask for one of policy, user"),
-        ({"model": "user", "logprobs": True}, "ids and log-probabilities of tokens are not for 'user'"),
+        ({"model": "user", "logprobs": True}, "ids and log-probabilities of tokens are not available from 'user'"),
     ],
 )
 async def test_what_an_agent_cannot_ask_for(request_of: dict[str, Any], message: str) -> None:
@@ -200,7 +200,7 @@ def test_draws_of_models_and_of_the_policy_have_addresses_of_their_own() -> None
     ("config", "message"),
     [
         ({}, "exactly one of url, path and policy"),
-        ({"url": "localhost", "model": "m"}, "'localhost' is no address"),
+        ({"url": "localhost", "model": "m"}, "'localhost' is not an address"),
         ({"url": "http://a/v1"}, "needs model"),
         ({"path": "a", "model": "m"}, "leave them out"),
         ({"path": "a", "options": {"seed": 1}}, "'seed' is none of max_tokens"),

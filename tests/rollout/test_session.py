@@ -98,7 +98,7 @@ class Bad(FakeEngine):
         ([5, -1], [-0.1, -0.1], [(0, 0, 2)], "completion_ids must lie in"),
         ([5, 6], [-0.1, -0.1], [(0, 0, 1)], "version spans end at 1"),
         ([], [], [], "step 0: .* it has 0 tokens, 1 to"),
-        ([5] * 300, [-0.1] * 300, [(0, 0, 300)], "it has 300 tokens, 1 to 256 were asked for"),
+        ([5] * 300, [-0.1] * 300, [(0, 0, 300)], "it has 300 tokens, 1 to 256 were requested"),
     ],
 )
 def test_an_answer_that_cannot_be_recorded_is_the_engines_fault(

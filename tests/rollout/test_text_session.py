@@ -185,7 +185,7 @@ async def test_an_answer_that_breaks_off_is_a_failure(length: bool) -> None:
     server.close()
     assert trajectory.reward is None and trajectory.failure is not None
     assert trajectory.failure.cause is Cause.ENGINE
-    assert ("peer closed connection" if length else "is no chat completion") in trajectory.failure.message
+    assert ("peer closed connection" if length else "is not a chat completion") in trajectory.failure.message
 
 
 FAILURES: list[tuple[Callable[[list[dict[str, str]]], Any], str]] = [
@@ -194,9 +194,9 @@ FAILURES: list[tuple[Callable[[list[dict[str, str]]], Any], str]] = [
     (lambda m: (400, b'{"error": "auto tool choice"}'), 'status 400: {"error": "auto tool choice"}'),
     (lambda m: (401, b"no such key"), "status 401: no such key"),
     (lambda m: None, "at last: none within"),
-    (lambda m: b'{"choices": []}', "is no chat completion"),
-    (lambda m: said(None), "is no chat completion"),
-    (lambda m: said("righ", finish="content_filter"), "cut the answer off"),
+    (lambda m: b'{"choices": []}', "is not a chat completion"),
+    (lambda m: said(None), "is not a chat completion"),
+    (lambda m: said("righ", finish="content_filter"), "cut off the answer"),
 ]
 
 
@@ -227,7 +227,7 @@ async def test_an_agent_plays_with_it_too() -> None:
         chat = client.chat.completions
         first = await chat.create(model="policy", messages=[user("hi")], stop=["!"], max_tokens=4)
         assert (first.choices[0].message.content, first.usage.prompt_tokens) == ("well", 5)
-        with pytest.raises(openai.BadRequestError, match="takes no raw prompts"):
+        with pytest.raises(openai.BadRequestError, match="does not take raw prompts"):
             await client.completions.create(model="policy", prompt="hi")
         with pytest.raises(openai.BadRequestError, match="leave them out"):
             await chat.create(model="policy", messages=[user("hi")], logprobs=True)

@@ -1,4 +1,4 @@
-"""Attempts at tasks, those of a group side by side: what they share, whichever driver plays them.
+"""Attempts at tasks, concurrent within a group: the part common to all drivers.
 
 Rollouts.start -> driver of the task -> Session -> Outcome -> Trajectory -> RewardShaper
 """
@@ -38,12 +38,12 @@ from treadle.rollout.session import Address, Session, SessionSpec
 
 _AS_GIVEN = RewardsConfig()
 _CANCELLED = "the attempt was cancelled from within, by its driver"
-CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # a driver's check, and the tokens of its calls
+CHECK, _BRIEF = Address(0, Stream.EVALUATE, 0, 0, 0), 16  # address of drivers' checks, and token limit of their calls
 
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """What plays tasks, by the names that tasks refer to, and the models beside the policy that these may call."""
+    """Players of tasks by name, and the models beside the policy that they may call."""
 
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict)
     agents: Mapping[str, Agent] = field(default_factory=dict)
@@ -52,28 +52,28 @@ class Players:
 
     @property
     def may_wait(self) -> bool:
-        """Whether attempts of some driver may wait for others to end (`AttemptDriver.may_wait`)."""
+        """Whether some driver's attempts may wait for others to end (`AttemptDriver.may_wait`)."""
         return any(getattr(made_class(driver), "may_wait", False) for driver in self.drivers.values())
 
 
 class CallLog(Protocol):
-    """Keeps the answered calls of attempts until these are recorded, for a run that is killed before."""
+    """Keeps the answered calls of unfinished attempts, in case the run is killed."""
 
     def recorded(self, address: Address) -> Sequence[AnsweredCall]:
-        """Take what is on record of an attempt: its first calls, without a gap."""
+        """Take the recorded first calls of an attempt, without a gap."""
 
     def add(self, address: Address, call: AnsweredCall) -> Awaitable[None]:
         """Make a call durable, whether or not it is waited for. Raises RunError."""
 
     def forget(self, address: Address) -> None:
-        """Forget an attempt's calls: it begins anew."""
+        """Forget an attempt's calls: it restarts."""
 
     def restarted(self, address: Address, player: str, what: str) -> None:
-        """Forget an attempt's calls: it did not repeat them. player: `environment 'lookup'`."""
+        """Forget an attempt's calls after its replay diverged. player: `environment 'lookup'`."""
 
 
 class RolloutRunner(Protocol):
-    """Plays attempts at tasks. sampling: as used in training. log: for attempts that a resumed run goes on with."""
+    """Plays attempts at tasks. sampling: as used in training. log: for attempts continued by a resumed run."""
 
     sampling: SamplingParams
 
@@ -88,11 +88,11 @@ class RolloutRunner(Protocol):
 
 
 class Rollouts:
-    """Plays attempts, each by the driver of its task.
+    """Plays each attempt with its task's driver.
 
-    drivers: for each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to each
-    attempt as it ends; shaping only to training attempts (`Address.stream`), and not before a group reward. models:
-    open ones, which attempts may call beside the engine.
+    drivers: driver of each `Task.player`, `{("environment", "lookup"): EnvironmentDriver(...)}`. rewards: applied to
+    each attempt as it ends; shaping only to training attempts (`Address.stream`), and not before a group reward.
+    models: opened models that attempts may call beside the engine.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Rollouts:
         attempts: list[asyncio.Future[Trajectory]] = []
         for session, spec in [(self._open_session(driver, spec), spec) for spec in specs]:
             attempt = asyncio.ensure_future(self._attempt(driver, session, task, spec, log))
-            # also if it is cancelled before it begins
+            # Also covers attempts cancelled before they begin.
             attempt.add_done_callback(lambda _, session=session: session.close())  # type: ignore[misc]
             attempts.append(attempt)
         return attempts
@@ -171,7 +171,7 @@ class Rollouts:
     ) -> Trajectory:
         """Play an attempt, weight its rewards, and shape them if it is for training.
 
-        Where it cannot go on with its recorded calls (`Replay.diverged_at`) it is played again without them.
+        If it diverges from its recorded calls (`Replay.diverged_at`), it is played again without them.
         """
         user = user_code(task, session.name)
         try:
@@ -196,7 +196,7 @@ class Rollouts:
             weighted = self._shaper.apply_weights(played)
             if spec.address.stream is not Stream.TRAIN:
                 return with_measured(weighted, user)
-            shaped = weighted  # with group rewards, by who has the group
+            shaped = weighted  # with group rewards, shaping happens once the group is complete
             if self._shaper.group is None:
                 shaped = await self._shaper.shape(task.copy(), weighted, user)
             trained = self.config.compaction is None or self.config.compaction.trained
@@ -207,7 +207,7 @@ class Rollouts:
     async def _replayed(
         self, driver: AttemptDriver[Any], session: Session, task: Task, spec: SessionSpec, user: UserCode
     ) -> Trajectory | None:
-        """Play an attempt as `_played` does; return None if it cannot go on with its recorded calls."""
+        """Play an attempt as `_played` does; return None if it diverges from its recorded calls."""
         playing = self._played(driver, session, task, spec.address, user)
         if spec.replay is None or not spec.replay.count:
             return await playing
@@ -248,7 +248,7 @@ class Rollouts:
         )
 
     async def _outcome(self, driver: AttemptDriver[Any], session: Session, task: Task, user: UserCode) -> Outcome:
-        """Return the driver's outcome, or that of an error or of the attempt's time limit."""
+        """Return the driver's outcome, or the outcome of an error or of the attempt's time limit."""
         limit = self.config.trajectory_timeout
         try:
             async with asyncio.timeout(limit):
@@ -265,7 +265,7 @@ class Rollouts:
 
 
 def _copy(session: Session, task: Task, address: Address, whole: Outcome, seconds: float) -> Trajectory:
-    """Return the trajectory of a copy. It fails with its attempt. whole: the attempt's outcome."""
+    """Return the trajectory of a copy, which fails with its attempt. whole: the attempt's outcome."""
     own = whole if whole.failure else outcome_of(session.steps, None, Cause.ENVIRONMENT)
     steps = tuple(session.steps)
     ended = own.reward, own.status, own.failure
@@ -284,9 +284,9 @@ async def open_rollouts(
 ) -> AsyncIterator[Rollouts]:
     """Open `Rollouts` with a driver for each player; those that call over HTTP share one gateway.
 
-    log: gets warnings about what agents ask for in vain, and, from another thread, about user code that blocks the
-    event loop. directory: the run's, for what drivers write. Raises ConfigError for a shaping hook or a reply parser
-    that does not exist, and what drivers and models raise when opened.
+    log: receives warnings about unsupported requests of agents and, from another thread, about user code that blocks
+    the event loop. directory: the run's, for files of drivers. Raises ConfigError for an unknown shaping hook or reply
+    parser, and passes on errors of opening drivers and models.
     """
     async with (
         open_drivers(renderer, players, config, directory, log) as drivers,

@@ -1,4 +1,4 @@
-"""`Endpoint`: a URL that is asked until it answers; `ChatEndpoint`: one that speaks OpenAI's chat completions."""
+"""`Endpoint`: a URL with retries; `ChatEndpoint`: one that speaks OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from treadle.core.errors import EngineError
 from treadle.core.text import keys_in, read_json, redacted, without_keys
 from treadle.core.types import Message, StopReason, as_messages
 
-FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between two tries
-_PASSING = (408, 409, 429, 500, 502, 503, 504, 529)  # statuses that may pass by themselves
+FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 8.0  # seconds between attempts
+_PASSING = (408, 409, 429, 500, 502, 503, 504, 529)  # transient statuses
 _MESSAGE = ("role", "content", "reasoning_content", "tool_calls")
 _WHOLE = (
     None,
@@ -29,14 +29,14 @@ _WHOLE = (
     "end_turn",
 )  # finish reasons
 _LARGEST = 2**22  # bytes of an answer: a million tokens
-_LARGEST_PROBLEM = 2**16  # bytes of an answer with another status than 200 that are read
+_LARGEST_PROBLEM = 2**16  # bytes read of an answer with a status other than 200
 _MOST_TOKENS = 2**31
 
 Answer = TypeVar("Answer")
 
 
 class ChatAnswer(NamedTuple):
-    """A reply, and the tokens that it cost as the server reports them."""
+    """A reply, with its token counts as reported by the server."""
 
     message: Message
     stop_reason: StopReason
@@ -45,7 +45,7 @@ class ChatAnswer(NamedTuple):
 
 
 class _Passing(Exception):
-    """A problem that may pass by itself. wait: seconds that the server asks to wait."""
+    """A transient problem. wait: delay requested by the server, in seconds."""
 
     def __init__(self, problem: str, wait: float = 0.0) -> None:
         super().__init__(problem)
@@ -53,14 +53,14 @@ class _Passing(Exception):
 
 
 class Endpoint(Generic[Answer]):
-    """Posts requests to a URL, again until it answers: with growing pauses, or when the server says (`Retry-After`).
+    """Posts requests to a URL, retrying with growing pauses, or when the server says (`Retry-After`).
 
-    concurrency: calls at a time, without pauses; per_second: calls begun in a second, at most. timeout: seconds for a
-    call. patience: seconds of calls and pauses after which one that fails is given up. api_key_env: the environment
-    variable that has the key. largest: bytes of an answer. on_try: called after each try, with its answer, if it got
-    one, and its seconds.
+    concurrency: number of concurrent calls, without pauses; per_second: maximum number of calls begun per second.
+    timeout: limit of a call, in seconds. patience: seconds of calls and pauses before a failing call is given up.
+    api_key_env: environment variable with the key. largest: maximum size of an answer, in bytes. on_try: called after
+    each attempt, with its answer, if any, and its seconds.
 
-    Invariant: the key is in no answer and no error, also where the server repeats it.
+    Invariant: the key is in no answer and no error, even if the server repeats it.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class Endpoint(Generic[Answer]):
         self._next_call = -math.inf
 
     def _read(self, text: str) -> Answer:
-        """Read an answer. Raises ValueError."""
+        """Parse an answer. Raises ValueError."""
         raise NotImplementedError
 
     async def post(self, body: Mapping[str, Any]) -> Answer:
         """Return the answer to a request.
 
-        Raises EngineError, with the problem alone, for an outage longer than `patience`, for a refusal, and for an
+        Raises EngineError, with only the problem, for an outage longer than `patience`, for a refusal, and for an
         answer that is too large.
         """
         loop, (_, _, places) = asyncio.get_running_loop(), self._opened()
-        left, pause = self._patience, FIRST_PAUSE  # waiting for a place tries nobody's patience
+        left, pause = self._patience, FIRST_PAUSE  # waiting for a slot does not count
         while True:
             async with places:
                 began = max(loop.time(), self._next_call)
@@ -109,7 +109,7 @@ class Endpoint(Generic[Answer]):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _try(self, body: Mapping[str, Any], timeout: float) -> tuple[Answer | None, str, float]:
-        """Make one call: the answer, or None, the problem and the seconds that the server asks to wait."""
+        """Make one call: return the answer, or None, the problem and the server's requested delay in seconds."""
         began, answer = time.monotonic(), None
         try:
             async with asyncio.timeout(timeout):
@@ -123,8 +123,8 @@ class Endpoint(Generic[Answer]):
             self._on_try(answer, time.monotonic() - began)
 
     async def _send(self, body: Mapping[str, Any]) -> Answer:
-        """Return the answer to a request. Raises _Passing for what may pass by itself, EngineError for a refusal."""
-        headers = {"Accept-Encoding": "identity"}  # bytes that are counted are those that are read
+        """Return the answer to a request. Raises _Passing for a transient problem, EngineError for a refusal."""
+        headers = {"Accept-Encoding": "identity"}  # so that counted bytes equal read bytes
         if self._key_env:
             headers["Authorization"] = f"Bearer {os.environ[self._key_env]}"
         try:
@@ -136,7 +136,7 @@ class Endpoint(Generic[Answer]):
             raise _Passing(self.redacted(str(error)) or type(error).__name__) from None  # its text may hold the key
         if response.status_code not in _PASSING:
             raise EngineError(f"status {response.status_code}: {self.redacted(text):.200}")
-        after = response.headers.get("Retry-After", "")  # it may be a date
+        after = response.headers.get("Retry-After", "")  # may also be a date
         raise _Passing(f"status {response.status_code}", float(after) if after.isdecimal() else 0.0)
 
     def redacted(self, problem: str) -> str:
@@ -149,7 +149,7 @@ class Endpoint(Generic[Answer]):
     async def _text(self, response: httpx.Response) -> str:
         """Return the body of a response. Raises ValueError if it is compressed, EngineError if it is too large."""
         if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
-            raise ValueError(f"the answer is compressed ({coding!r:.40}), and was asked for as it is")
+            raise ValueError(f"the answer is compressed ({coding!r:.40}), although identity was requested")
         body = bytearray()
         async for part in response.aiter_raw():
             body += part
@@ -160,7 +160,7 @@ class Endpoint(Generic[Answer]):
         return body.decode(errors="replace")
 
     def _opened(self) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore]:
-        """Return what belongs to this event loop. No connection is kept, so that none needs to be closed."""
+        """Return this event loop's resources. No connection is kept, so that none needs closing."""
         loop = asyncio.get_running_loop()
         if self._open is None or self._open[0] is not loop:
             limits = httpx.Limits(max_keepalive_connections=0)
@@ -178,14 +178,14 @@ class JsonEndpoint(Endpoint[Any]):
 
 
 class ChatEndpoint(Endpoint[ChatAnswer]):
-    """A model behind a URL. model: its name there. options: of each request; others are those of `Endpoint`."""
+    """A model behind a URL. model: its name there. options: fields of each request; further ones as in `Endpoint`."""
 
     def __init__(self, url: str, model: str, *, options: Mapping[str, Any], **limits: Any) -> None:
         super().__init__(f"{url.rstrip('/')}/chat/completions", **limits)
         self.model, self._options = model, dict(options)
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatAnswer:
-        """Return the reply to a conversation. options: of this request. Raises EngineError as `post` does."""
+        """Return the reply to a conversation. options: fields of this request. Raises EngineError as `post` does."""
         return await self.post({"model": self.model, "messages": messages, **self._options, **options})
 
     def _read(self, text: str) -> ChatAnswer:
@@ -193,21 +193,21 @@ class ChatEndpoint(Endpoint[ChatAnswer]):
 
 
 def _read(text: str) -> ChatAnswer:
-    """Read a chat completion. Raises ValueError."""
+    """Parse a chat completion. Raises ValueError."""
     try:
         answer = read_json(text)
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         sent = choice["message"]
         said = {name: sent[name] for name in _MESSAGE if sent.get(name) is not None}
-        if isinstance(thought := sent.get("reasoning"), str):  # vLLM's newer name for it
+        if isinstance(thought := sent.get("reasoning"), str):  # vLLM's newer name
             said.setdefault("reasoning_content", thought)
         [message] = as_messages([{**said, "role": "assistant"}], "the answer")
         reported = [usage.get(f"{name}_tokens") for name in ("prompt", "completion", "total")]
         finished = choice.get("finish_reason")
-        if not said.keys() & {"content", "tool_calls"} and finished != "length":  # cut before it began to speak
+        if not said.keys() & {"content", "tool_calls"} and finished != "length":  # cut off before any text
             raise TypeError
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"the answer {text[:200]!r:.200} is no chat completion") from error
+        raise ValueError(f"the answer {text[:200]!r:.200} is not a chat completion") from error
     if wrong := [count for count in reported if not (count is None or _is_count(count))]:
         raise ValueError(f"its usage reports {wrong[0]!r:.40} tokens; it must be a whole number, 0 or more")
     read, wrote, whole = (count or 0 for count in reported)

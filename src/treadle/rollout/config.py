@@ -1,4 +1,4 @@
-"""`rollout` of a run's configuration, and where its gateway listens."""
+"""`rollout` of a run's configuration, and the address of its gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treadle.rendering.replies import AUTO
 
 
 class GatewayConfig(Config):
-    """Where the gateway listens, and under which URL agent programs reach it."""
+    """Address of the gateway, and the URL at which agent programs reach it."""
 
     host: str = Field(
         "127.0.0.1",
@@ -26,7 +26,7 @@ class GatewayConfig(Config):
     port: int = Field(0, ge=0, lt=2**16, description="port to listen on; 0: any free one")
     advertised_url: str | None = Field(
         None,
-        description="base URL that agents are given, if they reach it under another name, as containers do: "
+        description="base URL for agents that reach it under another name, such as containers: "
         "http://host.docker.internal:8123",
     )
 
@@ -54,12 +54,12 @@ class GatewayConfig(Config):
 def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> socket.socket:
     """Open a socket that listens at the configured address.
 
-    setting: how an error names a field and its value. Raises ConfigError if the address is not available.
+    setting: format of a field and its value in errors. Raises ConfigError if the address is not available.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
+    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be resolved
         reason = getattr(error, "strerror", None) or error
         text = f"{setting.format('host', config.host)}: cannot listen there: {reason}"
         if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
@@ -67,7 +67,7 @@ def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> soc
             free = setting.format("port", 0)
             text = f"{setting.format('port', config.port)} {taken}; choose another, or {free} for any free one"
         raise ConfigError(text) from error
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: saves 40 ms an answer
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections; saves 40 ms per answer
     return listening
 
 
@@ -78,7 +78,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 class CompactionConfig(Config):
-    """When and how the conversation with an environment is replaced by a summary that the policy writes."""
+    """When and how a conversation with an environment is replaced by the policy's own summary."""
 
     at: float = Field(
         0.8,
@@ -86,59 +86,61 @@ class CompactionConfig(Config):
         allow_inf_nan=False,
         description="longest prompt without a summary: a share of max_input_tokens (below 1), or tokens",
     )
-    keep_last: int = Field(2, ge=0, description="messages at the end that are kept, and what belongs to their turn")
+    keep_last: int = Field(2, ge=0, description="messages kept at the end, extended to whole turns")
     prompt: str = Field(
         "Your context is almost full. Write a summary of what you have found out and done so far, and of what is left "
         "to do: it will replace the conversation above.",
         min_length=1,
-        description="the user message that asks for the summary",
+        description="the user message that requests the summary",
     )
     max_tokens: int = Field(256, ge=1, description="limit on tokens of a summary; one that reaches it is rejected")
-    attempts: int = Field(2, ge=1, description="how often to ask for a summary before the attempt ends as `context`")
-    trained: bool = Field(True, description="train summaries, too; false: they are played only")
+    attempts: int = Field(2, ge=1, description="requests for a summary before the attempt ends as `context`")
+    trained: bool = Field(True, description="train summaries, too; false: only play them")
 
     @field_validator("at")
     @classmethod
     def _share_or_tokens(cls, value: float) -> float:
         if value > 1 and not value.is_integer():
-            raise ValueError(f"{value:g} is no share below 1 and no number of tokens")
+            raise ValueError(f"{value:g} is neither a share below 1 nor a number of tokens")
         return value
 
 
 class RolloutConfig(Config):
     """How an agent plays one attempt."""
 
-    max_steps: int = Field(8, ge=1, description="limit on LLM calls of one trajectory, summaries not counted")
+    max_steps: int = Field(8, ge=1, description="limit on LLM calls per trajectory, not counting summaries")
     max_total_tokens: int = Field(
-        0, ge=0, description="tokens, sampled and newly read, after which a trajectory makes no more calls; 0: no limit"
+        0,
+        ge=0,
+        description="limit on sampled and newly read tokens of a trajectory before it stops making calls; 0: none",
     )
-    max_input_tokens: int = Field(1024, ge=1, description="longest prompt that may be sent, in tokens")
+    max_input_tokens: int = Field(1024, ge=1, description="longest prompt, in tokens")
     max_completion_tokens: int = Field(256, ge=1, description="limit on tokens sampled per call")
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     top_k: int = Field(0, ge=0, description="in training: keep the k most probable tokens (0: all)")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="in training: keep the most probable tokens that make up this probability"
+        1.0, gt=0, le=1, description="in training: keep the most probable tokens with this total probability"
     )
     min_p: float = Field(0.0, ge=0, le=1, description="in training: keep tokens with p >= min_p * max p")
     stop: tuple[str, ...] = Field((), description="strings that end a completion")
     conversation: Literal["turns", "single_message"] = Field(
         "turns",
-        description="where observations go: into messages of their own, or as text into the assistant's one message",
+        description="place of observations: separate messages, or text within the assistant's single message",
     )
-    environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, seconds")
+    environment_timeout: float = Field(60.0, gt=0, description="limit on each call of an environment, in seconds")
     trajectory_timeout: float = Field(
-        3600.0, gt=0, description="limit on a whole attempt, waiting for the engine included, seconds"
+        3600.0, gt=0, description="limit on a whole attempt, including waits for the engine, in seconds"
     )
-    agent_timeout: float = Field(600.0, gt=0, description="limit on a whole attempt of an agent program, seconds")
+    agent_timeout: float = Field(600.0, gt=0, description="limit on a whole attempt of an agent program, in seconds")
     reply_parser: str = Field(
-        AUTO, description="how agent programs' tool calls are read: a registered name, module:function, or auto"
+        AUTO, description="parser of agent programs' tool calls: a registered name, module:function, or auto"
     )
     infer_rejected: bool = Field(
-        True, description="reject calls of agent programs whose answers were thrown away, by their later prompts"
+        True, description="reject calls of agent programs with discarded answers, judged by their later prompts"
     )
-    gateway: GatewayConfig = Field(GatewayConfig(), description="where agent programs reach the model")
+    gateway: GatewayConfig = Field(GatewayConfig(), description="address at which agent programs reach the model")
     compaction: CompactionConfig | None = Field(
-        None, description="summaries of long conversations with environments; null: none are asked for"
+        None, description="summaries of long conversations with environments; null: none"
     )
 
     @model_validator(mode="after")
@@ -150,19 +152,19 @@ class RolloutConfig(Config):
         if self.compaction_mark >= self.max_input_tokens:
             raise ValueError(
                 f"compaction.at is {self.compaction.at:g}, which leaves nothing of max_input_tokens "
-                f"{self.max_input_tokens} for the call that asks for the summary; lower it"
+                f"{self.max_input_tokens} for the call that requests the summary; lower it"
             )
         return self
 
     @property
     def compaction_mark(self) -> int:
-        """The longest next prompt, in tokens, for which no summary is asked for."""
+        """The longest next prompt, in tokens, without a request for a summary."""
         at = self.max_input_tokens if self.compaction is None else self.compaction.at
         return int(at * self.max_input_tokens if at <= 1 else at)
 
     @property
     def longest_call(self) -> int:
-        """The most tokens that a prompt and its completion may have in training."""
+        """The maximum number of tokens of a prompt and its completion in training."""
         summary = 0 if self.compaction is None else self.compaction.max_tokens
         return self.max_input_tokens + max(self.max_completion_tokens, summary)
 

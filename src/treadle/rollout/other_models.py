@@ -1,9 +1,9 @@
-"""Models beside the policy, which an environment or an agent program calls by name.
+"""Models beside the policy, which environments or agent programs call by name.
 
 Environment.models["user"].chat --+
 gateway, model="user" ------------+-> AttemptModel.ask -> Chat -> OtherReply
                                              '-> ModelCall, kept with the step before it, never trained
-A `PolicyCopy` is called by the attempt's session instead (`Session.copy`), in a trajectory of its own, and trained.
+A `PolicyCopy` is called by the attempt's session instead (`Session.copy`), in its own trajectory, and trained.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NOTHING = CallOptions()
 
 
 class OtherModelConfig(Config):
-    """Configures a model beside the policy: behind a URL, or one whose files are here."""
+    """Configures a model beside the policy: behind a URL, or from local files."""
 
     url: str | None = Field(None, description="base URL of an API like OpenAI's: http://127.0.0.1:8000/v1")
     model: str | None = Field(None, description="the model's name at the url")
-    api_key_env: str | None = Field(None, description="environment variable that has the key")
+    api_key_env: str | None = Field(None, description="environment variable with the key")
     path: str | None = Field(None, description="instead of url: a model directory, or a name as of model.path")
     policy: bool = Field(False, description="instead of url: the policy itself, in another role, trained (self-play)")
     options: dict[str, Any] = Field(
@@ -55,7 +55,7 @@ class OtherModelConfig(Config):
     timeout: float = Field(
         45.0,
         gt=0,
-        description="url: seconds after which a call without an answer is given up; until then it is repeated",
+        description="url: seconds of retries before a call without an answer is given up",
     )
 
     @model_validator(mode="after")
@@ -63,17 +63,17 @@ class OtherModelConfig(Config):
         if (self.url is not None) + (self.path is not None) + self.policy != 1:
             raise ValueError("give exactly one of url, path and policy")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url {self.url!r} is no address that begins with http:// or https://")
+            raise ValueError(f"url {self.url!r} is not an address that begins with http:// or https://")
         if self.url is not None and self.model is None:
             raise ValueError(f"url {self.url!r} needs model, its name there")
         if self.path is not None:
             if self.model is not None or self.api_key_env is not None:
-                raise ValueError("model and api_key_env are of a url; leave them out")
+                raise ValueError("model and api_key_env belong to a url; leave them out")
             if unknown := sorted(self.options.keys() - (_SAMPLING - {"seed"})):
                 raise ValueError(f"options: {unknown[0]!r} is none of {', '.join(sorted(_SAMPLING - {'seed'}))}")
             _ = self.sampling
         if self.policy and (more := [name for name in ("model", "api_key_env", "options") if getattr(self, name)]):
-            raise ValueError(f"{more[0]} is of other models, and the policy is sampled as rollout says; leave it out")
+            raise ValueError(f"{more[0]} is for other models, and rollout sets the policy's sampling; leave it out")
         return self
 
     @property
@@ -87,17 +87,17 @@ Chat = Callable[[Sequence[Message], Sequence[Tool], CallOptions], Awaitable[Othe
 
 
 class OtherModel(Protocol):
-    """A model beside the policy, for all attempts of a run. renderer: of one whose tokens are known."""
+    """A model beside the policy, shared by all attempts of a run. renderer: set if its tokens are known."""
 
     renderer: ChatRenderer | None
 
     async def open(self, began: datetime | None) -> None:
-        """Load it, unless it is loaded. began: of the run, the date that templates write. Raises ConfigError."""
+        """Load it, unless already loaded. began: the run's date, for templates. Raises ConfigError."""
 
     async def close(self) -> None: ...
 
     def chat(self, session: str, address: Address) -> Chat:
-        """Return what an attempt calls it by. address: keys the draws of the attempt's calls of this model."""
+        """Return a function for an attempt's calls of this model. address: key of the draws of these calls."""
 
 
 MakeModel = Callable[[], OtherModel]
@@ -114,18 +114,19 @@ async def open_models(make: Mapping[str, MakeModel], began: datetime | None) -> 
 
 
 class RunModels(Protocol):
-    """The models that a judge without a URL asks: directories, and the policy."""
+    """Models for judges without a URL: directories, and the policy."""
 
     async def chat(self, model: str, messages: Sequence[Message], options: Mapping[str, Any], seed: int) -> OtherReply:
-        """Return the reply of a model, which is in no trajectory. model: POLICY or a directory.
+        """Return the reply of a model, outside any trajectory. model: POLICY or a directory.
 
-        options: fields of SamplingParams. seed: keys the draws. Raises EngineError, ConfigError, DataError or
+        options: fields of SamplingParams. seed: key of the draws. Raises EngineError, ConfigError, DataError or
         ContextExceeded.
+
         """
 
 
 RUN_MODELS: ContextVar[RunModels | None] = ContextVar("treadle_run_models", default=None)
-"""Those of the run in whose process a task or callback is; None elsewhere."""
+"""Models of the current run; None outside a run."""
 
 
 class UrlModel:
@@ -160,7 +161,7 @@ class UrlModel:
 
 
 class PolicyCopy:
-    """The policy itself in another role, as the recipe names it; attempts call it by their own sessions."""
+    """The policy itself in another role, named by the recipe; attempts call it by their own sessions."""
 
     renderer: ChatRenderer | None = None
 
@@ -173,16 +174,16 @@ class PolicyCopy:
 
 
 def address_of(address: Address, model: str) -> Address:
-    """Return what keys the draws of an attempt's calls of another model: as `address`, and by the model's name."""
+    """Return the key of an attempt's draws for another model: `address` combined with the model's name."""
     name = blake2b(f"{int(address.stream)} {model}".encode(), digest_size=6).digest()
     return replace(address, seed=address.seed ^ int.from_bytes(name, "big"), stream=Stream.OTHER_MODEL)
 
 
 class AttemptModels(Models):
-    """The models beside the policy as one attempt calls them, and the record of its calls.
+    """One attempt's view of the models beside the policy, with the record of its calls.
 
-    session: the attempt's; None in a check before there is an engine. copies: names of those that are the policy in
-    another role. failure: of a call that got no answer, which fails the attempt whatever its code does next.
+    session: the attempt's; None in a check before there is an engine. copies: names of models that are the policy in
+    another role. failure: error of an unanswered call, which fails the attempt whatever its code does next.
     asked_early: whether a check has called a copy.
     """
 
@@ -196,14 +197,14 @@ class AttemptModels(Models):
             self[name] = AttemptModel(self, name, chat, model.renderer)
         self.failure: TrajectoryFailure | None = None
         self.begun = 0
-        self.calls: dict[int, tuple[int, ModelCall]] = {}  # in order of asking -> steps before it, call
+        self.calls: dict[int, tuple[int, ModelCall]] = {}  # order of request -> (number of steps before it, call)
 
     async def _copy(
         self, name: str, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions
     ) -> OtherReply:
-        """Have the policy reply in another role."""
+        """Return the policy's reply in another role."""
         if asked := sorted(options.sampling_overrides):
-            raise DataError(f"the model {name!r} is the policy, sampled as rollout says; leave {asked[0]} out")
+            raise DataError(f"the model {name!r} is the policy, with sampling set by rollout; leave {asked[0]} out")
         if self.session is None:
             self.asked_early = True
             raise EngineError("it is the policy, and there is no engine yet")
@@ -216,13 +217,13 @@ class AttemptModels(Models):
         return model
 
     def failure_of(self, ended_by: AttemptError | None) -> AttemptError | None:
-        """Return what ended an attempt: the failed call, unless that is what its code has raised."""
+        """Return the error that ended an attempt: the failed call's, unless its code raised the same."""
         if self.failure is None or (isinstance(ended_by, TrajectoryFailure) and ended_by.cause is self.failure.cause):
             return ended_by
         return self.failure
 
     def attach(self, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """Return the steps with the calls that came after each; those before the first step are with that one."""
+        """Attach to each step the calls made after it; those before the first step are attached to it, too."""
         calls: dict[int, list[ModelCall]] = {}
         for _, (before, call) in sorted(self.calls.items()):
             calls.setdefault(max(before, 1) - 1, []).append(call)
@@ -241,7 +242,7 @@ class AttemptModels(Models):
 
 
 class AttemptModel:
-    """A model beside the policy as one attempt calls it (a `treadle.envs.base.Model`)."""
+    """One attempt's view of a model beside the policy (a `treadle.envs.base.Model`)."""
 
     def __init__(self, models: AttemptModels, name: str, chat: Chat, renderer: ChatRenderer | None) -> None:
         self._models, self._name, self._chat, self.renderer = models, name, chat, renderer
@@ -249,7 +250,7 @@ class AttemptModel:
     async def chat(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the reply to a conversation, for an environment.
 
-        Raises TrajectoryFailure, of cause engine if there is no answer, or context if the conversation is too long: the
+        Raises TrajectoryFailure, of cause engine without an answer, or context if the conversation is too long: the
         attempt then fails, whatever its code does.
         """
         asked = as_messages(messages, f"models[{self._name!r}].chat")
@@ -275,7 +276,7 @@ class AttemptModel:
         except EngineError as error:
             raise EngineError(f"the model {self._name!r}: {error}") from error
         if self._name in self._models.copies:
-            return reply  # on record in its own trajectory
+            return reply  # recorded in its own trajectory
         tokens, seconds = (reply.prompt_tokens, reply.completion_tokens), time.perf_counter() - clock
         call = ModelCall(self._name, tuple(messages), reply.message, *tokens, started, seconds)
         self._models.calls[number] = before, call

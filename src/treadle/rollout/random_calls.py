@@ -1,4 +1,4 @@
-"""Demonstrations that nobody writes: attempts of a player that calls an environment's tools at random.
+"""Generated demonstrations: attempts of a player that calls an environment's tools at random.
 
     user       What does Anna pay?
     assistant  <tool_call>{"name": "bought", "arguments": {"customer": "Anna"}}</tool_call>
@@ -6,8 +6,8 @@
     assistant  Anna
 
 It picks a tool, gives it numbers and one to three consecutive words that it has read, and answers with such words or
-with what a tool said. Calls that do not work are left out. A small model from scratch learns from that how calls are
-written; it is right now and then, which is what RL starts from.
+with a tool's output. Failing calls are left out. A small model from scratch learns the syntax of calls from this; it is
+occasionally right, which gives RL a start.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.drivers.environment import EnvironmentFactory, IsolatedEnvironment
 
 RANDOM_CALLS = "random_calls"
-"""`warm_start.demonstrations` of a run that begins with them."""
+"""`warm_start.demonstrations` of a run that begins with random calls."""
 
 
 class RandomCallsConfig(Config):
-    """The options of these demonstrations, `warm_start.options`."""
+    """Options of random calls, `warm_start.options`."""
 
-    attempts: int = Field(1000, ge=1, description="how many are played, task after task")
+    attempts: int = Field(1000, ge=1, description="number of attempts, task after task")
     environment: str | None = Field(
-        None, description="whose tools are called; default: the one that plays the task, which an agent's tasks lack"
+        None, description="environment with the tools; default: the task's own, which an agent's tasks lack"
     )
 
 
 _WORD = re.compile(r"\w+(?:[-.]\w+)*")
-_LENGTHS = (1, 1, 1, 2, 3)  # of a phrase, in words; which are drawn alike
-_SHORT = 40  # characters of a tool's answer that is given as the reply
+_LENGTHS = (1, 1, 1, 2, 3)  # phrase lengths in words, drawn uniformly
+_SHORT = 40  # maximum length of a tool's answer used as the reply, in characters
 _NUMBER = re.compile(r"(?<![\w.])\d{1,9}(?:\.\d{1,9})?(?![\w.])")
-_MAX_DEPTH = 4  # of a value inside others
+_MAX_DEPTH = 4  # nesting depth of values
 _TRIES, _AT_ONCE = 30, 64
-_NEVER = 50  # calls of a tool, none of which worked: it never will
+_NEVER = 50  # consecutive failing calls of a tool before giving up on it
 
 
 class FailedCall(NamedTuple):
-    """A call that did not work. text: its arguments and the answer."""
+    """A failed call. text: its arguments and the answer."""
 
     tool: str
     text: str
 
 
 class RandomAttempt(NamedTuple):
-    """An attempt at random. failed: calls that did not work."""
+    """A random attempt. failed: its failed calls."""
 
     messages: list[Message]
     tools: Sequence[Mapping[str, Any]]
@@ -68,7 +68,7 @@ class RandomAttempt(NamedTuple):
 
 
 def calls_of_tools(attempts: Sequence[RandomAttempt]) -> Counter[str]:
-    """Count the calls that worked, of each tool, in the order of the tools."""
+    """Count the successful calls per tool, in the order of the tools."""
     counts = Counter({tool["function"]["name"]: 0 for attempt in attempts for tool in attempt.tools})
     messages = (message for attempt in attempts for message in attempt.messages)
     counts.update(call["function"]["name"] for message in messages for call in message.get("tool_calls", ()))
@@ -76,7 +76,7 @@ def calls_of_tools(attempts: Sequence[RandomAttempt]) -> Counter[str]:
 
 
 async def play_at_random(factory: EnvironmentFactory, task: Task, config: RolloutConfig, key: str) -> RandomAttempt:
-    """Play one attempt. key: what the draws depend on.
+    """Play one attempt. key: key of the draws.
 
     Raises ConfigError for an environment without tools, TrajectoryFailure if it fails.
     """
@@ -117,9 +117,9 @@ async def play_at_random(factory: EnvironmentFactory, task: Task, config: Rollou
 async def play_all_at_random(
     tasks: Sequence[Task], environments: Mapping[str, EnvironmentFactory], config: RolloutConfig, seed: int, count: int
 ) -> list[RandomAttempt]:
-    """Play `count` attempts, at the tasks in turn; returns those that did not fail.
+    """Play `count` attempts, at the tasks in turn; return the successful ones.
 
-    Raises ConfigError as `play_at_random` does, DataError if no call worked, or none of a tool that was called often.
+    Raises ConfigError as `play_at_random` does, DataError if no call succeeded, or none of a frequently called tool.
     """
 
     async def play(number: int) -> RandomAttempt | TrajectoryFailure:
@@ -153,7 +153,7 @@ async def play_all_at_random(
 
 
 class _Player(NamedTuple):
-    """Draws what it says from what it has read. messages: so far."""
+    """Draws its messages from text it has read. messages: conversation so far."""
 
     draw: random.Random
     messages: list[Message]
@@ -167,7 +167,7 @@ class _Player(NamedTuple):
         return Message(role="assistant", content="", tool_calls=[call])
 
     def value(self, schema: Mapping[str, Any], named: Mapping[str, Any], depth: int = 0) -> Any:
-        """Draw a value of a JSON schema as pydantic writes them; what is not required is given half of the time."""
+        """Draw a value of a JSON schema as written by pydantic; optional ones are given half of the time."""
         schema = named[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
         if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
             return self.draw.choice(choices)
@@ -196,7 +196,7 @@ class _Player(NamedTuple):
         return said if said and len(said) <= _SHORT and self.draw.random() < 0.5 else self.phrase()
 
     def phrase(self) -> str:
-        """Draw consecutive words: half of the time of the last message."""
+        """Draw consecutive words, half of the time from the last message."""
         text = self.read(last=self.draw.random() < 0.5)
         words = list(_WORD.finditer(text))
         if not words:

@@ -1,11 +1,11 @@
-"""Replaying an interrupted attempt: its player begins anew, and gets the recorded answers to the same requests.
+"""Replaying an interrupted attempt: its player restarts, and gets the recorded answers to the same requests.
 
-    Session -> Replay.answer -> AnsweredCall    the same request as before: no engine is asked
-                             -> None            all recorded calls are made: the engine goes on
+    Session -> Replay.answer -> AnsweredCall    the same request as before: no engine is called
+                             -> None            no recorded call is left: the engine continues
                              -> (cancelled)     another request: the attempt is played again without a record
-    Session -> Replay.give_up -> (cancelled)    also where the engine must, and cannot, go on with the recorded version
+    Session -> Replay.give_up -> (cancelled)    also if the engine cannot continue with the recorded version
 
-Every draw is keyed by its call, so that the tokens that follow are those of an attempt that was never interrupted.
+Every draw is keyed by its call, so that the following tokens equal those of an uninterrupted attempt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treadle.core.types import Ids, SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnsweredCall:
-    """A call that the engine has answered. number: of the call in its attempt. request: digest (`request_digest`)."""
+    """A call answered by the engine. number: index of the call in its attempt. request: digest (`request_digest`)."""
 
     number: int
     request: bytes
@@ -30,19 +30,20 @@ class AnsweredCall:
 
 
 def request_digest(prompt: Ids, sampling: SamplingParams) -> bytes:
-    """Return a digest of what was asked for; the seed, which follows from the call's number, is no part of it."""
+    """Return a digest of a request, excluding its seed, which follows from the call's number."""
     asked = blake2b(repr(replace(sampling, seed=0)).encode(), digest_size=16)
     asked.update(prompt.tobytes())
     return asked.digest()
 
 
 class Replay:
-    """The recorded calls of one attempt, and the record of its further ones.
+    """The recorded calls of one attempt, and the recorder of its further ones.
 
-    recorded: the first calls, without a gap. keep: starts to make a call durable, and returns what waits for that.
-    count: of the recorded ones. diverged_at: number of the call at which the attempt could not go on with them; None so
-    far. is_outdated: because of the engine, whose version is another; otherwise the call was not the recorded one.
-    on_divergence: called when that happens; must cancel the attempt.
+    recorded: the first calls, without a gap. keep: starts making a call durable, and returns an awaitable for that.
+    count: number of recorded calls. diverged_at: number of the call at which the attempt diverged from them; None so
+    far.
+    is_outdated: whether the engine's version differs; otherwise the call was not the recorded one.
+    on_divergence: called on divergence; must cancel the attempt.
     """
 
     def __init__(self, recorded: Sequence[AnsweredCall], keep: Callable[[AnsweredCall], Awaitable[None]]) -> None:
@@ -53,10 +54,10 @@ class Replay:
         self.on_divergence: Callable[[], object] = lambda: None
 
     async def answer(self, number: int, request: bytes) -> AnsweredCall | None:
-        """Return the recorded call; None if it is not recorded, once the calls before it are durable: at most one
-        answer of an attempt is ever lost. Never returns if the request is not the recorded one.
+        """Return the recorded call; None if there is none, once the calls before it are durable: at most one answer per
+        attempt is ever lost. Never returns if the request is not the recorded one.
 
-        Calls that were made side by side may come in another order.
+        Concurrent calls may arrive in another order.
         """
         if number >= self.count:
             if self._writing is not None:
@@ -76,5 +77,5 @@ class Replay:
         raise AssertionError("unreachable")
 
     def keep(self, call: AnsweredCall) -> None:
-        """Begin to make a call durable that the engine has answered."""
+        """Begin to make an answered call durable."""
         self._writing = self._keep(call)

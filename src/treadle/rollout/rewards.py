@@ -1,9 +1,9 @@
-"""From what an attempt was given to what it is trained with.
+"""From an attempt's given rewards to its training rewards.
 
     (group ->) Step.given -weights-> Step.reward, Trajectory.reward        facts: recorded, shown, evaluated
                -hook, length penalty, overlong-> Step.shaping, Trajectory.dropped      in training only
 
-What is trained is reward + shaping. Each adds its component to `Step.given`, so that the record says what came of it.
+Training uses reward + shaping. Each adds its component to `Step.given`, so that the record shows its effect.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from treadle.core.user_functions import Expected, check_function
 from treadle.rollout.isolation.user_code import UserCode
 
 SHAPING, LENGTH_PENALTY, OVERLONG = "shaping", "length_penalty", "overlong"
-"""Components that shaping adds: the hook's plain numbers, the penalty, what `zero_reward` takes away."""
+"""Components added by shaping: the hook's plain numbers, the penalty, deductions of `zero_reward`."""
 
 Hook = Callable[[Task, Trajectory], Any]
-"""A shaping hook: what to add to each step, a sequence of float or `Reward`; may be async."""
+"""A shaping hook: returns additions to each step, a sequence of float or `Reward`; may be async."""
 
 GroupReward = Callable[[Task, Sequence[Trajectory]], Any]
-"""What to add to each attempt of a group, a list of float or `Reward`; may be async; may take `decode`, ids to text."""
+"""Returns additions to each attempt of a group, a list of float or `Reward`; may be async; may take `decode`, ids to
+text."""
 
 SHAPING_FUNCTION = Expected(
     "    def shaping(task, trajectory):\n        return [-0.01 for step in trajectory.steps]",
@@ -49,9 +50,9 @@ GROUP_FUNCTION = Expected(
 class LengthPenaltyConfig(Config):
     """The soft overlong punishment; see `length_penalty`."""
 
-    free: int = Field(ge=0, description="sampled tokens of a trajectory that cost nothing")
-    limit: int = Field(ge=1, description="sampled tokens of a trajectory that cost the whole penalty")
-    max: float = Field(1.0, gt=0, allow_inf_nan=False, description="the whole penalty")
+    free: int = Field(ge=0, description="sampled tokens of a trajectory without a penalty")
+    limit: int = Field(ge=1, description="sampled tokens of a trajectory with the full penalty")
+    max: float = Field(1.0, gt=0, allow_inf_nan=False, description="the full penalty")
 
     @model_validator(mode="after")
     def _rises(self) -> LengthPenaltyConfig:
@@ -61,7 +62,7 @@ class LengthPenaltyConfig(Config):
 
 
 class RewardsConfig(Config):
-    """How rewards become what is trained. Evaluations use weights and group rewards alone."""
+    """How rewards become training rewards. Evaluations use only weights and group rewards."""
 
     weights: dict[str, float] = Field(
         default_factory=dict, description="weight of each named component of a reward; 1 for those not named"
@@ -73,10 +74,10 @@ class RewardsConfig(Config):
         None, description="adds to the rewards of steps, in training: a registered name or module:function"
     )
     length_penalty: LengthPenaltyConfig | None = Field(
-        None, description="taken off the reward of long trajectories, in training"
+        None, description="subtracted from the reward of long trajectories, in training"
     )
     overlong: Literal["keep", "drop", "zero_reward"] = Field(
-        "keep", description="what becomes of a trajectory that the context or the completion limit cut off, in training"
+        "keep", description="handling of trajectories cut off by the context or the completion limit, in training"
     )
 
     @field_validator("weights")
@@ -95,11 +96,11 @@ class RewardsConfig(Config):
 
 
 class RewardShaper:
-    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for a function that does not exist.
+    """Applies a `RewardsConfig` to finished attempts. Raises ConfigError for an unknown function.
 
     Copies of the policy are weighted and shaped like their attempts.
 
-    timeout: of a call of the user's functions, seconds. decode: for a group reward.
+    timeout: limit of a call of the user's functions, in seconds. decode: for a group reward.
     """
 
     def __init__(self, config: RewardsConfig, timeout: float, decode: Callable[[Ids], str] | None = None) -> None:
@@ -108,7 +109,7 @@ class RewardShaper:
         self.group = None if config.group is None else load_group_reward(config.group, decode)
 
     def apply_weights(self, trajectory: Trajectory) -> Trajectory:
-        """Apply the weights. A sum that is too large for a reward fails the attempt (environment)."""
+        """Apply the weights. A sum too large for a reward fails the attempt (environment)."""
         trajectory = replace(trajectory, copies=tuple(map(self.apply_weights, trajectory.copies)))
         try:
             return apply_weights(trajectory, self._config.weights)
@@ -116,9 +117,9 @@ class RewardShaper:
             return _failed(trajectory, Cause.ENVIRONMENT, str(error))
 
     async def shape(self, task: Task, trajectory: Trajectory, user: UserCode) -> Trajectory:
-        """Return the trajectory as training uses it.
+        """Return the trajectory as used in training.
 
-        The attempt fails if the hook raises or returns something else than rewards (verifier), or hangs (timeout).
+        The attempt fails if the hook raises or returns anything but rewards (verifier), or hangs (timeout).
         """
         if trajectory.reward is None or not self._config.shapes:
             return trajectory
@@ -137,10 +138,10 @@ class RewardShaper:
         return apply_overlong_policy(trajectory, self._config.overlong)
 
     async def reward_group(self, task: Task, name: str, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the attempts of a group with the rewards that the function gives them, weighted.
+        """Return the attempts of a group with the function's rewards, weighted.
 
-        Each is added to that of the attempt's last reply. All fail if the function raises or returns something else
-        than a reward for each (verifier), or hangs (timeout). What was measured meanwhile is counted with the first.
+        Each is added to the reward of the attempt's last reply. All fail if the function raises or returns anything but
+        a reward for each (verifier), or hangs (timeout). Metrics measured meanwhile are counted with the first.
         """
         if self.group is None or not trajectories:
             return list(trajectories)
@@ -184,7 +185,7 @@ class RewardShaper:
 
 
 def with_measured(trajectory: Trajectory, user: UserCode) -> Trajectory:
-    """Return the trajectory with what was measured while its code was running."""
+    """Return the trajectory with metrics measured while its code was running."""
     return replace(trajectory, metrics=trajectory.metrics + user.measured) if user.measured else trajectory
 
 
@@ -199,7 +200,7 @@ def load_group_reward(name: str, decode: Callable[[Ids], str] | None = None) -> 
 
 
 def _load(kind: str, name: str, setting: str, expected: Expected, **optional: Any) -> Callable[..., Any]:
-    """optional: parameters that the function may have."""
+    """optional: further parameters that the function may have."""
     function: Callable[..., Any] = registry.resolve(kind, name, setting)
     check_function(function, f"{setting}: {name!r}", expected, tuple(optional))
     taken = {key: value for key, value in optional.items() if key in inspect.signature(function).parameters}
@@ -208,7 +209,7 @@ def _load(kind: str, name: str, setting: str, expected: Expected, **optional: An
 
 @contextmanager
 def _refusing(setting: str, expected: Expected, function: object, values: object) -> Iterator[None]:
-    """Turn what is wrong with the values that the function returned into a failure of the attempt."""
+    """Turn invalid values returned by the function into a failure of the attempt."""
     try:
         if not isinstance(values, Iterable):
             raise DataError("no rewards")
@@ -219,7 +220,7 @@ def _refusing(setting: str, expected: Expected, function: object, values: object
 
 
 def reward_last(trajectory: Trajectory, added: Reward, weights: Mapping[str, float]) -> Trajectory:
-    """Add to the reward of the last step that was played and is no summary, if there is one, and weight it.
+    """Add to the reward of the last played step other than a summary, if any, and weight it.
 
     Raises DataError as `add_rewards` does.
     """
@@ -235,7 +236,7 @@ def reward_last(trajectory: Trajectory, added: Reward, weights: Mapping[str, flo
 def apply_weights(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """Set each step's reward to the weighted sum of its components, and the trajectory's to the sum of its steps'.
 
-    Raises DataError for a sum that is too large for a reward.
+    Raises DataError for a sum too large for a reward.
     """
     if trajectory.reward is None or not weights:
         return _checked(trajectory)
@@ -260,7 +261,7 @@ def length_penalty(tokens: int, config: LengthPenaltyConfig) -> float:
 
 
 def add_rewards(trajectory: Trajectory, added: Sequence[Reward], weights: Mapping[str, float]) -> Trajectory:
-    """Add a reward to each step; that of a step that was not played must be empty.
+    """Add a reward to each step; it must be empty for steps that were not played.
 
     added: one reward per step. Raises DataError for another number of them or of tokens, for a reward of a step that
     was not played, or for sums that are too large.
@@ -270,14 +271,14 @@ def add_rewards(trajectory: Trajectory, added: Sequence[Reward], weights: Mappin
     steps = list(trajectory.steps)
     for number, (step, more) in enumerate(zip(trajectory.steps, added, strict=True)):
         if more and not was_played(step):
-            raise DataError("a reward for a step whose answer nobody got; give 0 for it")
+            raise DataError("a reward for a step with an undelivered answer; give 0 for it")
         if more:
             steps[number] = replace(step, given=step.given.plus(more), shaping=step.shaping + more.total(weights))
     return _checked(replace(trajectory, steps=tuple(steps)))
 
 
 def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
-    """Take the length penalty off the last step that was played."""
+    """Subtract the length penalty from the last played step."""
     last = max((number for number, step in enumerate(trajectory.steps) if was_played(step)), default=None)
     if not taken or last is None:
         return trajectory
@@ -286,7 +287,7 @@ def apply_length_penalty(trajectory: Trajectory, taken: float) -> Trajectory:
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Whether the context was full, or the last completion reached `max_tokens`."""
+    """Return whether the context was full, or the last completion reached `max_tokens`."""
     steps = as_played(trajectory).steps
     return trajectory.status is Status.CONTEXT or (bool(steps) and steps[-1].stop_reason is StopReason.LENGTH)
 

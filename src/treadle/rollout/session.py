@@ -34,14 +34,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SAMPLING = {f.name for f in fields(SamplingParams)}
-_LARGE = 2**15  # characters that take some 30 ms to tokenize
-_CUT = 32  # limit on sampled tokens that a stop string and an end token hide from the client
+_LARGE = 2**15  # characters; take some 30 ms to tokenize
+_CUT = 32  # limit on sampled tokens hidden from the client by a stop string and an end token
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="treadle-render")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Identifies an attempt in the run; with the step number it keys every random draw of the attempt."""
+    """Identifies an attempt in the run; with the step number, it keys every random draw of the attempt."""
 
     seed: int
     stream: Stream
@@ -52,11 +52,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a session is opened with.
+    """Parameters of a session.
 
-    name: the trajectory's id, and the engine's name of the session. sampling: of every call. max_input_tokens: longest
-    prompt. max_total_tokens: after which there are no more calls (`computed_tokens`); 0: no limit. replay: where calls
-    are recorded as they are answered, and those that are recorded already.
+    name: the trajectory's id, and the engine's name of the session. sampling: parameters of every call.
+    max_input_tokens: longest prompt. max_total_tokens: limit after which no calls are made (`computed_tokens`); 0:
+    none. replay: recorder of answered calls, with those already recorded.
     """
 
     name: str
@@ -73,13 +73,12 @@ class SessionSpec:
 class CallOptions:
     """Options of one call, beside messages and tools.
 
-    sampling_overrides: fields of SamplingParams that the caller asks for: `{"temperature": 0.2}`. tool_calls: whether
-    to look for tool calls in the reply. parallel_tool_calls: whether to hand out more than the first: otherwise the
-    others are in no later prompt, and `Step.withheld` counts them. template_kwargs, continue_final_message: for the
-    chat template.
-    Of agent loops only: max_tokens, max_input_tokens, parse: in the place of the spec's and the session's. summary:
-    marks the step. break_cause: why the conversation does not continue the one before, where the loop knows better than
-    its messages tell.
+    sampling_overrides: fields of SamplingParams set by the caller: `{"temperature": 0.2}`. tool_calls: whether to look
+    for tool calls in the reply. parallel_tool_calls: whether to return more than the first: the others are otherwise in
+    no later prompt, and `Step.withheld` counts them. template_kwargs, continue_final_message: for the chat template.
+    Only for agent loops: max_tokens, max_input_tokens, parse: override the spec's and the session's. summary: marks the
+    step. break_cause: why the conversation does not continue the previous one, if the loop knows better than its
+    messages show.
     """
 
     sampling_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -98,8 +97,8 @@ class CallOptions:
 class Reply:
     """The answer to one call: the message for the agent, and the recorded step with its number.
 
-    stop: the stop string that ended it, if one did; the message does not contain it. first: number of the call that
-    began the conversation, as far as messages show; its own for a raw prompt.
+    stop: the stop string that ended it, if any; the message does not contain it. first: number of the call that began
+    the conversation, as far as messages show; its own for a raw prompt.
     """
 
     message: Message
@@ -110,7 +109,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The content with the stop string that ended it: what an environment acts on."""
+        """The content including the stop string that ended it, as environments receive it."""
         return self.message["content"] + (self.stop or "")
 
     @property
@@ -128,7 +127,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class OtherReply:
-    """The answer of a model beside the policy. step: its tokens, if the model is of this process; in no trajectory."""
+    """The answer of a model beside the policy. step: its tokens, for a model in this process; in no trajectory."""
 
     message: Message
     prompt_tokens: int
@@ -139,9 +138,9 @@ class OtherReply:
 
 
 class GivenUp(TreadleError, TimeoutError):
-    """A client's own time limit, a disconnect, or the end of its attempt, before it had the answer.
+    """Raised if a call ended by a client's own time limit, a disconnect, or the end of its attempt, before the answer.
 
-    seconds: for which the call had been waited for.
+    seconds: time waited for the call.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -154,9 +153,9 @@ class GivenUp(TreadleError, TimeoutError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unanswered:
-    """A client's request that got no answer, by the digest of its body and its idempotency key.
+    """A client's request without an answer, by the digest of its body and its idempotency key.
 
-    error: of this side, or GivenUp.
+    error: error on this side, or GivenUp.
     """
 
     body: bytes
@@ -171,14 +170,15 @@ class Session:
     in the order in which calls arrived; several may be in flight. Long prompts are rendered in a thread, and later
     calls of the session wait for them. The engine session is opened on construction and must be closed.
 
-    parse: reads replies. callers_sampling: callers may override the spec's sampling; otherwise they only add stop
-    strings, and `notes` describes what else they asked for, and what the template leaves out of their tools. context:
-    limit on prompt and completion together, if that bounds a call's `max_tokens`. has_ids: whether steps have ids.
-    models: those beside the policy that the attempt may call; None if the recipe names none. main: the session of which
-    this is a copy.
+    parse: parser of replies. callers_sampling: whether callers may override the spec's sampling; otherwise they only
+    add stop strings, and `notes` describes ignored options, and parts of their tools that the template leaves out.
+    context: limit on prompt and completion together, if it bounds a call's `max_tokens`. has_ids: whether steps have
+    ids.
+    models: models beside the policy that the attempt may call; None if the recipe names none. main: the session that
+    this one is a copy of.
     bad_requests, unanswered: written by the gateway: why requests were refused as malformed; requests that failed, were
-    too large or were given up, and have no answered retry. said_used: whether an answer was used, by number, where the
-    agent says so. on_dropped: is told a call's number and why its step is dropped, None if it no longer is.
+    too large or were given up, without an answered retry. said_used: whether an answer was used, by number, as reported
+    by the agent. on_dropped: called with a call's number and why its step is dropped, or None if it no longer is.
     """
 
     has_ids: ClassVar[bool] = True
@@ -207,11 +207,11 @@ class Session:
         self._callers_sampling, self._context = callers_sampling, context
         self._conversation = Conversation(spec.renderer)
         self._raw = RawPrompts(spec.renderer)
-        self._order = asyncio.Lock()  # of rendering: first come, first served
+        self._order = asyncio.Lock()  # serializes rendering: first come, first served
         self._calls = 0
         self._numbers: Iterator[int] = main._numbers if main else itertools.count()
-        self._versions: set[int] = main._versions if main else set()  # that sampled any token of any role
-        self._steps: dict[int, Step] = {}  # by the call's number
+        self._versions: set[int] = main._versions if main else set()  # versions that sampled any token of any role
+        self._steps: dict[int, Step] = {}  # by call number
         self._first: dict[Record, int] = {}  # number of the call that began the reply's conversation
         if main is None:
             spec.engine.open_session(spec.name)
@@ -219,8 +219,8 @@ class Session:
     def copy(self, role: str) -> Session:
         """Return the session of another role that the policy plays in the same attempt.
 
-        Its steps and its conversations are its own. Calls of all roles are numbered together, which keys their draws
-        and their replay, and are one session of the engine's.
+        It has its own steps and conversations. Calls of all roles are numbered together, which keys their draws and
+        their replay, and share one session of the engine.
         """
         if role not in self.copies:
             self.copies[role] = Session(replace(self._spec, name=f"{self.name}.{role}"), main=self)
@@ -263,9 +263,9 @@ class Session:
         return Reply(message, step, number, stop, first)
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = CallOptions()) -> Reply:
-        """Sample what follows a raw prompt, text or ids, and record the call. Raises as `chat` does.
+        """Sample the continuation of a raw prompt, text or ids, and record the call. Raises as `chat` does.
 
-        Text that continues an earlier call's prompt and completion keeps the ids of that call.
+        Text that continues an earlier call's prompt and completion keeps that call's ids.
         """
         async with self._order:
             rendered = Prompt(await _off_loop(len(prompt), self._raw.ids, prompt))
@@ -277,7 +277,7 @@ class Session:
     async def count(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
     ) -> int:
-        """Count the tokens that the prompt of such a call would have. Raises DataError as `chat` does."""
+        """Count the prompt tokens of such a call. Raises DataError as `chat` does."""
         async with self._order:
             prompt = await self._render(messages, tools, CallOptions(continue_final_message=continue_final_message))
         return len(prompt.ids)
@@ -287,7 +287,7 @@ class Session:
         self._drop(number, None if delivered else DropReason.CANCELLED)
 
     def reject(self, number: int) -> None:
-        """Record that call `number`'s answer was thrown away: its step is neither trained nor counted as played."""
+        """Record that call `number`'s answer was discarded: its step is neither trained nor counted as played."""
         self._drop(number, DropReason.REJECTED)
 
     def _drop(self, number: int, reason: DropReason | None) -> None:
@@ -295,9 +295,9 @@ class Session:
         self.on_dropped(number, reason)
 
     def reward_last(self, given: Reward, *, add: bool = False) -> None:
-        """Set the reward of the last step that was played and is no summary, if there is one. add: to the one it has.
+        """Set the reward of the last played step other than a summary, if any. add: add to its existing reward.
 
-        Raises DataError for rewards of more or fewer tokens than the step has, or too large a sum.
+        Raises DataError for a wrong number of token rewards, or too large a sum.
         """
         acts = (number for number, step in self._steps.items() if was_played(step) and not step.summary)
         last = max(acts, default=None)
@@ -306,13 +306,13 @@ class Session:
             self._steps[last] = replace(self._steps[last], reward=given.total(), given=given)
 
     def set_state(self, number: int, state: str) -> None:
-        """Record the environment's state in which call `number` was made, as a hash of 128 bits; "" is none."""
+        """Record the environment's state at call `number`, as a hash of 128 bits; "" for none."""
         if state:
             key = blake2b(state.encode(errors="surrogatepass"), digest_size=16).hexdigest()
             self._steps[number] = replace(self._steps[number], state_key=key)
 
     def close(self) -> None:
-        """Close the engine's session, which copies share. May be repeated."""
+        """Close the engine's session, which copies share. Idempotent."""
         self._engine.close_session(self.name)
 
     async def _render(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> Prompt:
@@ -373,7 +373,7 @@ class Session:
             else:
                 completion = recorded.completion
             if not 0 < len(completion.token_ids) <= limit:
-                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were asked for")
+                raise DataError(f"it has {len(completion.token_ids)} tokens, 1 to {limit} were requested")
             step = record(completion)
             if self._replay and recorded is None:
                 self._replay.keep(AnsweredCall(number, request, completion))
@@ -390,8 +390,8 @@ class Session:
         return step, text[:end], stop
 
     async def _check_version(self, number: int, completion: Completion) -> None:
-        """Raise EngineError if an engine that pins sessions has gone over to another version: that of the earlier calls
-        is lost. An attempt that goes on with recorded calls is played again without them instead.
+        """Raise EngineError if an engine that pins sessions has lost the version of earlier calls. An
+        attempt that is being replayed is played again without its recorded calls instead.
         """
         versions = {span.version for span in completion.policy_versions}
         if not completion.pinned or not self._versions or versions <= self._versions:
@@ -414,7 +414,7 @@ class Session:
             others = {name: value for name, value in overrides.items() if name != "stop"}
             ignored = {n: v for n, v in others.items() if n == "seed" or getattr(recipe, n, None) != v}
             for name in sorted(ignored.keys() - self.notes.keys()):
-                self.notes[name] = f"agents ask for another {name} than the recipe's, which holds (rollout)"
+                self.notes[name] = f"agents request another {name}; the recipe's is used (rollout)"
             sampling = replace(seeded, stop=tuple(dict.fromkeys((*recipe.stop, *overrides.get("stop", ())))))
         if self._context is None:
             return sampling
@@ -425,7 +425,7 @@ class Session:
         return call_seed(a.seed, a.stream, a.epoch, a.position, a.attempt, number)
 
     def _begun(self, prompt: Prompt, parse: ReplyParser) -> str:
-        """Return the tag of a thought that the prompt leaves open, for parsers that take thoughts out."""
+        """Return the tag of a thought that the prompt leaves open, for parsers that extract thoughts."""
         if prompt.rendering is None or not getattr(parse, "thoughts", True):
             return ""
         turn = self.renderer.decode(prompt.ids[prompt.rendering.turn :])
@@ -444,21 +444,21 @@ class Session:
 
 
 async def _off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `work`, in a thread if `size`, that of its input, is large, so that it does not block the event loop."""
+    """Call `work`, in a thread if the `size` of its input is large, to keep the event loop responsive."""
     if size < _LARGE:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: work(*args, **kwargs))
 
 
 class RawPrompts:
-    """Turns raw prompts into ids, with the recorded ids of an earlier call where the text continues it.
+    """Turns raw prompts into ids, reusing the recorded ids of an earlier call that the text continues.
 
     Text is matched against the decoded ids of earlier calls, prompt and completion; the longest wins.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._records: list[tuple[str, Step]] = []  # the prompt's text, and the call
+        self._records: list[tuple[str, Step]] = []  # the prompt's text and the call
 
     def ids(self, prompt: str | Sequence[int]) -> Ids:
         """Return the prompt's ids, int32[P]. Raises DataError for an empty prompt or ids outside the vocabulary."""
@@ -477,7 +477,7 @@ class RawPrompts:
         self._records.append((self._renderer.decode(step.prompt_ids), step))
 
     def _longest(self, text: str) -> tuple[Ids, str]:
-        """Return the ids that can be kept, and the text after them."""
+        """Return the reusable ids, and the text after them."""
         best, length = np.empty(0, np.int32), 0
         for prompt, step in reversed(self._records):
             if len(prompt) > length and text.startswith(prompt):

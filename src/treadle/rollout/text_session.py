@@ -1,4 +1,4 @@
-"""Attempts whose model answers as text: one behind a URL, or a person. Environments and agents play as ever.
+"""Attempts with a model that answers as text: one behind a URL, or a person. Environments and agents play as usual.
 
 TextSession.chat -> Chat (`EndpointPolicy`, a person) -> OtherReply -> Step.chat, a call without ids
 """
@@ -47,8 +47,8 @@ _DEFAULT = CallOptions()
 class EndpointPolicy:
     """A model behind the URL of an API like OpenAI's, in the policy's place.
 
-    config: its `options` are fields of each request, which win over those of the recipe's sampling; null leaves one
-    out. concurrency: calls at a time.
+    config: its `options` are fields of each request and override the recipe's sampling; null omits one. concurrency:
+    number of concurrent calls.
     """
 
     def __init__(self, config: OtherModelConfig, concurrency: int) -> None:
@@ -68,12 +68,12 @@ class EndpointPolicy:
         request = {name: value for name, value in {**request, **self._fixed}.items() if value is not None}
         answer = await self._endpoint.ask(messages, **request)
         if answer.stop_reason is StopReason.ABORT:
-            raise EngineError("its server cut the answer off (finish_reason says neither that it ended, nor length)")
+            raise EngineError("its server cut off the answer (finish_reason says neither that it ended, nor length)")
         return OtherReply(answer.message, answer.prompt_tokens, answer.completion_tokens, answer.stop_reason)
 
 
 def _request(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a request. Those that OpenAI's API lacks are left out where they change nothing."""
+    """Return the fields of a request. Fields unknown to OpenAI's API are omitted if they are neutral."""
     filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     return {
         "temperature": sampling.temperature,
@@ -84,7 +84,7 @@ def _request(sampling: SamplingParams) -> dict[str, Any]:
 
 
 class NoEngine:
-    """The engine of sessions that call none."""
+    """The engine of sessions that never call one."""
 
     def open_session(self, session: str) -> None: ...
 
@@ -93,10 +93,10 @@ class NoEngine:
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, *, session: str, cache_salt: str | None = None
     ) -> Completion:
-        raise EngineError("there is no engine, and so there are no ids of tokens: the model answers as text")
+        raise EngineError("there is no engine, and so no token ids: the model answers as text")
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        raise EngineError("there is no engine, and so there are no log-probabilities: the model answers as text")
+        raise EngineError("there is no engine, and so no log-probabilities: the model answers as text")
 
     def status(self) -> Sequence[ComponentStatus]:
         return []
@@ -105,7 +105,7 @@ class NoEngine:
 
 
 class NoRenderer(ChatRenderer):
-    """The renderer of sessions that render nothing."""
+    """The renderer of sessions that never render."""
 
     def __init__(self) -> None:
         self.began, self.structure = None, cast(Structure, None)
@@ -115,13 +115,13 @@ class NoRenderer(ChatRenderer):
 
 
 class TextSession(Session):
-    """Records an attempt whose model answers as text.
+    """Records an attempt with a model that answers as text.
 
-    Stop strings are cut off here, as most servers do not say which one ended a reply; prompts that the server counts as
-    longer than `max_input_tokens` end the attempt as they do with an engine, one answer later.
+    Stop strings are removed here, because most servers do not report which one ended a reply; prompts that the server
+    counts as longer than `max_input_tokens` end the attempt as with an engine, but one answer later.
 
-    answer, model: what answers, and its name. keeps_stop: leave the stop string in the message, so that the next prompt
-    has it too, as it has with an engine.
+    answer, model: the answering function, and the model's name. keeps_stop: whether the message keeps the stop string,
+    so that the next prompt has it too, as with an engine.
     """
 
     has_ids = False
@@ -140,7 +140,7 @@ class TextSession(Session):
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: CallOptions = _DEFAULT
     ) -> Reply:
         if options.continue_final_message:
-            raise DataError("a chat endpoint continues no message of the assistant's; let the prompt end before it")
+            raise DataError("a chat endpoint cannot continue an assistant message; let the prompt end before it")
         number = self._numbered(Prompt(_NO_IDS, tuple(messages)))
         sampling = self._sampling_of(number, options.sampling_overrides, 0)
         sampling = replace(sampling, max_tokens=options.max_tokens or sampling.max_tokens)
@@ -174,29 +174,29 @@ class TextSession(Session):
         return Reply(message, self._steps[number], number, None if self.keeps_stop else stop, number)
 
     def _cut(self, message: Message, stops: Sequence[str]) -> tuple[Message, str | None]:
-        """Return the message up to the first stop string, and that."""
+        """Return the message up to the first stop string, and that string."""
         text = message["content"]
         start, stop = min(((text.index(s), s) for s in stops if s in text), default=(len(text), None))
         end = start + len(stop) if stop and self.keeps_stop else start
         return {**message, "content": text[:end]}, stop
 
     async def complete(self, prompt: str | Sequence[int], options: CallOptions = _DEFAULT) -> Reply:
-        raise DataError("the model is behind a chat endpoint, which takes no raw prompts; send messages")
+        raise DataError("the model is behind a chat endpoint, which does not take raw prompts; send messages")
 
     async def count(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), continue_final_message: bool = False
     ) -> int:
-        raise DataError("the model is behind a chat endpoint, which counts no tokens before a call")
+        raise DataError("the model is behind a chat endpoint, which cannot count tokens before a call")
 
 
 class TextAgentSession(AgentSession, TextSession):
-    """Records an attempt of an agent program whose model answers as text."""
+    """Records an attempt of an agent program with a model that answers as text."""
 
-    keeps_stop = False  # as OpenAI's API does
+    keeps_stop = False  # like OpenAI's API
 
 
 class TextRollouts(Rollouts):
-    """Plays attempts whose model answers as text. Drivers other than Treadle's own have sessions with ids."""
+    """Plays attempts with a model that answers as text. Drivers other than Treadle's own have sessions with ids."""
 
     answer: Chat
     model: str
@@ -222,7 +222,7 @@ async def open_text_rollouts(
     rewards: RewardsConfig,
     log: Callable[[str], None],
 ) -> AsyncIterator[TextRollouts]:
-    """Open rollouts as `open_rollouts` does. Raises ConfigError for what needs ids, or to go on with a message."""
+    """Open rollouts as `open_rollouts` does. Raises ConfigError if they need ids, or must continue a message."""
     if players.drivers:
         raise ConfigError(
             f"driver {next(iter(players.drivers))!r} plays with the models of Treadle's engines alone; evaluate one of "
@@ -230,7 +230,7 @@ async def open_text_rollouts(
         )
     if config.conversation == "single_message":
         raise ConfigError(
-            "rollout.conversation is 'single_message', and a chat endpoint continues no message of the assistant's; "
+            "rollout.conversation is 'single_message', and a chat endpoint cannot continue an assistant message; "
             "set rollout.conversation=turns"
         )
     renderer = NoRenderer()

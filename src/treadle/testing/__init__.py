@@ -1,6 +1,6 @@
-"""Fakes of Treadle's protocols, and an event loop in virtual time: for tests and simulations, yours as well.
+"""Fakes of Treadle's protocols, and an event loop in virtual time: for tests and simulations, including yours.
 
-Nothing here needs torch, and nothing that trains imports it.
+Nothing here needs torch, and no training code imports it.
 """
 
 from treadle.testing.fakes import FakeAttempt, FakeEngine, FakeRunner, FakeTrainer

@@ -37,11 +37,11 @@ from treadle.rollout.session import Address
 class FakeEngine:
     """Answers each call with `reply(prompt_ids, sampling)`, cut to `max_tokens`, every token at logprob `logprob`.
 
-    A completion counts as stopped if it was not cut. `reply` may raise to play a failing engine. Where sampling leaves
-    no choice (temperature 0, top_k 1) tokens have logprob 0.
-    delay: called once a call, returns the seconds that it takes; its tokens come evenly over that time, each of the
-    version published last. A call that is cancelled meanwhile ends at once.
-    `calls` keeps every prompt it was sent, `running` counts calls in flight, `aborted` those that were cancelled.
+    A completion counts as stopped unless it was cut. `reply` may raise to simulate a failing engine. For deterministic
+    sampling (temperature 0, top_k 1) tokens have logprob 0.
+    delay: called once per call, returns its duration in seconds; tokens arrive evenly over that time, each with the
+    latest published version. A cancelled call ends immediately. `calls` records every prompt, `running` counts calls in
+    flight, `aborted` cancelled ones.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class FakeEngine:
         return np.full(len(ids) - 1, self.logprob, np.float32)
 
     async def publish(self, version: int) -> None:
-        """Report this version for the tokens that come later: an engine without weights is its own `WeightSync`."""
+        """Report this version for later tokens: an engine without weights is its own `WeightSync`."""
         self.version = version
 
     def status(self) -> list[ComponentStatus]:
         return [ComponentStatus("engine", "fake", running=self.running, sessions=len(self.open), version=self.version)]
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """No-op: there is nothing to release."""
 
     async def _versions(self, tokens: int) -> list[int]:
         if self.delay is None:
@@ -122,10 +122,10 @@ class FakeAttempt:
 
 
 class FakeRunner:
-    """Plays each attempt as `script(trajectory_id, task, address)` says, on the event loop's clock.
+    """Plays each attempt according to `script(trajectory_id, task, address)`, on the event loop's clock.
 
-    A step has two tokens, of the engine's versions when it began and when it ended. places: steps that the engine
-    samples at a time; others wait, which counts as part of their seconds. playing: attempts that are under way.
+    A step has two tokens, of the engine's versions at its beginning and end. places: number of steps sampled
+    concurrently; others wait, which counts as part of their seconds. playing: attempts in progress.
     """
 
     def __init__(
@@ -194,9 +194,9 @@ R = TypeVar("R")
 
 
 class FakeTrainer:
-    """Makes one update a batch, which takes `seconds` and changes nothing; there are no weights to publish or save.
+    """Makes one update per batch, which takes `seconds` and changes nothing; there are no weights to publish or save.
 
-    on_batch: called with the groups of each batch, before the update takes its time. logprob: of every token.
+    on_batch: called with the groups of each batch, before the update takes its time. logprob: logprob of every token.
     """
 
     checkpoint_bytes = 0
@@ -244,4 +244,4 @@ class FakeTrainer:
         return []
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """No-op: there is nothing to release."""

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps: what waits for hours is over at once, and in the same order every time."""
+"""An event loop with a jumping clock: waits of hours end immediately, and in the same order every time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Ts = TypeVarTuple("Ts")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs in virtual time, which starts at 0 and jumps to the next timer when nothing is left to be done before it.
+    """Runs in virtual time, which starts at 0 and jumps to the next timer when nothing else is left to do.
 
-    Invariant: time stands still while a function runs in one of its executors (`asyncio.to_thread` included): what it
-    computes takes no time.
+    Invariant: time stands still while a function runs in one of its executors (`asyncio.to_thread` included): computing
+    takes no time.
 
-    For coroutines that wait for each other, for timers and for threads; not for sockets or processes, whose time is
-    real. With asyncio.Runner(loop_factory=VirtualLoop). Raises RuntimeError where nothing would ever happen again.
+    For coroutines that wait for each other, for timers and for threads; not for sockets or processes, which live in
+    real time. Use with asyncio.Runner(loop_factory=VirtualLoop). Raises RuntimeError on a deadlock.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Run it as usual; time stands still until it is done."""
+        """Run it as usual; time stands still until it has finished."""
         future = super().run_in_executor(executor, func, *args)
         self._busy += 1
         future.add_done_callback(self._done)
@@ -45,9 +45,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._busy -= 1
 
     def advance(self, seconds: float | None) -> float | None:
-        """Jump `seconds`, to the next timer, unless a thread is busy; return for how long the selector may really wait.
+        """Jump `seconds`, to the next timer, unless a thread is busy; return the selector's real waiting time.
 
-        None: there is no timer, or it may wait for ever. Raises RuntimeError where nothing would ever happen again.
+        None: no timer, so the selector may wait indefinitely. Raises RuntimeError on a deadlock.
         """
         if self._busy:
             return None
@@ -61,14 +61,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Jumps where the loop would wait."""
+    """Jumps when the loop would wait."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Return what is ready now; otherwise after the jump, or after a real wait for a thread."""
+        """Return events ready now; otherwise after the jump, or after a real wait for a thread."""
         ready = super().select(0)
         if ready or (timeout is not None and timeout <= 0):
             return ready

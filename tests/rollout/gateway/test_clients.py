@@ -328,9 +328,9 @@ async def test_what_clients_ask_for_in_vain_is_said_once() -> None:
             await client.responses.create(model="m", input="hi", tools=tools, temperature=0.2)  # type: ignore[arg-type]
             await client.responses.create(model="m", input="hi", temperature=0.3)
     assert said == [
-        "agents offer tools of type web_search, which no model here can be told of: they are left out",
-        "agents offer tools of type namespace, which no model here can be told of: they are left out",
-        "agents ask for another temperature than the recipe's, which holds (rollout)",
+        "agents offer tools of type web_search, which no model here supports: they are left out",
+        "agents offer tools of type namespace, which no model here supports: they are left out",
+        "agents request another temperature; the recipe's is used (rollout)",
     ]
 
 

@@ -1,1 +1,1 @@
-"""Agent programs: what they are, the clients that they are given, and those that run as a process of their own."""
+"""Agent programs: their interface, the clients passed to them, and programs in separate processes."""

@@ -1,4 +1,4 @@
-"""Agent programs: code that drives the conversation itself, through an SDK, and is played as one attempt."""
+"""Agent programs: code that drives the conversation itself, through an SDK, played as one attempt."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recovered:
-    """Return this from an agent that got over calls without an answer, so that its reward counts all the same.
+    """Returned by an agent that recovered from unanswered calls, so that its reward counts anyway.
 
     Otherwise an attempt has no reward if a call failed in the engine, the gateway or the chat template, or was given up
-    by the client (a time limit, a cancelled race), and no retry was answered: its grade may be that of a slow engine.
+    by the client (a time limit, a cancelled race), and no retry was answered: its grade might reflect a slow engine.
     """
 
     reward: float | Reward
 
 
-_PACKAGES = ("openai", "fastapi", "uvicorn")  # of the extra `train`
+_PACKAGES = ("openai", "fastapi", "uvicorn")  # in the extra `train`
 
 
 class AsyncAgent(Protocol):
-    """Plays one attempt: `async def agent(task, client)`, or an object that is called like that.
+    """Plays one attempt: `async def agent(task, client)`, or an object callable in the same way.
 
-    client: of OpenAI's SDK, ready to use; every call through it is recorded and may be trained. The trained model
-    answers, whatever model a call names. Annotated as `anthropic.AsyncAnthropic`, it is of Anthropic's SDK. Other SDKs
-    reach the same session by its `base_url` and `api_key`.
+    client: a ready OpenAI client; every call through it is recorded and may be trained. The trained model answers,
+    whatever model a call names. If annotated as `anthropic.AsyncAnthropic`, it is an Anthropic client. Other SDKs reach
+    the same session by its `base_url` and `api_key`.
 
-    Returns the attempt's reward, which belongs to its last step, or that as `Recovered`. If it raises, or takes more
-    than `rollout.agent_timeout` seconds, this attempt fails. It shares the run's event loop: run blocking code by
+    Returns the attempt's reward, which is added to its last step, plain or as `Recovered`. If it raises, or takes more
+    than `rollout.agent_timeout` seconds, this attempt fails. It shares the run's event loop: run blocking code with
     `asyncio.to_thread`, or write a `SyncAgent`.
     """
 
@@ -49,9 +49,9 @@ class AsyncAgent(Protocol):
 
 
 class SyncAgent(Protocol):
-    """Plays one attempt as `AsyncAgent` does, but as plain `def agent(task, client)`, in a thread of its own.
+    """Plays one attempt as `AsyncAgent` does, but as plain `def agent(task, client)`, in its own thread.
 
-    client: OpenAI's synchronous one. At `rollout.agent_timeout` the attempt ends, and nobody waits for the thread.
+    client: OpenAI's synchronous client. At `rollout.agent_timeout` the attempt ends without waiting for the thread.
     """
 
     def __call__(self, task: Task, client: OpenAI) -> float | Reward | Recovered: ...
@@ -67,13 +67,13 @@ AGENT_FUNCTION = Expected(
 def load_agent(name: str) -> Agent:
     """Return the agent `name` (registered under `treadle.agents`, or `module:attribute`).
 
-    Raises ConfigError for an unknown name, no function, other parameters than (task, client), or missing packages.
+    Raises ConfigError for an unknown name, a non-function, parameters other than (task, client), or missing packages.
     """
     return check_agent(registry.resolve("agents", name), name)
 
 
 def check_agent(candidate: object, name: str) -> Agent:
-    """Return the object, if it is an agent. Raises ConfigError as `load_agent` does."""
+    """Return the object if it is an agent. Raises ConfigError as `load_agent` does."""
     where = f"agents: {name!r}"
     check_function(candidate, where, AGENT_FUNCTION)
     wanted = wanted_client(candidate).removeprefix("Async")
@@ -92,7 +92,7 @@ def check_agent(candidate: object, name: str) -> Agent:
 
 
 def is_agent(candidate: object) -> bool:
-    """Whether it is an agent: any `async def`, or a function whose second parameter is `client`."""
+    """Return whether it is an agent: any `async def`, or a function with a second parameter `client`."""
     if inspect.isclass(candidate) or not callable(candidate):
         return False
     return is_async(candidate) or list(inspect.signature(candidate).parameters)[1:2] == ["client"]

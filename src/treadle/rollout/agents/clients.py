@@ -1,4 +1,4 @@
-"""Ready clients of the OpenAI and Anthropic SDKs, for one attempt's session; imports the SDKs when first needed."""
+"""Ready clients of the OpenAI and Anthropic SDKs for one attempt's session; the SDKs are imported on first use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def async_client(base_url: str, api_key: str, timeout: float) -> AsyncIterator[AsyncOpenAI]:
-    """Yield a client of the session at `base_url`, which ends in `/v1`. timeout: of each of its calls, seconds."""
+    """Yield a client of the session at `base_url`, which ends in `/v1`. timeout: limit of each call, in seconds."""
     import openai
 
-    http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=_tls())  # a proxy must not be asked for loopback
+    http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=_tls())  # loopback must bypass proxies
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, http_client=http) as client:
         yield client
 
 
 @asynccontextmanager
 async def sync_client(base_url: str, api_key: str, timeout: float) -> AsyncIterator[OpenAI]:
-    """Yield a synchronous client, for code that runs in a thread. Parameters: as of `async_client`."""
+    """Yield a synchronous client, for code in a thread. Parameters as in `async_client`."""
     import openai
 
     http = openai.DefaultHttpxClient(trust_env=False, verify=_tls())
@@ -40,7 +40,7 @@ async def sync_client(base_url: str, api_key: str, timeout: float) -> AsyncItera
 async def client_of(
     agent: object, base_url: str, api_key: str, timeout: float
 ) -> AsyncIterator[AsyncOpenAI | OpenAI | AsyncAnthropic | Anthropic]:
-    """Yield the client that an agent is called with: of the SDK that it is annotated with, or OpenAI's."""
+    """Yield the client for an agent: of the SDK in its annotation, or OpenAI's."""
     claude = wants_anthropic(agent)
     if is_async(agent):
         async with async_client(base_url, api_key, timeout) as client, AsyncExitStack() as stack:
@@ -51,7 +51,7 @@ async def client_of(
 
 
 def wanted_client(agent: object) -> str:
-    """Return the class that its second parameter is annotated as, without its module: "AsyncOpenAI"; or ""."""
+    """Return the annotated class of its second parameter, without the module: "AsyncOpenAI"; or ""."""
     parameters = [*inspect.signature(agent).parameters.values()] if callable(agent) else []
     annotation = parameters[1].annotation if len(parameters) > 1 else ""
     return str(getattr(annotation, "__name__", annotation)).rpartition(".")[2]
@@ -87,5 +87,5 @@ def anthropic_base_url(client: AsyncOpenAI | OpenAI) -> str:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Make the TLS context once for all attempts: reading the certificates takes some 20 ms."""
+    """Create the TLS context once for all attempts: reading the certificates takes some 20 ms."""
     return ssl.create_default_context()

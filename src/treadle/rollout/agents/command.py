@@ -1,15 +1,15 @@
-"""`Command`: an agent that is any program. It reads its task from standard input and reaches the model by environment
-variables.
+"""`Command`: any program as an agent. It reads its task from stdin and finds the model by environment variables.
+
 
     solve = Command([sys.executable, "my_agent.py"])          # in my_agents.py; in the recipe: agent: my_agents:solve
 
-Standard input: the task as one line of JSON (task_id, prompt, ground_truth, extras). Environment: `INHERITED` of the
-run's, with OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY leading to the attempt's own
-session. Standard output: whatever it likes, and as its last line the reward, as JSON: {"reward": 0.5}; with
-"recovered": true, if it got over calls without an answer (`Recovered`).
+Standard input: the task as one line of JSON (task_id, prompt, ground_truth, extras). Environment: the run's `INHERITED`
+variables, plus OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY of the attempt's own session.
+Standard output: anything, with the reward as JSON in the last line: {"reward": 0.5}; add "recovered": true if it
+recovered from unanswered calls (`Recovered`).
 
-The program is not confined: it runs with the rights of the run, on its files and network. Put a container or another
-sandbox into the command where the model's words are executed.
+The program is not confined: it has the run's rights to its files and network. If it executes model output, include a
+container or another sandbox in the command.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 class Command:
     """Plays an attempt by running a program once.
 
-    words: the program and its arguments, run without a shell. environment: more variables. directory: where it runs
-    (default: where the run does).
-    inherit: names of variables that it gets from the run, beside `INHERITED`; patterns such as "AWS_*".
-    user_namespace: run it in a Linux user namespace of its own, in which other programs of the run cannot read its key
-    and memory in /proc, nor it theirs or the run's. There is no other user in it: no sudo, no rootless containers.
+    words: program and arguments, run without a shell. environment: additional variables. directory: working directory
+    (default: the run's).
+    inherit: names of further variables to pass on from the run, beside `INHERITED`; patterns such as "AWS_*".
+    user_namespace: run it in its own Linux user namespace, so that neither it nor other programs of the run can read
+    each other's keys and memory in /proc, nor it the run's. It contains no other user: no sudo, no rootless containers.
 
-    When the program ends, its time is over, or the run stops or is killed, all processes that it started are killed;
-    on systems other than Linux, those of its process group (`supervisor`). Only the end of its output is kept.
+    When the program ends or times out, or the run stops or is killed, all processes it started are killed; on systems
+    other than Linux, its process group (`supervisor`). Only the end of its output is kept.
     """
 
     words: Sequence[str]
@@ -66,7 +66,7 @@ class Command:
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Recovered:
         """Run the program and return its reward. Raises TrajectoryFailure (agent)."""
         row = {name: getattr(task, name) for name in ("task_id", "prompt", "ground_truth", "extras")}
-        with tempfile.TemporaryFile() as stdin:  # a file, so that nothing waits for a program that does not read it
+        with tempfile.TemporaryFile() as stdin:  # a file, so that a program that never reads it blocks nothing
             stdin.write(json.dumps(row, default=dict).encode() + b"\n")
             stdin.seek(0)
             variables = self._variables(client)
@@ -95,8 +95,8 @@ class Command:
             "ANTHROPIC_API_KEY": client.api_key,
             **self.environment,
         }
-        variables.pop("ANTHROPIC_AUTH_TOKEN", None)  # the SDK would send it beside the key
-        for name in ("NO_PROXY", "no_proxy"):  # a proxy must not be asked for loopback
+        variables.pop("ANTHROPIC_AUTH_TOKEN", None)  # the SDK would send it in addition to the key
+        for name in ("NO_PROXY", "no_proxy"):  # loopback must bypass proxies
             variables[name] = ",".join(filter(None, (variables.get(name), client.base_url.host)))
         return variables
 
@@ -110,7 +110,7 @@ def _reward(stdout: str) -> float | Recovered:
     if not isinstance(row, dict) or "reward" not in row:
         wanted = 'the last line of its output must be its reward, as in {"reward": 0.5}'
         raise TrajectoryFailure(Cause.AGENT, f"{wanted}; it is {line[-200:]!r}")
-    reward: float = row["reward"]  # checked as any agent's reward
+    reward: float = row["reward"]  # checked like any agent's reward
     return Recovered(reward) if row.get("recovered") is True else reward
 
 
@@ -118,21 +118,22 @@ INHERITED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
 )
-"""Environment variables of the run that a program gets: what it needs to start and read files, and no secrets."""
+"""Environment variables passed on from the run: what programs need to start and read files, without secrets."""
 
 _SUPERVISOR = (sys.executable, "-I", "-S", str(Path(supervisor.__file__)))
 
 
 class SupervisedProgram:
-    """A program under a supervisor: all processes that it starts end with it, with `stop`, and with this process.
+    """A program under a supervisor: all processes it starts end with it, with `stop`, and with this process.
 
-    Make it with `start`, and always call `stop` in the end.
+    Create it with `start`, and always call `stop` at the end.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         self._process = process
-        self._output = asyncio.ensure_future(process.stdout.read())  # at once: a full pipe would keep it from ending
+        # immediately: a full pipe would keep it from exiting
+        self._output = asyncio.ensure_future(process.stdout.read())
 
     @classmethod
     async def start(
@@ -144,7 +145,7 @@ class SupervisedProgram:
         user_namespace: bool = False,
         grace: float = supervisor.GRACE,
     ) -> Self:
-        """Start the program. stdin: a file descriptor. grace: seconds that `stop` gives it to end by itself."""
+        """Start the program. stdin: a file descriptor. grace: seconds that `stop` gives it to exit."""
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 *_SUPERVISOR,
@@ -152,7 +153,7 @@ class SupervisedProgram:
                 stdout=subprocess.PIPE,
                 pass_fds=(stdin,),
                 env=inherited_variables(),
-                start_new_session=True,  # Ctrl-C is the run's
+                start_new_session=True,  # Ctrl-C is handled by the run
             )
         )
         try:
@@ -183,13 +184,13 @@ class SupervisedProgram:
 
 
 def inherited_variables(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment variables that a program gets. more: names or patterns beside `INHERITED`."""
+    """Return the environment variables for a program. more: names or patterns beside `INHERITED`."""
     patterns = (*INHERITED, *more)
     return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
 
 
 def no_user_namespace() -> str:
-    """Return why a program cannot have a user namespace of its own; "" if it can."""
+    """Return why a program cannot have its own user namespace; "" if it can."""
     order = _order(["true"], environment={}, stdin=0, user_namespace=True, grace=0)
     done = subprocess.run(_SUPERVISOR, input=order, capture_output=True, check=False)
     return str(json.loads(done.stdout).get("error", ""))

@@ -1,11 +1,11 @@
-"""`python supervisor.py`: runs a program and kills all processes that it started.
+"""`python supervisor.py`: runs a program and kills all processes it started.
 
 Standard input: the order, one line of JSON (words, environment, directory, stdin: a file descriptor, user_namespace,
-grace: seconds). When the caller closes it, or is killed, the program is asked to end, then killed. Standard output: the
+grace: seconds). When the caller closes it, or is killed, the program is terminated, then killed. Standard output: the
 result as JSON, once no process of the program is left.
 
-On Linux it is a subreaper: what the program started, in any process group or session, becomes a child of this process
-when its own parent ends, and can be found and killed. Elsewhere only the program's own group is killed.
+On Linux it is a subreaper: processes started by the program, in any process group or session, become its children when
+their own parent ends, and can be found and killed. Elsewhere only the program's own group is killed.
 
 Standard library only, to start fast.
 """
@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TAIL = 2**16  # bytes of each output that are kept
-GRACE = 2.0  # seconds that a program usually has between SIGTERM and SIGKILL
+TAIL = 2**16  # bytes kept of each output
+GRACE = 2.0  # default seconds between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _CLONE_NEWUSER = 0x10000000  # linux/sched.h
 _CHILDREN = Path("/proc/thread-self/children")
@@ -31,19 +31,19 @@ _CHILDREN = Path("/proc/thread-self/children")
 
 def main() -> None:
     line = sys.stdin.buffer.readline()
-    if line.endswith(b"\n"):  # else the caller has ended
+    if line.endswith(b"\n"):  # otherwise the caller has ended
         result = json.dumps(run(json.loads(line))).encode()
         with suppress(BrokenPipeError):
             os.write(1, result)
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Return status (as of `subprocess`), stdout and stderr (their last TAIL bytes); or error, if it cannot start."""
-    ended, wakeup = os.pipe()  # readable when a child has ended
+    """Return status (as in `subprocess`), stdout and stderr (their last TAIL bytes); or error, if it cannot start."""
+    ended, wakeup = os.pipe()  # readable once a child has ended
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    if _CHILDREN.exists():  # elsewhere it could not find the children it adopts
+    if _CHILDREN.exists():  # elsewhere it could not find adopted children
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         if order["user_namespace"]:
@@ -74,7 +74,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes], grace: float) -> None:
-    """Read the program's outputs until it has ended, or until `grace` seconds after it was asked to."""
+    """Read the program's outputs until it has ended, or until `grace` seconds after its termination request."""
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         for source in (0, ended, *tails):
@@ -93,12 +93,12 @@ def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, byte
                 elif not os.read(0, 4096):  # the other end is closed
                     selector.unregister(0)
                     deadline = time.monotonic() + grace
-                    with suppress(ProcessLookupError):  # it has ended just now
+                    with suppress(ProcessLookupError):  # it has just ended
                         os.killpg(program.pid, signal.SIGTERM)
 
 
 def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
-    """Read available output and keep its end. Returns it: None if there is nothing yet, b"" at its end."""
+    """Read available output and keep its end. Returns None if there is nothing yet, b"" at its end."""
     try:
         data = os.read(output, TAIL)
     except BlockingIOError:
@@ -110,19 +110,19 @@ def _read(output: int, tails: dict[int, bytes]) -> bytes | None:
 def _kill(program: "subprocess.Popen[bytes]") -> None:
     """Kill the program's group, then all children until there are none: a killed one's children become ours.
 
-    Those that run as another user (sudo) cannot be killed.
+    Processes of another user (sudo) cannot be killed.
     """
-    with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS, all of it are zombies
+    with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS, its processes are zombies
         os.killpg(program.pid, signal.SIGKILL)
     while _reap(program):
         children = _children()
-        if children and not any([_kill_child(child) for child in children]):  # all of them
+        if children and not any([_kill_child(child) for child in children]):  # not a generator: kill all of them
             return
         time.sleep(0.001)
 
 
 def _kill_child(child: int) -> bool:
-    """Kill a child, unless that is not allowed. A child keeps its number until it is reaped."""
+    """Kill a child if permitted. A child keeps its number until it is reaped."""
     try:
         os.kill(child, signal.SIGKILL)
     except PermissionError:
@@ -131,7 +131,7 @@ def _kill_child(child: int) -> bool:
 
 
 def _reap(program: "subprocess.Popen[bytes]") -> bool:
-    """Reap children that have ended, also adopted ones. Returns whether others are left."""
+    """Reap ended children, including adopted ones. Returns whether others are left."""
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == program.pid:
@@ -150,9 +150,9 @@ def _children() -> list[int]:
 
 
 def _enter_user_namespace() -> None:
-    """Enter a user namespace, into which processes of sibling namespaces cannot look. Raises OSError if not allowed.
+    """Enter a user namespace, into which processes of sibling namespaces cannot look. Raises OSError if not permitted.
 
-    It has one user, with the number of the present one.
+    Its only user has the number of the present one.
     """
     user, group = os.geteuid(), os.getegid()
     _system_call("unshare", _CLONE_NEWUSER)

@@ -1,7 +1,7 @@
-"""`AttemptDriver`: what plays one attempt on a session. Environments and agent programs have one each.
+"""`AttemptDriver`: plays one attempt on a session. Environments and agent programs have one each.
 
-Another one is a class, given to `treadle.train` or named in a recipe or a task (`driver: my_module:MyDriver`, or a name
-that a package registers under `treadle.drivers`); docs/agents.md has an example.
+To add one, write a class and pass it to `treadle.train`, or name it in a recipe or a task (`driver:
+my_module:MyDriver`, or a name that a package registers under `treadle.drivers`); docs/agents.md has an example.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ S = TypeVar("S", bound=Session)
 
 @dataclass(frozen=True, slots=True)
 class DriverSetup:
-    """What a driver may know of its run.
+    """A driver's view of its run.
 
-    parse: reads the replies of agent programs. gateway: where they reach the model; served once a driver opens it.
+    parse: parser of agent programs' replies. gateway: gateway to the model; served once a driver opens it.
     directory: the run's, below which a driver may write; None in an evaluation.
     """
 
@@ -48,16 +48,17 @@ class DriverSetup:
 
 
 class AttemptDriver(Protocol[S]):
-    """Plays attempts, many of them side by side, each on a session of its own.
+    """Plays attempts, many concurrently, each on its own session.
 
-    A run has one instance. It is made with a `DriverSetup`, and entered as an async context around all attempts: what
-    they share (a gateway, worker processes) lives as long. Subclass it and write `play`; everything else has a default.
+    A run has one instance, created with a `DriverSetup` and entered as an async context around all attempts; resources
+    shared by attempts (a gateway, worker processes) live as long. Subclass it and write `play`; everything else has a
+    default.
 
     may_wait: whether an attempt may wait for others to end before it calls the model. By default the engine then does
     not wait for all of them in a synchronous run either (`engine.lock_step`).
-    replayable: whether an attempt that was interrupted may be played again with the recorded answers
-    (`rollout.replay`); false where it leaves traces outside that would be met again.
-    options_type: of a recipe's `driver_options`; a driver that has one is made with `(setup, options)`.
+    replayable: whether an interrupted attempt may be played again with the recorded answers (`rollout.replay`); false
+    if it has external side effects that a replay would repeat.
+    options_type: type of a recipe's `driver_options`; a driver with options is created with `(setup, options)`.
     """
 
     may_wait: ClassVar[bool] = False
@@ -75,7 +76,7 @@ class AttemptDriver(Protocol[S]):
         return None
 
     def open_session(self, spec: SessionSpec) -> S:
-        """Open the session that records one attempt. Must not wait: the engine relies on the session being there."""
+        """Open the session that records one attempt. Must not wait: the engine relies on the session being open."""
         return cast(S, Session(spec))
 
     def replays(self, task: Task) -> bool:
@@ -84,28 +85,28 @@ class AttemptDriver(Protocol[S]):
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait until one more attempt may begin, and hold its place. Time limits count from then on."""
+        """Wait until one more attempt may begin, and hold its slot. Time limits count from then on."""
         yield
 
     async def describe(self, task: Task) -> str:
-        """Describe what plays tasks such as this one, for a dry run. Raises ConfigError if nothing can play them."""
+        """Describe the player of tasks such as this one, for a dry run. Raises ConfigError if they cannot be played."""
         return ""
 
     async def check(self, session: S, task: Task) -> None:
         """Raise ConfigError or EngineError if attempts at tasks such as this one cannot work.
 
-        Called once, before the first attempt. session: one that may be called, and is thrown away.
+        Called once, before the first attempt. session: a disposable session that may be called.
         """
         return None
 
     async def play(self, session: S, task: Task, user: UserCode) -> Outcome:
-        """Play the task on the session; return how that ended (`outcome.outcome_of`).
+        """Play the task on the session; return how it ended (`outcome.outcome_of`).
 
-        May raise what `outcome.ATTEMPT_ERRORS` lists, as `Session.chat` does: that ends this attempt, by the same
-        table. Anything else that it raises ends the run; code that is not trusted is called through `user.call`. The
-        caller closes the session, at the latest when this has returned, and keeps time limits by cancelling it.
+        May raise `outcome.ATTEMPT_ERRORS`, as `Session.chat` does: that ends this attempt, by the same table. Any other
+        error ends the run; call untrusted code through `user.call`. The caller closes the session, at the latest when
+        this returns, and enforces time limits by cancelling it.
 
-        task: a copy, which may be changed. user: the boundary behind which the attempt's user code is called.
+        task: a copy, which may be changed. user: the boundary for calling the attempt's user code.
         """
         ...
 
@@ -114,19 +115,19 @@ DriverFactory = Callable[[DriverSetup], AttemptDriver[Any]]
 
 
 def load_driver(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFactory:
-    """Return what makes drivers of class `name` (registered, or `module:Class`) with the options.
+    """Return a factory of drivers of class `name` (registered, or `module:Class`) with the options.
 
-    Raises ConfigError for an unknown name, for what is no driver class, and for options that it does not take.
+    Raises ConfigError for an unknown name, a class that is not a driver, and options it does not take.
     """
     return check_driver(registry.resolve("drivers", name), name, options)
 
 
 def check_driver(candidate: object, name: str, options: Mapping[str, Any] = NO_OPTIONS) -> DriverFactory:
-    """Return the class, if it is a driver's, made with the options. Raises ConfigError as `load_driver` does."""
+    """Return a factory of drivers if the class is one. Raises ConfigError as `load_driver` does."""
     where = f"drivers: {name!r}"
     if not is_driver(candidate):
         is_class = inspect.isclass(candidate)
-        what = "is no subclass" if is_class else f"is of type {type(candidate).__name__}, it must be a subclass"
+        what = "is not a subclass" if is_class else f"is of type {type(candidate).__name__}, it must be a subclass"
         raise ConfigError(f"{where} {what} of AttemptDriver")
     if candidate.play is AttemptDriver.play:
         raise ConfigError(f"{where}: play is missing; write 'async def play(self, session, task, user)'")

@@ -2,8 +2,8 @@
 
 make -> reset -> (chat -> step)* -> finish -> close
 
-Before a call whose prompt would be too long, the policy is asked for a summary of the conversation, with which it goes
-on (`rollout.compaction`).
+Before a call with a prompt that would be too long, the policy is asked for a summary of the conversation, from which it
+continues (`rollout.compaction`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class EnvironmentDriver(AttemptDriver[Session]):
-    """Plays the tasks of environments, each attempt with an environment of its own.
+    """Plays environments' tasks, each attempt with its own environment.
 
-    parse: reads summaries, and replies for environments that take them parsed.
+    parse: parser of summaries, and of replies for environments that take them parsed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         return bool(getattr(made_class(self._environments[task.environment]), "replayable", True))
 
     async def play(self, session: Session, task: Task, user: UserCode) -> Outcome:
-        """Play an attempt and close its environment. A `close` that fails is a warning and takes no reward away."""
+        """Play an attempt and close its environment. A failing `close` is a warning and leaves the reward unchanged."""
         factory = self._environments[task.environment]
         environment = IsolatedEnvironment(task.environment, factory, user, self._config, session.models)
         ended_by: AttemptError | None
@@ -75,7 +75,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
     async def _play(
         self, environment: IsolatedEnvironment, task: Task, session: Session
     ) -> StepsExceeded | ContextExceeded | None:
-        """Play an attempt from its first prompt to its last reward; return the limit that ended it, if one did."""
+        """Play an attempt from its first prompt to its last reward; return the limit that ended it, or None."""
         await environment.make()
         history = History(await environment.reset(task), self._config.conversation == "single_message")
         session.parse = self._parse if environment.takes_reply else session.parse
@@ -103,7 +103,8 @@ class EnvironmentDriver(AttemptDriver[Session]):
         else:
             limit = StepsExceeded(self._config.max_steps)
         if session.models is None or not session.models.copies:
-            session.close()  # the engine waits for it, and `finish` may take its time
+            # The engine may wait for this session, and `finish` may be slow.
+            session.close()
         ended = Status.DONE if limit is None else LIMITS[type(limit)]
         finish = await environment.finish(ended)
         session.reward_last(Reward.of(finish.reward), add=True)
@@ -111,9 +112,9 @@ class EnvironmentDriver(AttemptDriver[Session]):
         return limit
 
     async def _reply(self, history: History, environment: IsolatedEnvironment, session: Session) -> SessionReply:
-        """Sample the next reply; if the history has become too long, after a summary that takes its place.
+        """Sample the next reply; if the history is too long, first replace it by a summary.
 
-        Raises ContextExceeded if no summary is accepted: those that are complete and more than a thought are.
+        Raises ContextExceeded if no summary is accepted: accepted ones are complete and have text besides a thought.
         """
         compaction, options = self._config.compaction, _options(history, environment)
         if compaction is None or (kept := history.kept(compaction.keep_last)) is None:
@@ -126,7 +127,7 @@ class EnvironmentDriver(AttemptDriver[Session]):
         request = [*history.messages, Message(role="user", content=compaction.prompt)]
         brief = replace(
             options, tool_calls=False, max_tokens=compaction.max_tokens, parse=self._parse, summary=True
-        )  # parsed for every environment: a thought is no part of a summary
+        )  # parsed for every environment, to keep thoughts out of a summary
         for _ in range(compaction.attempts):
             reply = await session.chat(request, environment.tools, brief)
             summary = reply.message["content"].strip()
@@ -151,12 +152,12 @@ def _options(history: History, environment: IsolatedEnvironment) -> CallOptions:
 
 
 class IsolatedEnvironment:
-    """The environment of one attempt, its answers checked. Whatever goes wrong in it is raised as TrajectoryFailure.
+    """The environment of one attempt, with its answers checked. Raises all of its failures as TrajectoryFailure.
 
-    `async` methods run on the event loop, others on the attempt's thread. An environment given by its class is made
-    there, too, if its `step` is not `async`.
+    `async` methods run on the event loop, others on the attempt's thread. An environment given as a class is also
+    constructed there, unless its `step` is `async`.
 
-    models: those beside the policy that it may call. longest_wait: set by `make`. tools, takes_reply (whether `step`
+    models: models beside the policy that it may call. longest_wait: set by `make`. tools, takes_reply (whether `step`
     takes a parsed `Reply`), required_steps: set by `reset`.
     """
 
@@ -183,7 +184,7 @@ class IsolatedEnvironment:
     async def reset(self, task: Task) -> list[Message]:
         """Start the attempt and return its first messages. Fails if it needs more than `rollout.max_steps` calls."""
         if Environment in type(self._environment).__mro__:
-            self._environment.task = task  # type: ignore[union-attr]  # for a `reset` that does not keep it
+            self._environment.task = task  # type: ignore[union-attr]  # in case `reset` does not store it
         messages = await self._call("reset", task, check=self._checked_reset)
         if self.required_steps > self._config.max_steps:
             raise _failure(
@@ -202,16 +203,16 @@ class IsolatedEnvironment:
         return await self._call("step", argument, check=self._checked_step, what=what)
 
     async def finish(self, ended: Status) -> Finish:
-        """Finish the attempt, count its metrics, and return what is added to the last rewards."""
+        """Finish the attempt, count its metrics, and return the additions to the last rewards."""
         finish = getattr(self._environment, "finish", None)
         if finish is None or getattr(finish, "__func__", None) is Environment.finish:
             return Finish()
         return await self._call("finish", ended, check=self._checked_finish)
 
     async def close(self) -> str:
-        """Close the environment. Return what went wrong, as a warning; the attempt is over and keeps its reward.
+        """Close the environment. Return any failure as a warning; the attempt is over and keeps its reward.
 
-        If the attempt's thread is stuck, a plain `close` runs there once it is free; nothing waits for it.
+        If the attempt's thread is stuck, a plain `close` runs there once it is free, without being awaited.
         """
         thread = self._user.thread
         if thread is not None and thread.is_abandoned and not self._is_async("close"):
@@ -270,7 +271,7 @@ class IsolatedEnvironment:
         if step.done:
             return step._replace(reward=reward, done=True, history=None)
         history = None if step.history is None else _checked_messages(step.history, "step: history")
-        goes_on = history is not None or step.rejected  # without observations, too
+        goes_on = history is not None or step.rejected  # allowed without observations
         observations = _checked_messages(step.observations, "step", may_be_empty=goes_on)
         return step._replace(observations=observations, reward=reward, done=False, history=history)
 
@@ -279,7 +280,7 @@ class IsolatedEnvironment:
             raise _failure(f"step gave rejected={step.rejected!r:.100}; it must be true or false")
         if step.rejected and (reward or step.done):
             what = f"the reward {reward.total():g}" if reward else "done"
-            raise _failure(f"step rejected a reply and gave {what}; a reply that is not used earns and ends nothing")
+            raise _failure(f"step rejected a reply and gave {what}; an unused reply earns and ends nothing")
         if (step.rejected or step.history is not None) and self._config.conversation == "single_message":
             raise _failure("step gave history or rejected; set rollout.conversation to 'turns' for that")
 
@@ -289,7 +290,9 @@ class IsolatedEnvironment:
         if not isinstance(rewards, Mapping) or (unknown := [role for role in rewards if role not in copies]):
             what = f"rewards of {unknown[0]!r}" if isinstance(rewards, Mapping) else f"rewards={rewards!r:.100}"
             known = f"models has {', '.join(copies)}" if copies else "models has none"
-            raise _failure(f"{method} gave {what}; they are of copies of the policy, by name: {known} (policy: true)")
+            raise _failure(
+                f"{method} gave {what}; they belong to copies of the policy, by name: {known} (policy: true)"
+            )
         for reward in rewards.values():
             _checked_reward(reward, method, self._environment)
 
@@ -329,13 +332,13 @@ def _failure(message: str) -> TrajectoryFailure:
     return TrajectoryFailure(Cause.ENVIRONMENT, message)
 
 
-_LARGEST = 1e300  # so that no sum of such values is infinite
+_LARGEST = 1e300  # keeps sums of such values finite
 
 
 def check_metrics(environments: Mapping[str, object]) -> None:
     """Raise ConfigError if environments declare a metric that cannot be counted, or one name in two ways.
 
-    environments: name -> class, or factory; a factory without an attribute `metrics` declares none yet.
+    environments: name -> class or factory; a factory without an attribute `metrics` declares none yet.
     """
     declared: list[tuple[str, Metric]] = []
     for name, environment in environments.items():
@@ -350,14 +353,14 @@ def check_metrics(environments: Mapping[str, object]) -> None:
             if metric.level not in ("step", "trajectory"):
                 raise ConfigError(f"{where}: {metric.name!r} is of level {metric.level}; make it step or trajectory")
             if metric.view != "played":
-                raise ConfigError(f"{where}: {metric.name!r} is of what is {metric.view}; leave view out")
+                raise ConfigError(f"{where}: {metric.name!r} has the view {metric.view}; leave view out")
             if not metric.name.removesuffix("*").isidentifier():
                 raise ConfigError(f"{where}: {metric.name!r} must be a name of letters, digits and underscores")
             for other, earlier in declared:
-                # one may be a family, as `skyrl_*`
+                # Either may be a family, such as `skyrl_*`.
                 names = fnmatchcase(metric.name, earlier.name) or fnmatchcase(earlier.name, metric.name)
                 if metric != earlier and names:
-                    raise ConfigError(f"{where}: {metric.name!r} is declared otherwise by {other!r}; rename one")
+                    raise ConfigError(f"{where}: {metric.name!r} is declared differently by {other!r}; rename one")
             declared.append((name, metric))
 
 
@@ -367,13 +370,13 @@ class EnvMetrics:
     def __init__(self, name: str, environment: object) -> None:
         try:
             check_metrics({name: environment})
-        except ConfigError as error:  # only now: a factory need not name them
+        except ConfigError as error:  # checked only now, as a factory need not declare them
             raise _failure(str(error)) from error
         self._class, self._declared = name_of(environment), tuple[Metric, ...](getattr(environment, "metrics", ()))
         self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if "*" not in metric.name}
 
     def record(self, info: object, method: str) -> None:
-        """Count the declared metrics in the `info` that a method gave."""
+        """Count the declared metrics in a method's `info`."""
         if not self._declared:
             return
         if not isinstance(info, Mapping):
@@ -392,7 +395,7 @@ class EnvMetrics:
                 self._values.setdefault(member, []).append(float(value))
 
     def measured(self) -> Measures:
-        """Return the metrics that have a value: all values at level step, their sum at level trajectory."""
+        """Return the metrics with a value: all values at level step, their sum at level trajectory."""
         return Measures(
             Tally.over(metric, values if metric.level == "step" else [math.fsum(values)])
             for metric, values in self._values.items()
@@ -401,7 +404,7 @@ class EnvMetrics:
 
 
 def _members(metric: Metric, info: Mapping[Any, Any]) -> list[Metric]:
-    """Return the metric; for a family, one for each of its names in `info`."""
+    """Return the metric; for a family, one member for each of its names in `info`."""
     prefix = metric.name.removesuffix("*")
     if prefix == metric.name:
         return [metric]

@@ -1,6 +1,6 @@
 """`GatewayDriver`: the base of drivers whose attempts call the model over HTTP; `AgentDriver`, for agent programs.
 
-AgentSession <- Gateway <- HTTP <- whatever `run` starts -> Graded
+AgentSession <- Gateway <- HTTP <- any code started by `run` -> Graded
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from treadle.rollout.session import CallOptions, GivenUp, Reply, Session, Sessio
 
 _DEFAULT = CallOptions()
 
-_GRACE = 5.0  # seconds that an agent whose time is over has to clean up
+_GRACE = 5.0  # seconds for an agent to clean up after its time limit
 BAD_REQUESTS = Metric("bad_requests", "trajectory", "sum", "requests", "malformed requests of agents, which get a 400")
 
 CallError = StepsExceeded | ContextExceeded | EngineError
-"""What a call of an agent is refused or fails with."""
+"""Errors that an agent's call may fail with."""
 
 
 class AgentSession(Session):
-    """Records an attempt whose calls come from an agent program: at most `max_calls`, those that the engine failed not
-    counted.
+    """Records an attempt with calls from an agent program: at most `max_calls`, excluding engine failures.
 
-    last_error: error of the last call to end, if it had one; an answer does not clear a StepsExceeded. errors: all of
-    these, as they come.
+    last_error: error of the last call to end, if any; an answer does not clear a StepsExceeded. errors: all of these,
+    in order.
     """
 
     def __init__(self, spec: SessionSpec, parse: ReplyParser = plain, *, max_calls: int) -> None:
@@ -63,13 +62,13 @@ class AgentSession(Session):
             return self._answered(await super().complete(prompt, options))
 
     def reject_unused(self) -> None:
-        """Reject the steps whose answers the agent threw away (`gateway.answers`)."""
+        """Reject the steps with answers that the agent discarded (`gateway.answers`)."""
         for number in self._answers.unused({number for number, step in self._steps.items() if step.dropped is None}):
             if number not in self.said_used:
                 self.reject(number)
 
     def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
-        self._check_calls()  # again: others may have been numbered while this one was rendered
+        self._check_calls()  # again, as other calls may have been numbered while this one was rendered
         if prompt.messages:
             place = self._answers.ask(prompt.messages, prompt.rendering.values if prompt.rendering else ())
         else:
@@ -102,11 +101,11 @@ class AgentSession(Session):
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """What an attempt was given at its end: its reward, and metrics of level `trajectory`.
+    """Result of an attempt: its reward, and metrics of level `trajectory`.
 
-    warning: something that went wrong without touching the reward. ended_by: if the driver knows it; default: the limit
-    that the session's last call met, if it did. recovered: whether its code got over each call that was not answered.
-    stopped: whether a time limit of the attempt, whose reward counts, ended its code in the middle of what it did.
+    warning: a problem without influence on the reward. ended_by: error that ended it, if the driver knows it; default:
+    the limit met by the session's last call, if any. recovered: whether its code recovered from each unanswered call.
+    stopped: whether a time limit interrupted the code of an attempt that still counts.
     """
 
     reward: Reward
@@ -118,7 +117,7 @@ class Graded:
 
 
 class GatewayDriver(AttemptDriver[AgentSession]):
-    """Plays attempts that reach the model through the run's gateway, each under a secret of its own.
+    """Plays attempts that reach the model through the run's gateway, each under its own secret.
 
     Subclass it and write `run`.
     """
@@ -138,17 +137,17 @@ class GatewayDriver(AttemptDriver[AgentSession]):
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         """Play the attempt and return its reward. Raises TrajectoryFailure.
 
-        address: where the session is reached until this has returned; it takes no calls afterwards.
+        address: address of the session until this returns; it takes no calls afterwards.
         """
         ...
 
     async def play(self, session: AgentSession, task: Task, user: UserCode) -> Outcome:
-        """Run the attempt and return how that ended, and how many of its requests were malformed.
+        """Run the attempt and return how it ended, and the number of its malformed requests.
 
         If a call failed on this side (engine, gateway, chat template), or was given up by the client, and no retry of
-        it was answered, there is no reward: what graded the attempt may have graded that. If its code raises after its
-        last call was refused for a limit, or for want of an answer, that call's error decides how the attempt ended; if
-        it was a limit, what the code raised becomes a warning.
+        it was answered, there is no reward: the grade might reflect that. If its code raises after its last call was
+        refused for a limit, or got no answer, that call's error decides how the attempt ended; for a limit, the code's
+        own error becomes a warning.
         """
         try:
             graded = await self._attached(task, session, user)
@@ -184,7 +183,7 @@ class GatewayDriver(AttemptDriver[AgentSession]):
 
 
 def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptError | None:
-    """Return what ended a graded attempt: a call that failed for good, or the limit that its last call met."""
+    """Return the error that ended a graded attempt: a permanently failed call, or the limit met by its last call."""
     if isinstance(graded.ended_by, TrajectoryFailure):
         return graded.ended_by
     lost = [f.error for f in session.unanswered if not (graded.stopped and isinstance(f.error, GivenUp))]
@@ -195,18 +194,18 @@ def _ended_by(graded: Graded, session: AgentSession, cause: Cause) -> AttemptErr
 
 
 def _lost(session: AgentSession, raised: TrajectoryFailure) -> AttemptError | None:
-    """Return the failure of a call that was not answered. Of a refused one, what its code then raised says more."""
+    """Return the failure of an unanswered call. For a refused one, the error its code then raised is more specific."""
     errors = [failed.error for failed in session.unanswered]
     refusals = DataError if session.last_error is None else ()
     lost = next((error for error in errors if not isinstance(error, refusals)), None)
-    if isinstance(lost, GivenUp):  # for which what was raised elsewhere may be the reason
+    if isinstance(lost, GivenUp):  # possibly caused by the error raised elsewhere
         message = f"{raised.message.removesuffix('.')}; {_given_up(lost)}"
         return TrajectoryFailure(Cause.INFRASTRUCTURE, message, raised.traceback)
     return None if lost is None else _failure(lost, raised.cause)
 
 
 def _failure(error: BaseException, cause: Cause) -> AttemptError:
-    remedy = "an agent that does without the answer returns treadle.Recovered(reward)"
+    remedy = "an agent that continues without the answer returns treadle.Recovered(reward)"
     match error:
         case EngineError():
             return error
@@ -244,11 +243,11 @@ class AgentDriver(GatewayDriver):
 
 
 def _astray(failure: TrajectoryFailure, session: AgentSession) -> TrajectoryFailure:
-    """Return the failure, with a remedy if an SDK failed whose calls never came to the session."""
+    """Return the failure, with a remedy if an SDK failed without ever calling the session."""
     module = type(failure.__cause__).__module__.partition(".")[0]
     if session.steps or session.last_error or module not in ("openai", "anthropic", "httpx"):
         return failure
-    remedy = "no call came to the client that the agent is given; use it, or its base_url and api_key"
+    remedy = "the agent did not use the client passed to it; use it, or its base_url and api_key"
     return TrajectoryFailure(failure.cause, f"{failure.message.removesuffix('.')}; {remedy}", failure.traceback)
 
 

@@ -3,7 +3,7 @@
 opening        system, task                                  messages of `reset`
 a turn later   system, task, reply, observations
 compacted      system, task, summary, last turns             if it becomes too long (`rollout.compaction`)
-replaced       whatever the environment wants                `EnvStep.history`
+replaced       whatever the environment chooses              `EnvStep.history`
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from treadle.rendering import identity
 
 
 class History:
-    """The messages that the next call sends.
+    """The messages for the next call.
 
-    single_message: replies and observations are all in one message of the assistant. break_cause: why the next call
-    does not continue the one before, where messages alone do not tell.
+    single_message: whether replies and observations are all in one assistant message. break_cause: why the next call
+    does not continue the previous one, if messages alone do not show it.
     """
 
     def __init__(self, opening: Sequence[Message], single_message: bool = False) -> None:
@@ -29,11 +29,11 @@ class History:
 
     @property
     def continues(self) -> bool:
-        """Whether the next call continues the last message: of a single message, or a reply that the task begins."""
+        """Whether the next call continues the last message: a single message, or a reply begun by the task."""
         return (self._single or self.messages == self._opening) and self.messages[-1]["role"] == "assistant"
 
     def add(self, reply: Message, answer: EnvStep) -> None:
-        """Go on with a reply, if it was not rejected, and the environment's answer."""
+        """Append a reply, unless it was rejected, and the environment's answer."""
         before = self.messages if answer.rejected else self._with(reply)
         observations = list(answer.observations)
         if self._single:
@@ -42,14 +42,14 @@ class History:
         after = [*(before if answer.history is None else answer.history), *observations]
         if answer.history is not None:
             self.break_cause = _replacement(before, after)
-        elif not answer.rejected:  # else the next call takes the place of the rejected one
+        elif not answer.rejected:  # otherwise the next call replaces the rejected one
             self.break_cause = None
         self.messages = after
 
     def kept(self, last: int) -> list[Message] | None:
-        """Return the turns that remain beside a summary; None if that would leave out no reply.
+        """Return the turns to keep beside a summary; None if they include every reply.
 
-        These are the last turns that have `last` messages or more, so that no answer of a tool loses its call.
+        These are the last turns with at least `last` messages, so that no tool answer is separated from its call.
         """
         turns = self.messages[len(self._head(self.messages)) :]
         starts = [n for n, message in enumerate(turns) if message["role"] == "assistant"]
@@ -57,7 +57,7 @@ class History:
         return turns[start:] if starts and starts[0] < start else None
 
     def compact(self, summary: str, kept: Sequence[Message]) -> None:
-        """Put a summary in the place of all but the opening and the `kept` turns."""
+        """Replace everything except the opening and the `kept` turns by a summary."""
         self.messages = [*self._head(), Message(role="user", content=INTRODUCTION + summary), *kept]
         self.break_cause = BreakCause.SUMMARY
 
@@ -68,7 +68,7 @@ class History:
         return [*messages, {**reply, "content": begun["content"] + reply["content"]}]
 
     def _head(self, of: Sequence[Message] | None = None) -> list[Message]:
-        """Return the opening without a reply that it begins; only as far as the messages `of` begin with it."""
+        """Return the opening without a reply begun by the task; only its part at the beginning of the messages `of`."""
         begun = self._opening[-1]["role"] == "assistant"
         head = self._opening[:-1] if begun else self._opening
         same = len(head) if of is None else identity.common(*([identity.value(m) for m in ms] for ms in (head, of)))
@@ -76,7 +76,7 @@ class History:
 
 
 def _replacement(before: Sequence[Message], after: Sequence[Message]) -> BreakCause | None:
-    """Return SUMMARY if fewer messages, new ones, took the place of several; None leaves the cause to rendering."""
+    """Return SUMMARY if fewer, new messages replaced several; None leaves the cause to rendering."""
     was, now = ([identity.value(message) for message in messages] for messages in (before, after))
     at = identity.common(was, now)
     was, now = was[at:], now[at:]

@@ -1,18 +1,18 @@
-"""How an attempt ended: the one table from what ended it to what its trajectory says.
+"""How an attempt ended: the one table from the cause of its end to its trajectory.
 
-    what ended it                          status       reward         cause of the failure
-    nothing: it came to its end            done         of its steps
+    cause of the end                       status       reward         cause of the failure
+    none: it was completed                 done         of its steps
     StepsExceeded, TokensExceeded          max_steps    of its steps
     ContextExceeded after an answer        context      of its steps
     ContextExceeded before any             failed       none           context
     EngineError                            failed       none           engine
-    DataError                              failed       none           that of the user code
+    DataError                              failed       none           the user code's
     TrajectoryFailure                      failed       none           its own
-    any of the first two without answers   failed       none           that of the user code
-    rewards that add up to no reward       failed       none           that of the user code
+    any of the first two without answers   failed       none           the user code's
+    rewards with an invalid sum            failed       none           the user code's
 
-Whatever user code raises, and time that is over, has become a `TrajectoryFailure` by then (`rollout.isolation`). Any
-other exception is a bug or the end of the run, and no driver catches it.
+Errors of user code, and time limits, have already become a `TrajectoryFailure` (`rollout.isolation`). Any other
+exception is a bug or the end of the run, and no driver catches it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from treadle.core.types import Failure, Status, Step
 AttemptError = TrajectoryFailure | ContextExceeded | StepsExceeded | EngineError | DataError
 
 ATTEMPT_ERRORS = (TrajectoryFailure, ContextExceeded, StepsExceeded, EngineError, DataError)
-"""What ends an attempt, and not the run."""
+"""Errors that end an attempt, but not the run."""
 
 LIMITS = {StepsExceeded: Status.MAX_STEPS, TokensExceeded: Status.MAX_STEPS, ContextExceeded: Status.CONTEXT}
-"""Status of an attempt that a limit ended."""
+"""Status of an attempt ended by a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended: with a reward or a failure, and what the environment measured.
+    """How an attempt ended: with a reward or a failure, and the environment's measures.
 
-    warning: what went wrong without an effect on the reward.
+    warning: a problem without influence on the reward.
     """
 
     status: Status
@@ -60,7 +60,7 @@ class Outcome:
 def outcome_of(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause) -> Outcome:
     """Return the outcome of an attempt, by the table above.
 
-    steps: as recorded. ended_by: None if the attempt came to its end. cause: of failures of its user code.
+    steps: as recorded. ended_by: None if the attempt was completed. cause: cause of failures of its user code.
     """
     try:
         if (failure := _failure(steps, ended_by, cause)) is None:
@@ -85,6 +85,6 @@ def _failure(steps: Sequence[Step], ended_by: AttemptError | None, cause: Cause)
     if not answered and steps and cause is Cause.ENVIRONMENT:
         return TrajectoryFailure(cause, f"the environment used none of the model's {len(steps)} replies")
     if not answered:
-        what = f"the {cause} ended without a single answer of the model; it must ask through the client it is given"
+        what = f"the {cause} ended without an answer of the model; it must call the client passed to it"
         return TrajectoryFailure(cause, what)
     return None

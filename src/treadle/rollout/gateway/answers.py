@@ -1,12 +1,12 @@
-"""`Answers`: which answers of an attempt its agent threw away, as far as its later prompts show.
+"""`Answers`: the answers that an attempt's agent discarded, as far as its later prompts show.
 
-An answer was thrown away if the agent went on without it: no later prompt repeats it, but one
+An answer was discarded if the agent continued without it: no later prompt repeats it, but one
 
-- repeats another answer to the same prompt (it was asked again, or was one of several samples), or
-- continues the answer's prompt with a message that is not the assistant's (it was left out), and none continues it with
-  a turn of the assistant.
+- repeats another answer to the same prompt (a second request, or one of several samples), or
+- continues the answer's prompt with a message other than the assistant's (it was left out), and none continues it with
+  an assistant turn.
 
-Everything else was used, and all answers of an agent that never sends one back as a turn of the assistant.
+Everything else was used, including all answers of an agent that never sends one back as an assistant turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAG_OR_FENCE = re.compile(r"</?\w[^<>\n]*>|```\w*")
 
 
 class _Sent:
-    """A message as it is compared: white space does not count. latest: order of the last call whose prompt has it."""
+    """A message normalized for comparison, ignoring white space. latest: order of the last call with it."""
 
     def __init__(self, message: Message, said: Value) -> None:
         role, content, calls = said
@@ -45,8 +45,8 @@ class _Sent:
 class _Answer:
     """An answer.
 
-    number: of the step. place: of the prompt. later: order of the first call that arrived afterwards. texts: content
-    and thought. parts: what stands before, between and after tags and code fences.
+    number: number of the step. place: place of the prompt. later: order of the first call that arrived afterwards.
+    texts: content and thought. parts: text before, between and after tags and code fences.
     """
 
     number: int
@@ -58,18 +58,19 @@ class _Answer:
 
 
 class Answers:
-    """The calls of one attempt, each recorded with `ask` when it arrives and with `answer` when it is answered."""
+    """The calls of one attempt, each recorded with `ask` on arrival and with `answer` once answered."""
 
     def __init__(self) -> None:
         self._arrived = 0
         self._answers: list[_Answer] = []
-        self._messages: dict[tuple[Value, int], _Sent] = {}  # by value, and how often the prompt had it by then
-        self._places: dict[tuple[int, _Sent], int] = {}  # place of a prompt, a message after it -> place of both
-        self._continued: dict[tuple[int, bool], int] = {}  # place, whether by a turn -> the last call that did
+        # by value, and its number of earlier occurrences in the prompt
+        self._messages: dict[tuple[Value, int], _Sent] = {}
+        self._places: dict[tuple[int, _Sent], int] = {}  # (place of a prompt, next message) -> place of both together
+        self._continued: dict[tuple[int, bool], int] = {}  # (place, whether by an assistant turn) -> last such call
         self._raw: dict[str, tuple[Message, ...]] = {"": ()}
 
     def ask(self, messages: Sequence[Message], values: Sequence[Value] = ()) -> int:
-        """Record the prompt of a call; return its place. values: of its first messages, as far as they are known."""
+        """Record the prompt of a call; return its place. values: values of its first messages, as far as known."""
         place, count = 0, Counter[Value]()
         for message, said in zip(messages, (*values, *map(value, messages[len(values) :])), strict=True):
             count[said] += 1
@@ -81,21 +82,21 @@ class Answers:
         return place
 
     def ask_raw(self, text: str) -> int:
-        """Record a raw prompt: the messages of the longest earlier one that it begins with, and the rest as another."""
+        """Record a raw prompt: the messages of its longest known prefix, and the rest as another message."""
         begun = max(filter(text.startswith, self._raw), key=len)
         rest = (Message(role="", content=text[len(begun) :]),) if text != begun else ()
         self._raw[text] = self._raw[begun] + rest
         return self.ask(self._raw[text])
 
     def answer(self, place: int, number: int, reply: Message) -> None:
-        """Record the answer to a prompt at this place. number: of its step."""
+        """Record the answer to a prompt at this place. number: number of its step."""
         sent = _Sent(reply, value(reply))
         texts = tuple(filter(None, (sent.text, _plain(reasoning(reply)))))
         parts = tuple(filter(None, map(_plain, _TAG_OR_FENCE.split(reply["content"]))))
         self._answers.append(_Answer(number, place, self._arrived, sent, texts, parts))
 
     def unused(self, played: Container[int]) -> list[int]:
-        """Return the numbers of the steps whose answers were thrown away. played: those that count at all."""
+        """Return the numbers of the steps with discarded answers. played: numbers to consider."""
         samples = defaultdict[int, list[_Answer]](list)
         for answer in self._answers:
             if answer.number in played:
@@ -114,7 +115,7 @@ class Answers:
         return sorted(unused)
 
     def _goes_on(self, answer: _Answer, by_turn: bool) -> bool:
-        """Whether a later prompt continues the answer's, by a turn of the assistant or by another message."""
+        """Return whether a later prompt continues the answer's, by an assistant turn or by another message."""
         return self._continued.get((answer.place, by_turn), -1) >= answer.later
 
 
@@ -125,9 +126,9 @@ def _messages(path: Sequence[tuple[int, _Sent]], place: int) -> Iterator[_Sent]:
 
 
 def _repeated(answer: _Answer, own: Container[_Sent], messages: Sequence[_Sent]) -> int:
-    """Return the order of the last call whose prompt repeats the answer; -1 if none does.
+    """Return the order of the last call with a prompt that repeats the answer; -1 if there is none.
 
-    own: messages of the answer's prompt, which repeat nothing. messages: those sent last come first.
+    own: messages of the answer's prompt, which do not count as repetitions. messages: latest ones first.
     """
     later = takewhile(lambda message: message.latest >= answer.later, messages)
     return next((message.latest for message in later if message not in own and message.repeats(answer)), -1)

@@ -65,7 +65,7 @@ class ToolMessage(_Message):
 
 
 class AssistantMessage(_Message):
-    """An earlier reply. Clients send its thought back as `reasoning_content` or as `reasoning`."""
+    """An earlier reply. Clients send its thought as `reasoning_content` or as `reasoning`."""
 
     role: Literal["assistant"]
     tool_calls: api.Several[RequestedCall] = ()
@@ -100,7 +100,7 @@ class FunctionTool(api.RequestModel):
 
 def _without_a_list(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        raise api.problem("allowed_tools is not supported: the model is told of all `tools`; offer only those allowed")
+        raise api.problem("allowed_tools is not supported: the model sees all `tools`; offer only the allowed ones")
     return choice
 
 
@@ -118,7 +118,7 @@ class ChatRequest(api.SamplingRequest):
     stop: api.StopStrings = ()
     n: api.Choices = 1
     logprobs: api.Flag = False
-    top_logprobs: Literal[0] = 0  # those of other tokens are unknown
+    top_logprobs: Literal[0] = 0  # unknown for other tokens
     stream_options: api.StreamOptions = api.StreamOptions()
     response_format: api.TextFormat = api.TextFormat()
     modalities: tuple[Literal["text"], ...] = ()
@@ -138,7 +138,7 @@ def _read_chat(body: api.Json) -> api.CompletionRequest:
     return api.CompletionRequest(
         model=request.model,
         messages=tuple(message.message() for message in request.messages),
-        tools=tuple(body.get("tools") or ()),  # goes to the chat template as JSON, as it was sent
+        tools=tuple(body.get("tools") or ()),  # passed to the chat template as the JSON received
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_completion_tokens or request.max_tokens, request.stop),
             tool_calls=request.tool_choice != "none",
@@ -239,7 +239,7 @@ _MAX_PROMPTS = 128
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """Read a text, a list of token ids, or a list of either, as a list of prompts."""
+    """Parse a text, a list of token ids, or a list of either, into a list of prompts."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     prompts = [value] if is_one else value
     if not isinstance(prompts, list) or not 1 <= len(prompts) <= _MAX_PROMPTS:
@@ -255,8 +255,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 class RawRequest(api.SamplingRequest):
-    """logprobs: 0 asks for those of the sampled tokens. 1 asks for the most probable token's too, which is unknown: the
-    sampled one stands for it. Some clients send a flag, as in chat.
+    """A raw completion. logprobs: 0 for sampled tokens only; 1 adds the most probable ones, reported as sampled.
+
+    Some clients send a flag, as in chat.
     """
 
     prompt: Annotated[Any, AfterValidator(_prompts)]

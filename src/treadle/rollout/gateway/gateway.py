@@ -1,4 +1,4 @@
-"""`Gateway`: which secret opens which session, and how its requests are answered."""
+"""`Gateway`: maps secrets to sessions, and answers their requests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from treadle.rollout.session import Reply, Session
 
 @dataclass(frozen=True, slots=True)
 class SessionAddress:
-    """Where a session is reached.
+    """Address of a session.
 
-    base_url: `http://127.0.0.1:8000/sessions/SECRET/v1`. Or use the server's URL with the secret as API key.
+    base_url: `http://127.0.0.1:8000/sessions/SECRET/v1`. Alternatively use the server's URL with the secret as API key.
     """
 
     secret: str = field(repr=False)
@@ -35,36 +35,36 @@ class SessionAddress:
 
 
 class Recorder(Protocol):
-    """Records what clients do with a session as it happens. Raises ApiError where the disk refuses.
+    """Records clients' use of a session as it happens. Raises ApiError if the disk refuses.
 
-    ident: id of the trajectory that the session is; "" if each of its conversations is one.
+    ident: id of the session's trajectory; "" if each of its conversations is a trajectory.
     """
 
     @property
     def ident(self) -> str: ...
 
     def call(self, reply: Reply, request: CompletionRequest) -> None:
-        """Record a call that was answered, and its messages and tools."""
+        """Record an answered call, with its messages and tools."""
 
     def drop(self, number: int, reason: DropReason | None) -> None:
         """Record whether a call counts."""
 
     def reward(self, reward: float, numbers: Sequence[int]) -> None:
-        """Record the reward of the session, or of the conversations that these calls are part of."""
+        """Record the reward of the session, or of the conversations with these calls."""
 
 
 Opener = Callable[[str], tuple[Session, Recorder]]
-"""Opens a recorded session for an attempt at a task, given its task_id; "" for a task of its own."""
+"""Opens a recorded session for an attempt at a task, given its task_id; "" for a new task."""
 
 _VERDICTS = {"x-treadle-rejects": False, "x-treadle-accepts": True}
-"""Header -> whether the answers that it names were used."""
+"""Header -> whether the answers it names were used."""
 
 
 class Attached:
-    """A session that is open to clients. Remembers conversations for requests that continue them by id.
+    """A session open to clients. Remembers conversations for requests that continue them by id.
 
-    recorder: if it is recorded. opens: for a key that may open sessions. bytes_in_flight: of requests that are being
-    received or sampled.
+    recorder: recorder of the session, if any. opens: opens sessions, for keys that may. bytes_in_flight: size of
+    requests being received or sampled.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Attached:
             session.on_dropped = recorder.drop
         self.bytes_in_flight = 0
         self._responses: dict[str, tuple[Message, ...]] = {}
-        self._numbers: dict[str, list[int]] = {}  # of steps, by the id of the response
+        self._numbers: dict[str, list[int]] = {}  # numbers of steps, by response id
 
     def take_verdicts(self, headers: Mapping[str, str]) -> None:
-        """Take what a request says of earlier answers. Raises ApiError (400) for an id that no response here has."""
+        """Apply a request's headers about earlier answers. Raises ApiError (400) for an unknown id."""
         verdicts: dict[int, bool] = {}
         for name, used in _VERDICTS.items():
             for ident in filter(None, map(str.strip, headers.get(name, "").split(","))):
@@ -103,8 +103,8 @@ class Attached:
         return self._numbers[ident]
 
     async def answer(self, request: CompletionRequest, ident: str) -> Answer:
-        """Sample every choice of every prompt: each of the policy's is recorded as a step. Raises as `Session.chat`
-        does, and ApiError for a model that there is not.
+        """Sample every choice of every prompt; the policy's are recorded as steps. Raises as `Session.chat` does, and
+        ApiError for an unknown model.
         """
         other = self._other(request)
         previous: tuple[Message, ...] = ()
@@ -119,7 +119,7 @@ class Attached:
         samples = request.choices * (1 if request.prompts is None else len(request.prompts))
         replies = await self._gather([self._call(whole, number, other) for number in range(samples)])
         for kind in request.left_out:
-            self._note(f"agents offer tools of type {kind}, which no model here can be told of: they are left out")
+            self._note(f"agents offer tools of type {kind}, which no model here supports: they are left out")
         for note in self.session.notes.values():
             self._note(note)
         if self.recorder is not None:
@@ -133,7 +133,7 @@ class Attached:
         return Answer(ident, int(time.time()), request, replies, renderer)
 
     def _other(self, request: CompletionRequest) -> AttemptModel | None:
-        """Return the model beside the policy that a request names, if the recipe names any."""
+        """Return the model beside the policy named by a request, if the recipe has any."""
         models, name = self.session.models, request.model
         if models is None or name in ("", POLICY):
             return None
@@ -143,7 +143,7 @@ class Attached:
         other = models.called(name)
         if request.prompts is not None or (other.renderer is None and (request.logprobs or request.token_ids)):
             what = "raw prompts" if request.prompts is not None else "ids and log-probabilities of tokens"
-            raise ApiError(400, f"model: {what} are not for {name!r}; ask it for chat completions", "model")
+            raise ApiError(400, f"model: {what} are not available from {name!r}; request chat completions", "model")
         return other
 
     def _call(
@@ -172,7 +172,7 @@ class Attached:
         except BaseException:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(self._drop)  # not after the wait, which may be cancelled itself
+                task.add_done_callback(self._drop)  # not after the wait, which may itself be cancelled
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
@@ -182,12 +182,12 @@ class Attached:
 
 
 class Gateway:
-    """Opens sessions to clients, each under a secret that reaches nothing else.
+    """Opens sessions to clients, each under a secret that gives access to nothing else.
 
-    model: name that `/v1/models` lists; requests may name any. grace: seconds for which an answer that nobody waits for
-    goes on being sampled. max_in_flight: requests of one session sampled at a time. max_body: bytes of one request.
-    max_bytes_in_flight: bytes of one session's requests that are being received or sampled. log: gets each warning
-    about what requests ask for in vain once.
+    model: name listed by `/v1/models`; requests may name any. grace: seconds to keep sampling an answer that no client
+    waits for. max_in_flight: number of requests of one session sampled concurrently. max_body: maximum size of a
+    request, in bytes. max_bytes_in_flight: total size of one session's requests being received or sampled, in bytes.
+    log: receives each distinct warning about an ignored request field once.
 
     Secrets are looked up by digest, so that the time of a lookup reveals nothing about them.
     """

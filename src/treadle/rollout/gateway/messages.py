@@ -46,7 +46,7 @@ class OtherTurn(api.RequestModel):
     content: Annotated[api.Several[Annotated[TextBlock | ToolResult, Field(discriminator="type")]], api.AS_PARTS]
 
     def messages(self) -> list[Message]:
-        """Convert to messages as templates read them: each tool result is one of its own."""
+        """Convert to messages as templates expect them: each tool result is a separate one."""
         messages: list[Message] = []
         texts: list[str] = []
         for block in self.content:
@@ -93,7 +93,7 @@ class AssistantTurn(api.RequestModel):
 
 
 _OF_SERVERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+|memory|advisor)_20\d{6}")
-"""Types of tools that Anthropic's servers run, or that only its models know; they are left out."""
+"""Types of tools that Anthropic's servers run, or that only its models support; they are left out."""
 
 
 class ToolDescription(api.RequestModel):
@@ -115,7 +115,7 @@ class ToolDescription(api.RequestModel):
         return self
 
     def tool(self) -> Tool:
-        """Convert to OpenAI's form, which templates read."""
+        """Convert to OpenAI's form, as templates expect it."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema or {}}
         return {"type": "function", "function": function}
 
@@ -147,7 +147,7 @@ class CountRequest(api.RequestModel):
 
 
 class OutputConfig(api.RequestModel):
-    """How answers are made: efforts are ignored, formats refused."""
+    """Options for the form of answers: efforts are ignored, formats refused."""
 
     format: api.Unsupported = None
 
@@ -202,7 +202,7 @@ def _stop(reply: api.AnyReply) -> api.Json:
 
 
 def _content(answer: api.Answer) -> list[api.Json]:
-    """Build the blocks: the thought if it is to be shown, the text, the calls."""
+    """Build the blocks: the thought if requested, the text, the calls."""
     message = answer.replies[0].message
     blocks: list[api.Json] = []
     if answer.request.thoughts and "reasoning_content" in message:
@@ -217,7 +217,7 @@ def _content(answer: api.Answer) -> list[api.Json]:
 
 
 def _input(arguments: str) -> api.Json:
-    """Read arguments as an object. A foreign parser may give something else, which gets a key of its own."""
+    """Parse arguments as an object. Anything else, from a custom parser, is wrapped under a key."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -240,7 +240,7 @@ def events(answer: api.Answer) -> Iterator[str]:
 
 
 def _parts(block: api.Json) -> tuple[api.Json, list[api.Json]]:
-    """Return a block as it starts, and the deltas that fill it."""
+    """Return a block's initial state, and the deltas that complete it."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]

@@ -1,4 +1,4 @@
-"""What a client asks and what it is answered, whatever dialect it speaks."""
+"""Requests and answers, independent of the dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class ApiError(TreadleError, ValueError):
-    """Raised for a request that is answered by an error. param: the field to blame."""
+    """Raised for a request to be answered by an error. param: field to blame."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)
@@ -33,12 +33,12 @@ class ApiError(TreadleError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One request, whatever dialect it came in.
+    """One request, in any dialect.
 
-    instructions: a system message before all others, not repeated by requests that continue this one. prompts: of raw
-    completions, each text or ids; messages and tools then do not count. choices: samples of each prompt. previous: id
+    instructions: a system message before all others, not repeated by requests that continue this one. prompts: prompts
+    of raw completions, each text or ids; messages and tools are then ignored. choices: samples per prompt. previous: id
     of an earlier response that the messages follow. thoughts: whether the answer shows them. left_out: types of tools
-    that the model is not told of.
+    not described to the model.
     """
 
     model: str
@@ -59,7 +59,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The record from which a request and its retries are answered. created: seconds since 1970."""
+    """The record for answering a request and its retries. created: seconds since 1970."""
 
     ident: str
     created: int
@@ -69,7 +69,7 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens, each distinct prompt counted once."""
+        """Number of prompt tokens, counting each distinct prompt once."""
         return sum(reply.prompt_tokens for reply in self.replies[:: self.request.choices])
 
     @property
@@ -81,7 +81,7 @@ class Answer:
         return self.renderer.token_bytes.of(step_of(reply).completion_ids.tolist())
 
     def ids_of(self, reply: AnyReply) -> Json:
-        """Return the fields with the ids of prompt and completion, if the client asks for them."""
+        """Return the fields with the ids of prompt and completion, if requested."""
         if not self.request.token_ids:
             return {}
         step = step_of(reply)
@@ -90,10 +90,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Translates one API. prefix: of the ids of its answers.
+    """Translates one API. prefix: prefix of its answers' ids.
 
-    read: validates and converts a body, or raises ApiError. write: builds the body of the response, events: the same
-    as server-sent events. error: builds the body of an error, error_event: an error within a stream that has begun.
+    read: validates and converts a body, or raises ApiError. write: builds the body of the response, events: the same as
+    server-sent events. error: builds the body of an error, error_event: an error within a started stream.
     """
 
     prefix: str
@@ -105,13 +105,13 @@ class Dialect:
 
 
 def step_of(reply: AnyReply) -> Step:
-    """Return what is known token by token; requests for it are refused where a model does not tell."""
+    """Return the token-level record; requests for it are refused if a model does not provide one."""
     assert reply.step is not None
     return reply.step
 
 
 def finish_reason(reply: AnyReply) -> str:
-    """Return OpenAI's word for why a completion ended."""
+    """Return OpenAI's finish reason of a completion."""
     if reply.stop_reason is not StopReason.STOP:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
@@ -132,19 +132,19 @@ def named_event(kind: str, **data: Any) -> str:
 M = TypeVar("M", bound="RequestModel")
 T = TypeVar("T")
 
-_COLDEST = 0.01  # dividing by less overflows; 0 itself is greedy
+_COLDEST = 0.01  # division by less overflows; 0 itself is greedy
 _NEUTRAL: dict[str, Any] = {
     **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "min_tokens": 0},
     **{"stop_token_ids": [], "allowed_token_ids": [], "bad_words": [], "logits_processors": []},
     **{"ignore_eos": False, "use_beam_search": False},
 }
-"""Ways of sampling that no engine here has, and the value that asks for nothing."""
+"""Sampling options unsupported by all engines here, with their neutral values."""
 _KINDS = {
     "tuple_type": "Input should be an array",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "Input should be an object"),
     "too_short": "Array should not be empty",
 }
-_NO_VALUE = ("missing", "union_tag_invalid", "union_tag_not_found", "request")  # errors that need not show the value
+_NO_VALUE = ("missing", "union_tag_invalid", "union_tag_not_found", "request")  # errors that do not show the value
 
 
 class RequestModel(BaseModel):
@@ -161,20 +161,20 @@ class RequestModel(BaseModel):
 
 
 def read(model: type[M], body: Json) -> M:
-    """Validate a request. Raises ApiError (400), which names the first wrong field."""
+    """Validate a request. Raises ApiError (400), naming the first wrong field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         text = _KINDS.get(first["type"], first["msg"])  # pydantic names Python's types
         text = text if first["type"] in _NO_VALUE else f"{text}, got {shown(first['input'])}"
-        discriminator = first.get("ctx", {}).get("discriminator", "").strip("'")  # of a union's tag, which is wrong
+        discriminator = first.get("ctx", {}).get("discriminator", "").strip("'")  # field of a union's wrong tag
         param = _path(body, first["loc"] + ((discriminator,) if discriminator else ()))
         raise ApiError(400, f"{param}: {text}", param) from error
 
 
 def _path(value: Any, location: tuple[int | str, ...]) -> str:
-    """Write `messages[0].content`. Keys that the body lacks name members of unions, but for the last one."""
+    """Format `messages[0].content`. Keys missing in the body name members of unions, except the last one."""
     path = ""
     for at, key in enumerate(location):
         if isinstance(value, list) and isinstance(key, int):
@@ -185,12 +185,12 @@ def _path(value: Any, location: tuple[int | str, ...]) -> str:
 
 
 def problem(text: str) -> PydanticCustomError:
-    """Make an error to raise in a validator, with this text as it is."""
+    """Make an error with this exact text, to raise in a validator."""
     return PydanticCustomError("request", "{text}", {"text": text})
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """Write a value for an error message, cut to `limit` characters (before it is formatted: it may be huge)."""
+    """Format a value for an error message, cut to `limit` characters (before formatting: it may be huge)."""
     if isinstance(value, str | list | tuple):
         text = repr(value[:limit])
     elif isinstance(value, dict):
@@ -218,7 +218,7 @@ Number = Annotated[float, Strict()]
 Integer = Annotated[int, Strict()]
 Object = dict[str, Any]
 Unsupported = Annotated[Any, AfterValidator(_unsupported)]
-"""A feature that no engine here has; only null, false and empty values are allowed."""
+"""A feature unsupported by all engines here; only null, false and empty values are allowed."""
 Length = Annotated[Integer, Field(ge=1, le=2**31)]
 Choices = Annotated[Integer, Field(ge=1, le=128)]
 Several = Annotated[tuple[T, ...], Field(fail_fast=True)]
@@ -231,7 +231,7 @@ StopStrings = Annotated[
 
 
 AS_PARTS = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
-"""Read a text as a list of one part."""
+"""Parse a text as a list of one part."""
 
 
 class TextFormat(RequestModel):
@@ -243,7 +243,7 @@ class StreamOptions(RequestModel):
 
 
 class SamplingRequest(RequestModel):
-    """Fields that all dialects share: which model to call, and how to sample."""
+    """Fields common to all dialects: the model to call, and sampling options."""
 
     model: Text = ""
     stream: Flag = False
@@ -257,7 +257,7 @@ class SamplingRequest(RequestModel):
     presence_penalty: Any = None
     repetition_penalty: Any = None
     logit_bias: Any = None
-    # of vLLM
+    # vLLM's extensions
     min_tokens: Any = None
     stop_token_ids: Any = None
     allowed_token_ids: Any = None
@@ -274,11 +274,11 @@ class SamplingRequest(RequestModel):
     prompt_logprobs: Unsupported = None
 
     def overrides(self, max_tokens: int | None, stop: tuple[str, ...]) -> dict[str, Any]:
-        """Collect the fields of SamplingParams that the client sets, and those that engines here do not know."""
+        """Collect the fields of SamplingParams set by the client, and options unknown to engines here."""
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(0, self.top_k),  # some clients write -1 for all
+            "top_k": None if self.top_k is None else max(0, self.top_k),  # some clients send -1 for all
             "min_p": self.min_p,
             "seed": None if self.seed is None else self.seed % 2**63,
             "max_tokens": max_tokens,

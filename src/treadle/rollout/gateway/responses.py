@@ -27,7 +27,7 @@ class Thought(api.RequestModel):
 
 
 class ReasoningItem(api.RequestModel):
-    """A thought of the assistant, or if a client has no more, its summary."""
+    """A thought of the assistant, or its summary if the client has only that."""
 
     type: Literal["reasoning"]
     content: api.Several[Thought] = ()
@@ -51,7 +51,7 @@ Item = MessageItem | ReasoningItem | CallItem | OutputItem
 
 
 def _items(value: Any) -> Any:
-    """Read a text as the user's message, and items without a type as messages."""
+    """Parse a text as the user's message, and items without a type as messages."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
@@ -63,11 +63,11 @@ _LEFT_OUT = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp"),
     *("computer_use_preview", "tool_search", "namespace", "custom", "local_shell"),
 )
-"""Types of tools that OpenAI's servers run, or that only its models know; they are left out."""
+"""Types of tools that OpenAI's servers run, or that only its models support; they are left out."""
 
 
 class ToolDescription(api.RequestModel):
-    """A tool that the model may call: this API writes a function's fields beside its type."""
+    """A tool that the model may call: this API puts a function's fields beside its type."""
 
     type: api.Text = "function"
     name: api.Text = ""
@@ -98,7 +98,7 @@ class ResponsesRequest(api.SamplingRequest):
     previous_response_id: api.Text = ""
     text: TextOptions = TextOptions()
     chat_template_kwargs: api.Object | None = None
-    top_logprobs: Literal[0] = 0  # those of other tokens are unknown
+    top_logprobs: Literal[0] = 0  # unknown for other tokens
     background: api.Unsupported = None
     conversation: api.Unsupported = None
     prompt: api.Unsupported = None
@@ -130,9 +130,9 @@ def read_response(body: api.Json) -> api.CompletionRequest:
 
 
 def read_items(items: Sequence[Item]) -> tuple[Message, ...]:
-    """Convert items to messages. Reasoning, text and calls that follow each other are one assistant message."""
+    """Convert items to messages. Consecutive reasoning, text and calls form one assistant message."""
     messages: list[Message] = []
-    rank: int | None = None  # of the last item, while an assistant message is being put together
+    rank: int | None = None  # rank of the last item of the assistant message in progress
     for item in items:
         if isinstance(item, OutputItem):
             messages.append(Message(role="tool", content=joined(item.output), tool_call_id=item.call_id))
@@ -241,7 +241,7 @@ def _events(answer: api.Answer) -> Iterator[tuple[str, api.Json]]:
         yield "response.output_item.added", {**at, "item": {**item, **opened, **status}}
         yield from _deltas(item, {**at, "item_id": item["id"]})
         yield "response.output_item.done", {**at, "item": item}
-    # Not `response.incomplete`, for which OpenAI's SDK raises when asked for the final response: its status says it.
+    # Not `response.incomplete`, which makes OpenAI's SDK raise when asked for the final response: its status suffices.
     yield "response.completed", {"response": write(answer)}
 
 

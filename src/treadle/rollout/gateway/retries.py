@@ -1,13 +1,13 @@
-"""Which request is a new sample and which a retry; who waits for an answer, and what becomes of it if nobody does.
+"""Distinguishes retries from new samples, and manages answers that clients wait for or give up.
 
 A request is a retry only if
 - its `Idempotency-Key` was sent before, or
-- the SDK says so (`x-stainless-retry-count` above 0) and the same body came before, or
-- the same body came before and that answer could not be fully delivered.
+- the SDK marks it (`x-stainless-retry-count` above 0) and the same body arrived before, or
+- the same body arrived before and that answer could not be fully delivered.
 It then joins the earlier exchange: waits for its answer, or is answered from the record. Anything else is a new sample.
 
 A request that failed here, or that its client gave up (a time limit, a disconnect, the end of its attempt), is noted as
-`Session.unanswered` until a retry of it is answered: what graded the attempt may have graded a slow engine.
+`Session.unanswered` until a retry of it is answered: the attempt's grade might reflect a slow engine.
 
     asked --sampling--> answered --delivered--> done
        \\ given up: `grace` seconds, then aborted  \\ given up: its steps are dropped until a retry takes them
@@ -29,15 +29,16 @@ from treadle.rollout.gateway.request import Answer, ApiError
 from treadle.rollout.session import GivenUp, Reply, Session, Unanswered
 
 _FOR_NOW = (429, 503)
-_TURNS = 10  # of the event loop, in which a connection that is closed already is noticed; it takes six
+_TURNS = 10  # turns of the event loop for noticing a closed connection; it takes six
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What identifies a request and its retries.
+    """Identifies a request and its retries.
 
-    body: digest of route and body; of a request that could not be read, `unread`: its route and length. retry: the
-    SDK's retry count.
+    body: digest of route and body; for an unreadable request, `unread`: its route and length. retry: the SDK's retry
+    count.
+
     """
 
     body: bytes
@@ -50,8 +51,8 @@ class Origin:
 class Exchange:
     """One request with all its retries.
 
-    began: by the monotonic clock, seconds. waiting: connections that want the answer now. retry: highest retry count so
-    far. repeats: the unanswered request that this one is a retry of.
+    began: monotonic time, in seconds. waiting: number of connections waiting for the answer. retry: highest retry count
+    so far. repeats: the unanswered request that this one retries.
     """
 
     origin: Origin
@@ -65,30 +66,30 @@ class Exchange:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody waits for the answer and nobody got it."""
+        """Return whether no client waits for the answer and none got it."""
         return not self.waiting and not self.delivered
 
 
 class Exchanges:
     """The exchanges of one session.
 
-    grace: seconds for which sampling goes on when nobody waits any more, so that a retry can join.
-    max_running: how many may be sampled at a time.
+    grace: seconds to keep sampling after the last client left, so that a retry can join.
+    max_running: number of exchanges sampled concurrently.
 
     Invariant: a step is dropped (as cancelled) exactly while its answer has been given up and never fully delivered.
-    A request that failed or was given up is answered only by one that came later, and whose answer was delivered.
+    A failed or abandoned request counts as answered only by a later one with a delivered answer.
     """
 
     def __init__(self, session: Session, grace: float, max_running: int) -> None:
         self._session, self._grace, self._max_running = session, grace, max_running
         self._by_body: dict[bytes, list[Exchange]] = {}
         self._by_key: dict[str, Exchange] = {}
-        self._void: Counter[bytes] = Counter()  # requests by body that got no answer, and whose retry is a new sample
+        self._void: Counter[bytes] = Counter()  # unanswered requests by body; their retries are new samples
         self._running: set[Exchange] = set()
-        self._limit_met = -math.inf  # when the last request met a limit; inf: no further one is answered
+        self._limit_met = -math.inf  # time of the last limit; inf: no further request is answered
 
     async def settle(self, origin: Origin) -> None:
-        """Call before `find`: notice that the client has hung up on an identical request, if it did so just before."""
+        """Call before `find`: notices a client that has just hung up on an identical request."""
         for _ in range(_TURNS):
             same = self._by_body.get(origin.body, [])
             if any(exchange.abandoned for exchange in same) or not any(exchange.waiting for exchange in same):
@@ -96,10 +97,10 @@ class Exchanges:
             await asyncio.sleep(0)
 
     def find(self, origin: Origin) -> Exchange | None:
-        """Return the exchange that this request is a retry of; None for a new sample.
+        """Return the exchange that this request retries; None for a new sample.
 
-        Among identical requests a retry joins one that nobody waits for or got an answer to, else the newest. Raises
-        ApiError for a key that came with another body.
+        Among identical requests, a retry joins one that no client waits for or got an answer to, otherwise the newest.
+        Raises ApiError for a key reused with another body.
         """
         if origin.key is not None and (exchange := self._by_key.get(origin.key)):
             if exchange.origin.body != origin.body:
@@ -107,7 +108,7 @@ class Exchanges:
             return exchange
         same = self._by_body.get(origin.body, [])
         if origin.key is not None:
-            same = [e for e in same if e.origin.key is None]  # another key says that it is another request
+            same = [e for e in same if e.origin.key is None]  # a different key means a different request
         if abandoned := next((e for e in same if e.abandoned), None):
             return abandoned
         if self._void[origin.body]:
@@ -116,7 +117,7 @@ class Exchanges:
         return next((e for e in reversed(same) if e.retry < origin.retry), None)
 
     def start(self, origin: Origin, sample: Callable[[], Coroutine[Any, Any, Answer]]) -> Exchange:
-        """Start a new exchange. Raises ApiError (429) if too many are being sampled already."""
+        """Start a new exchange. Raises ApiError (429) if too many are already being sampled."""
         if len(self._running) >= self._max_running:
             self._void[origin.body] += 1
             raise ApiError(
@@ -148,14 +149,14 @@ class Exchanges:
                 self._give_up(exchange)
 
     def deliver(self, exchange: Exchange) -> None:
-        """Record that all of the answer was sent."""
+        """Record that the whole answer was sent."""
         exchange.delivered, exchange.repeats = True, None
         if self._limit_met < math.inf:
             self._limit_met = -math.inf
         self._set_delivered(exchange, True)
 
     def refuse(self, error: ApiError, origin: Origin) -> None:
-        """Record that a request was refused: as malformed, as too large (413), or for now (429, 503)."""
+        """Record that a request was refused: as malformed, as too large (413), or temporarily (429, 503)."""
         if error.status == 413:
             self.lose(DataError(error.message), origin)
         elif error.status in _FOR_NOW:
@@ -169,7 +170,7 @@ class Exchanges:
         self._session.unanswered.append(Unanswered(origin.body, origin.key, error))
 
     async def close(self) -> None:
-        """Abort what is being sampled; drop the steps of answers that were not delivered, or are said to be unused."""
+        """Abort running samples; drop the steps of answers that were undelivered or marked as unused."""
         for exchange in self._exchanges():
             if exchange.waiting and not exchange.delivered:
                 self._note_given_up(exchange)
@@ -190,7 +191,7 @@ class Exchanges:
         return [exchange for exchanges in self._by_body.values() for exchange in exchanges]
 
     def _take_unanswered(self, origin: Origin) -> Unanswered | None:
-        """Take out the unanswered request that this one is a retry of, if there is one."""
+        """Remove and return the unanswered request that this one retries, if any."""
         failed = self._session.unanswered
         same = [f for f in failed if not (f.key and origin.key and f.key != origin.key)]
         retried = next((f for body in (origin.body, origin.unread) for f in same if f.body == body), None)
@@ -216,7 +217,7 @@ class Exchanges:
         match error:
             case ApiError() if error.status not in _FOR_NOW:
                 self.refuse(error, exchange.origin)
-            case StepsExceeded():  # limits are the model's own doing
+            case StepsExceeded():  # limits are met by the model's own behavior
                 self._limit_met = math.inf
             case ContextExceeded():
                 self._limit_met = max(self._limit_met, time.monotonic())
@@ -225,16 +226,16 @@ class Exchanges:
         self._put_back(exchange)
 
     def _give_up(self, exchange: Exchange) -> None:
-        """Nobody waits for the answer any more: sample on for a while, or drop its steps if it is there."""
+        """Handle the last client's departure: sample on for a while, or drop the steps of a finished answer."""
         if not exchange.task.done():
             exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
         elif exchange.task.cancelled() or exchange.task.exception() is not None:
-            return  # it was told that there is none
+            return  # the client was told that there is none
         self._note_given_up(exchange)
         self._set_delivered(exchange, False)
 
     def _note_given_up(self, exchange: Exchange) -> None:
-        if exchange.began > self._limit_met:  # otherwise it gave up because of a limit that another call met meanwhile
+        if exchange.began > self._limit_met:  # otherwise it gave up because another call met a limit meanwhile
             given_up = GivenUp(time.monotonic() - exchange.began)
             exchange.repeats = exchange.repeats or Unanswered(exchange.origin.body, exchange.origin.key, given_up)
         self._put_back(exchange)

@@ -38,12 +38,12 @@ from treadle.rollout.gateway.retries import Exchange, Exchanges, Origin
 from treadle.rollout.session import GivenUp
 
 _LOOPBACK = GatewayConfig()
-_READY = 0.005  # seconds between two looks at whether the server listens
-_CONNECTIONS = 16384  # a quarter of the files that `SharedGateway` allows; beyond it, uvicorn answers 503
+_READY = 0.005  # seconds between checks whether the server listens
+_CONNECTIONS = 16384  # a quarter of the files allowed by `SharedGateway`; beyond it, uvicorn answers 503
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Leave out requests that end because the run does: their tasks are cancelled, or what they wait for was."""
+    """Filter out requests that end with the run: their tasks, or tasks they wait for, were cancelled."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
 
@@ -52,7 +52,7 @@ logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the code that runs the event loop."""
+    """Leaves signals to the owner of the event loop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -63,9 +63,9 @@ class _Server(uvicorn.Server):
 async def serving(
     gateway: Gateway, config: GatewayConfig = _LOOPBACK, listening: socket.socket | None = None
 ) -> AsyncIterator[str]:
-    """Serve the gateway while the context lasts; yield the URL that agents are given, `http://127.0.0.1:54321`.
+    """Serve the gateway inside the context; yield the URL for agents, `http://127.0.0.1:54321`.
 
-    config: by default a free port of the loopback interface. listening: a socket that is already open.
+    config: by default a free port on the loopback interface. listening: a socket already open.
     Raises ConfigError if the address is not available.
     """
     with listening or listen(config) as listening:
@@ -161,14 +161,14 @@ class OpenRequest(RequestModel):
 
 
 class RewardRequest(RequestModel):
-    """id: of an answer, to give the reward to its conversation."""
+    """id: id of an answer, to reward its conversation."""
 
     reward: Annotated[Number, Field(ge=-LARGEST, le=LARGEST)]
     id: Text | None = None
 
 
 async def _open_session(gateway: Gateway, request: Request) -> Response:
-    """Open a session of a trajectory of its own, for the key of `treadle serve`."""
+    """Open a session for a new trajectory, authorized by the key of `treadle serve`."""
     with ExitStack() as in_flight:
         attached, raw = await _receive(gateway, request, in_flight)
         if attached.opens is None:
@@ -188,7 +188,7 @@ async def _reward(gateway: Gateway, request: Request) -> Response:
         if given.id is not None:
             numbers = attached.numbers(given.id, "id", remedy)
         elif not attached.recorder.ident:
-            raise ApiError(400, f"id: this key is of several conversations; {remedy}, or open a session", "id")
+            raise ApiError(400, f"id: this key covers several conversations; {remedy}, or open a session", "id")
         attached.recorder.reward(given.reward, numbers)
     return JSONResponse({})
 
@@ -218,19 +218,19 @@ def _secret(request: Request) -> str:
 
 
 def _session(gateway: Gateway, request: Request) -> Attached:
-    """Find the session of a request. Raises ApiError, the same for an expired secret and an unknown one."""
+    """Find the session of a request. Raises the same ApiError for an expired secret as for an unknown one."""
     if attached := gateway.find(_secret(request)):
         return attached
     if "secret" in request.path_params:
         raise ApiError(404, "unknown or expired session")
-    remedy = "give the key that treadle serve prints, or that of a session that is open"
+    remedy = "use the key printed by treadle serve, or an open session's"
     raise ApiError(401, f"the API key is wrong, or its session has ended; {remedy}", code="invalid_api_key")
 
 
 async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> tuple[Attached, bytes]:
-    """Find a request's session and read its body, whose bytes count as in flight until the stack is closed.
+    """Find a request's session and read its body, counted as in flight until the stack is closed.
 
-    Raises ApiError: before reading if there is no such session; at a limit, without reading on.
+    Raises ApiError: before reading if there is no such session; at a limit, without reading further.
     """
     attached = _session(gateway, request)
     chunks: list[bytes] = []
@@ -269,7 +269,7 @@ def _json(raw: bytes) -> Json:
     return value
 
 
-_BASE_URL = "the base URL ends in /v1; only that of Anthropic's clients, which add it, does not"
+_BASE_URL = "the base URL ends in /v1, except for Anthropic's clients, which add it"
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -286,7 +286,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 _JSON, _EVENTS = "application/json", "text/event-stream; charset=utf-8"
-KEEP_ALIVE = 10.0  # seconds of silence after which a stream sends a comment
+KEEP_ALIVE = 10.0  # seconds of silence before a stream sends a comment
 
 
 @dataclass
@@ -313,7 +313,7 @@ class CompletionResponse:
                 gone.cancel()
 
     async def _wait(self, task: asyncio.Task[Answer], gone: asyncio.Task[None], send: Send) -> bool:
-        """Wait until there is an answer or the client has gone; return whether a stream has begun."""
+        """Wait for the answer or for the client's departure; return whether a stream has begun."""
         has_begun, timeout = False, KEEP_ALIVE if self.stream else None
         while True:
             done, _ = await asyncio.wait({task, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -345,7 +345,7 @@ class CompletionResponse:
 
 
 def _api_error(error: BaseException) -> ApiError:
-    """Convert the error of a call to the one that its client gets. Raises the exception itself if it is a bug."""
+    """Convert a call's error for its client. Reraises the exception itself if it is a bug."""
     match error:
         case ApiError():
             return error

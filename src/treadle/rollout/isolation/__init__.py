@@ -1,1 +1,1 @@
-"""User code behind the one boundary through which a run calls it: what it raises, how long it takes, what it blocks."""
+"""The one boundary through which a run calls user code: its errors, its time limits, its blocking of the event loop."""

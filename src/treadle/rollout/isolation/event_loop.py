@@ -1,4 +1,4 @@
-"""Running an event loop on which user code is called: user code cannot keep it from ending."""
+"""Running an event loop that calls user code, which cannot keep the loop from ending."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from treadle.rollout.isolation import user_code
 
 T = TypeVar("T")
 
-_TO_END = 60.0  # seconds that cancelled tasks have to end: environments are being closed
+_TO_END = 60.0  # seconds for cancelled tasks to end, as environments are being closed
 _TO_END_INTERRUPTED = 1.0  # after a second Ctrl-C
-_TO_REACT = 0.5  # seconds that a loop has to react to a second Ctrl-C, and between two looks at it
+_TO_REACT = 0.5  # seconds for a loop to react to a second Ctrl-C, and between checks
 
-_left_behind: list[asyncio.Task[Any]] = []  # referenced forever: asyncio complains of pending tasks that are collected
+# referenced forever, because asyncio complains when pending tasks are collected
+_left_behind: list[asyncio.Task[Any]] = []
 
 
 def run(
@@ -35,9 +36,9 @@ def run(
 ) -> T:
     """Run `main` on a new event loop, like asyncio.run, and return its result.
 
-    Ctrl-C cancels `main` and raises KeyboardInterrupt; a second one does so at once, whatever `main` makes of the first
-    (`handled`), and later ones change nothing. Cancelled tasks and threads that do not end are left behind, and `log`
-    names them, unless there was no time. Raises RunError if user code stops the loop.
+    Ctrl-C cancels `main` and raises KeyboardInterrupt; a second one raises immediately, however `main` handles the
+    first (`handled`), and later ones have no effect. Cancelled tasks and threads that do not end are abandoned and
+    named in `log`, unless there was no time. Raises RunError if user code stops the loop.
     """
     loop = (new_event_loop or asyncio.new_event_loop)()
     loop.set_default_executor(user_code.DaemonThreads())
@@ -47,7 +48,7 @@ def run(
     has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def cancel() -> None:
-        if interrupter.is_asked:  # `main` had a handler of its own, and this is the second one
+        if interrupter.is_asked:  # `main` handled the first one itself, and this is the second
             interrupter.interrupt()
         else:
             loop.call_soon_threadsafe(task.cancel)
@@ -64,10 +65,10 @@ def run(
 
 
 class _Interrupter:
-    """Ends `run` by stopping its loop, so that nothing can swallow it and nothing is broken off where it happens to be.
+    """Ends `run` by stopping its loop, so that no code can swallow it and none is interrupted at an arbitrary point.
 
-    While the loop does not react, `Interrupt` is raised where the main thread is, again and again: there, a library may
-    swallow it. is_asked: `main` was asked to stop. interrupts: `run` is to end at once. over: set once it has ended.
+    While the loop does not react, `Interrupt` is raised repeatedly in the main thread, where a library may swallow it.
+    is_asked: `main` was asked to stop. interrupts: `run` should end immediately. over: set once it has ended.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -76,7 +77,7 @@ class _Interrupter:
         self._loop = loop
 
     def interrupt(self) -> None:
-        """Called by a signal's handler, which may interrupt anything: it takes no lock."""
+        """Called by a signal handler, which may interrupt any code, so it must take no lock."""
         if self._is_blocked:
             self._is_blocked = False
             raise user_code.Interrupt
@@ -100,10 +101,10 @@ _interrupter: ContextVar[_Interrupter | None] = ContextVar("treadle_interrupter"
 
 @contextmanager
 def paused_event_loop() -> Iterator[None]:
-    """Let another event loop run on this thread, where one is running already (in a notebook, a cell runs on it).
+    """Allow another event loop on this thread inside one that is already running (notebooks run cells on one).
 
-    The caller has to block until then: the loop that runs already waits for it. On the main thread, signals reach what
-    runs within, as they would without that loop.
+    The caller must block until the end: the running loop waits for it. On the main thread, signals reach the inner code
+    as they would without the outer loop.
     """
     loop = asyncio._get_running_loop()
     if loop is None:
@@ -135,10 +136,10 @@ def _completed(
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any], log: Callable[[str], None]) -> bool:
-    """Run the loop until it is stopped, or False: something else than `task` raised what ends a loop, and is logged."""
+    """Run the loop until it is stopped, or return False if something other than `task` raised and ended it (logged)."""
     try:
         loop.run_forever()
-    except (SystemExit, KeyboardInterrupt) as error:  # of a task or callback that user code started
+    except (SystemExit, KeyboardInterrupt) as error:  # from a task or callback started by user code
         if isinstance(error, user_code.Interrupt):
             raise
         if not task.done():
@@ -149,7 +150,7 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any],
 
 
 def _end(loop: asyncio.AbstractEventLoop, interrupter: _Interrupter, log: Callable[[str], None]) -> None:
-    """End all tasks; from the moment of an interrupt, within a second and without a word of what that breaks."""
+    """End all tasks; after an interrupt, within a second and without reporting what that breaks."""
     while True:
         interrupts = interrupter.interrupts
         if interrupts:
@@ -170,7 +171,7 @@ def _ignore(line: str) -> None: ...
 
 
 async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
-    """Wait for cancelled tasks to end, except for calls that were cancelled before and did not."""
+    """Wait for cancelled tasks to end, except for calls that ignored an earlier cancellation."""
     this, loop = asyncio.current_task(), asyncio.get_running_loop()
     if tasks := asyncio.all_tasks() - {this} - user_code.abandoned_tasks:
         await asyncio.wait(tasks, timeout=seconds)
@@ -182,8 +183,8 @@ async def _end_tasks(log: Callable[[str], None], seconds: float) -> None:
         log(f"has not returned, and its thread is left behind: {', '.join(sorted(t.name for t in threads)):.500}")
 
 
-BLOCKED = 1.0  # seconds without an answer after which the loop counts as blocked
-_PERIOD = 0.1  # seconds between two questions
+BLOCKED = 1.0  # seconds without an answer until the loop counts as blocked
+_PERIOD = 0.1  # seconds between probes
 _WARNINGS = 20  # at most
 
 
@@ -191,9 +192,9 @@ _WARNINGS = 20  # at most
 def watched_event_loop(log: Callable[[str], None]) -> Iterator[None]:
     """Watch the running event loop, and warn while user code blocks it.
 
-    A thread has the loop answer every tenth of a second. When it has not answered for a second, the thread looks at the
-    loop's stack, and names the attempt whose user code is running and the line, unless that line awaits a library, or
-    another turn of a task is running at the next look. log: called from that thread, once for each line that blocks.
+    A thread probes the loop every tenth of a second. After a second without an answer, it inspects the loop's stack and
+    names the attempt of the running user code and the line, unless that line awaits a library, or another turn of a
+    task is running at the next check. log: called from that thread, once for each blocking line.
     """
     watch, over = _Watch(log), threading.Event()
     thread = threading.Thread(target=watch.run, args=(over,), name="treadle-loop-watch", daemon=True)
@@ -211,7 +212,7 @@ class _Watch:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._answered, self._asked = time.monotonic(), False
         self._blocking: user_code.UserCode | None = None
-        self._turn: Handle | None = None  # that was running at the last look
+        self._turn: Handle | None = None  # turn running at the last check
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(_PERIOD):
@@ -255,10 +256,10 @@ def _raise_interrupt() -> None:
 
 @contextmanager
 def handled(ask: Callable[[], None], *numbers: int, again: Callable[[], None] | None = None) -> Iterator[list[int]]:
-    """Handle these signals while the context lasts, on the main thread only; yield the first one, once it came.
+    """Handle these signals inside the context, on the main thread only; yield a list that receives the first one.
 
-    The first signal calls `ask`, each later one `again`; default: it interrupts the `run` that this is called in, where
-    there is one. Signals that come while C code computes are counted, though Python hears of them but once.
+    The first signal calls `ask`, each later one `again`; default: interrupt the enclosing `run`, if any. Signals that
+    arrive during C code are counted, although Python sees them only once.
     """
     asked: list[int] = []
     interrupter = _interrupter.get()

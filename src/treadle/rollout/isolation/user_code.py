@@ -1,4 +1,4 @@
-"""User code (environments, agents, hooks), called with a time limit, its failures attributed.
+"""User code (environments, agents, hooks), called with a time limit and attributed failures.
 
 UserCode.call -> a task -> async functions
                    └────── other functions, on the attempt's thread
@@ -33,21 +33,22 @@ P = ParamSpec("P")
 
 MAX_ABANDONED = 64  # threads stuck in calls that never return; attempts that need another one fail
 _LONGEST = 2000  # characters of a failure's message
-RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)  # of a task or callback
+# code running in a task or callback
+RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)
 
 abandoned_tasks: set[asyncio.Task[Any]] = set()  # calls that were cancelled and have not ended
 
 
 class Interrupt(KeyboardInterrupt):
-    """Raised for a second Ctrl-C, to tell it from user code that raises KeyboardInterrupt."""
+    """Raised for a second Ctrl-C, to distinguish it from KeyboardInterrupt raised by user code."""
 
 
 class UserCode:
     """Calls the user code of one attempt.
 
-    name: "environment 'lookup'". cause: of what it raises. attempt: "task 7, trajectory g000003.1".
-    blocked_seconds: time for which it blocked the event loop, a second or longer at a time. measured: metrics of
-    trajectories that what it uses has counted, like a judge.
+    name: "environment 'lookup'". cause: cause of its failures. attempt: "task 7, trajectory g000003.1".
+    blocked_seconds: time that it blocked the event loop, a second or longer at a time. measured: trajectory metrics
+    added by helpers such as judges.
     """
 
     def __init__(self, name: str, cause: Cause, attempt: str = "") -> None:
@@ -67,14 +68,14 @@ class UserCode:
         grace: float = 0.0,
         in_thread: bool | None = None,
     ) -> T:
-        """Call the function for at most `timeout` seconds, and return what `check` makes of its result.
+        """Call the function for at most `timeout` seconds, and return its result passed through `check`.
 
-        Whatever the function or `check` raises becomes a TrajectoryFailure of this cause (default: `self.cause`); a
-        TrajectoryFailure keeps its own. When its time is up, the call is cancelled and fails with cause timeout; a
-        thread cannot be cancelled, and is abandoned.
+        Any error of the function or `check` becomes a TrajectoryFailure of this cause (default: `self.cause`); a
+        TrajectoryFailure keeps its own. At the time limit, the call is cancelled and fails with cause timeout; a thread
+        cannot be cancelled, and is abandoned.
 
-        what: the call, for messages. grace: seconds to clean up in after the time limit. in_thread: whether to call it
-        on the attempt's thread; default: unless it is `async`.
+        what: description of the call, for messages. grace: seconds for cleaning up after the time limit. in_thread:
+        whether to call it on the attempt's thread; default: unless it is `async`.
         """
         cause = cause or self.cause
         in_thread = not is_async(function) if in_thread is None else in_thread
@@ -130,7 +131,7 @@ async def _result(
         else:
             value = await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, function)
         return check(await value if inspect.isawaitable(value) else value)
-    except BaseException as error:  # a task that raises SystemExit would end the event loop
+    except BaseException as error:  # SystemExit raised in a task would end the event loop
         if isinstance(error, Interrupt):
             raise
         return attributed(error, what, cause)
@@ -147,7 +148,7 @@ def _cancel(task: asyncio.Task[Any], thread: CallThread | None) -> None:
 
 
 def is_async(function: object) -> bool:
-    """Return whether calling it gives a coroutine: an `async def`, or an object whose call is one."""
+    """Return whether calling it returns a coroutine: an `async def`, or an object with an async `__call__`."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return not inspect.isclass(function) and any(map(inspect.iscoroutinefunction, (function, call)))
 
@@ -157,7 +158,7 @@ def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailu
     try:
         if (failed := failure_in(error)) is not None:
             return TrajectoryFailure(failed.cause, failed.message, failed.traceback or user_traceback(error))
-    except BaseException as worse:  # somebody has tampered with it
+    except BaseException as worse:  # tampered with by user code
         if isinstance(worse, Interrupt):
             raise
     exits = isinstance(error, SystemExit | KeyboardInterrupt)
@@ -168,14 +169,14 @@ def attributed(error: BaseException, what: str, cause: Cause) -> TrajectoryFailu
 
 
 def raised(what: str, error: BaseException) -> str:
-    """Return `WHAT raised TYPE: TEXT`, without keys that the text may hold, and with lone surrogates escaped."""
+    """Return `WHAT raised TYPE: TEXT`, without keys in the text, and with lone surrogates escaped."""
     return redacted(f"{what} raised {type(error).__name__}: {_text(error)}".encode(errors="backslashreplace").decode())
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as worse:  # user code, too
+    except BaseException as worse:  # also runs user code
         if isinstance(worse, Interrupt):
             raise
         return "(and its text could not be made)"
@@ -187,7 +188,7 @@ _stuck: set[CallThread] = set()
 class CallThread(Executor):
     """Runs calls in order on one thread, as SQLite connections and browsers require.
 
-    is_abandoned: nobody waits any longer for the call in progress. Calls behind it run once it returns.
+    is_abandoned: whether the call in progress is no longer awaited. Calls queued behind it run once it returns.
     """
 
     def __init__(self, name: str) -> None:
@@ -214,12 +215,12 @@ class CallThread(Executor):
 
 
 def abandoned_threads() -> list[threading.Thread]:
-    """Return the threads stuck in calls that nobody waits for any longer."""
+    """Return the threads stuck in abandoned calls."""
     return [each.thread for each in list(_stuck)]
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Default executor for an event loop: a daemon thread for each call (`asyncio.to_thread`).
+    """Default executor of an event loop: one daemon thread per call (`asyncio.to_thread`).
 
     The standard one shares a few threads and joins them on exit: calls that never return would block both.
     """
@@ -241,16 +242,16 @@ def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
         result = call()
     except StopIteration as error:  # an asyncio future cannot hold it: its caller would wait forever
         future.set_exception(RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__))
-    except BaseException as error:  # noqa: BLE001  # raised again where the result is awaited
+    except BaseException as error:  # noqa: BLE001  # reraised where the result is awaited
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
-_FRAMES = 20  # the innermost ones are shown
+_FRAMES = 20  # number of innermost frames shown
 _ROOT = Path(treadle.core.__file__).parents[1]
-_USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written as a user would
-_GLUE = f"{_ROOT}/envs/tasks.py"  # between the run and a reward function
+_USERS = (f"{_ROOT}/envs/", f"{_ROOT}/recipes/")  # shipped, but written like user code
+_GLUE = f"{_ROOT}/envs/tasks.py"  # sits between the run and a reward function
 _OURS = (*(f"{folder}/" for folder in (_ROOT, *asyncio.__path__, *concurrent.futures.__path__)), threading.__file__)
 _AWAITED = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -259,7 +260,7 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platst
 def user_traceback(error: BaseException) -> str:
     """Return the traceback of an error and its causes: the innermost user frames, or "" if there are none.
 
-    Columns are dropped: CPython 3.11 cannot mark them in two threads at a time.
+    Columns are dropped: CPython 3.11 cannot mark them in two threads concurrently.
     """
     shown = TracebackException.from_exception(error, compact=True)
     chain: list[TracebackException | None] = [shown]
@@ -274,7 +275,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def user_place(frames: Iterable[FrameType]) -> str:
-    """Return the innermost line of user code: "my_env.py:12 in step", or "". Lines outside of libraries come first.
+    """Return the innermost line of user code: "my_env.py:12 in step", or "". Lines outside libraries take precedence.
 
     frames: innermost first.
     """
@@ -285,10 +286,10 @@ def user_place(frames: Iterable[FrameType]) -> str:
 
 
 def blocking_place(frames: Sequence[FrameType]) -> str:
-    """Return the innermost line of user code outside of libraries, or "" if it awaits the library that is running.
+    """Return the innermost line of user code outside libraries, or "" if it awaits the library that is running.
 
-    frames: of a thread, innermost first. `time.sleep(9)` and `requests.get(url)` block; `await client.get(url)` leaves
-    it to the library how long it computes.
+    frames: frames of a thread, innermost first. `time.sleep(9)` and `requests.get(url)` block; for `await
+    client.get(url)`, the library is responsible for its computing time.
     """
     for number, frame in enumerate(frames):
         file = frame.f_code.co_filename
@@ -311,7 +312,7 @@ def thread_frames(thread: int | None) -> Iterator[FrameType]:
 
 
 def coroutine_frames(coroutine: Any) -> list[FrameType]:
-    """Return the frames of a coroutine that waits, innermost first."""
+    """Return the frames of a waiting coroutine, innermost first."""
     frames: list[FrameType] = []
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         frames.append(frame)
