@@ -1,1 +1,1 @@
-"""The command line: parses, calls the layers below and prints. `main` is the entry point."""
+"""The command line: parses arguments, calls the layers below and prints. `main` is the entry point."""

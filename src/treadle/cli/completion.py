@@ -1,6 +1,6 @@
 """`treadle completion SHELL`: a static script that completes commands, options, recipes and keys.
 
-zsh runs bash's, by its `bashcompinit`.
+zsh uses bash's, through `bashcompinit`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run_completion(options: argparse.Namespace) -> int:
 
 
 class _Command(NamedTuple):
-    """What may follow a command: `_Command("recipes show", "show every ...", ["--yaml", "demo", ...])`."""
+    """Possible words after a command: `_Command("recipes show", "show every ...", ["--yaml", "demo", ...])`."""
 
     name: str
     summary: str
@@ -46,7 +46,7 @@ class _Command(NamedTuple):
 
 
 def _commands(commands: Commands, above: str = "") -> Iterator[_Command]:
-    """Yield each command, and those below it."""
+    """Yield each command, and the commands below it."""
     summaries = {action.dest: action.help or "" for action in commands._choices_actions}
     keys = [f"{key}=" for key in paths(RunConfig)]
     for name, parser in commands.choices.items():

@@ -1,4 +1,4 @@
-"""Where commands print: coloured and fitted to a terminal, plain lines elsewhere, control sequences always escaped."""
+"""Output of commands: colored and fitted to a terminal, plain lines elsewhere, control sequences always escaped."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from treadle.plan.config import RunConfig
 from treadle.report.metrics import EvaluationResult, shown
 from treadle.report.progress import EVERY, PlainProgress, Progress, evaluation_lines, update_line
 
-_PLAIN_WIDTH = 1000  # a pipe has no width: tables are as wide as what they hold
+_PLAIN_WIDTH = 1000  # a pipe has no width: tables are as wide as their contents
 Part = str | tuple[str, str]  # some text; or some text and its style
 
 
 class Table:
-    """Table whose cells, one line each, are escaped."""
+    """Table with escaped cells, one line each."""
 
     def __init__(self, rich_table: rich.table.Table) -> None:
         self.rich = rich_table
@@ -36,7 +36,7 @@ class Table:
 
 
 class Console:
-    """Standard output or standard error. Takes plain text, of models and tasks, too; escapes what steers terminals."""
+    """Standard output or standard error. Takes plain text, including models' and tasks'; escapes terminal control codes."""
 
     def __init__(self, stderr: bool = False) -> None:
         self._stderr = stderr
@@ -53,15 +53,15 @@ class Console:
         return self.rich.width
 
     def line(self, *parts: Part, style: str = "", wrap: bool = False) -> None:
-        """Print one line, of parts in their own styles. Long lines are not wrapped, so that paths and commands can be
-        copied; with `wrap` they wrap at words."""
+        """Print one line, from parts in their own styles. Long lines are not wrapped, so that paths and commands can be copied;
+        with `wrap` they wrap at words."""
         self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 
     def text(self, *parts: Part, style: str = "") -> None:
         self.rich.print(_styled(escape_text, parts), style=style, soft_wrap=True)
 
     def table(self, table: Table) -> None:
-        """Print a table; where there is no terminal, without trailing blanks."""
+        """Print a table; without a terminal, without trailing blanks."""
         if self.is_terminal:
             self.rich.print(table.rich)
             return
@@ -71,7 +71,7 @@ class Console:
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[str | Table]], None]]:
-        """Yield a function that shows lines and tables in place of the previous ones, on a terminal, until the end."""
+        """Yield a function that shows lines and tables, on a terminal replacing the previous ones, until the end."""
 
         def show(parts: Sequence[str | Table]) -> None:
             shown = (_styled(escape_line, [part]) if isinstance(part, str) else part.rich for part in parts)
@@ -85,12 +85,12 @@ class Console:
         self.verbatim(json.dumps(data, indent=indent).replace("\x7f", "\\u007f") + "\n")
 
     def verbatim(self, text: str) -> None:
-        """Print text for a program to read, as it is; the caller escapes it."""
+        """Print text for a program verbatim; the caller escapes it."""
         (sys.stderr if self._stderr else sys.stdout).write(text)
 
 
 def indented(text: str) -> str:
-    """Indent lines by two columns, so that none can pass for the command's own output."""
+    """Indent lines by two columns, so that none can imitate the command's own output."""
     return "".join(f"  {line}\n" for line in text.strip("\n").split("\n"))
 
 
@@ -110,12 +110,12 @@ def _styled(escape: Callable[[str], str], parts: Sequence[Part]) -> Text:
     return Text.assemble(*((escape(text), style) for text, style in pairs))
 
 
-_WIDE = 110  # columns from which both times and a longer bar fit beside the figures
+_WIDE = 110  # minimum width for both times and a longer bar beside the figures
 
 
 @contextmanager
 def make_progress(config: RunConfig, stderr: bool = False) -> Iterator[Progress]:
-    """Yield live progress on a terminal, else plain lines; on standard error for commands that print a result."""
+    """Yield live progress on a terminal, otherwise plain lines; on standard error for commands that print a result."""
     console, shows = Console(stderr), (config.orchestration.updates, config.data.table_by)
     if console.is_terminal:
         with make_bars(console) as bars:
@@ -140,7 +140,7 @@ def make_bars(console: Console) -> bar.Progress:
 
 
 class LiveProgress(Progress):
-    """Shows two bars, the run's updates and the current phase; every tenth update's figures stay as a line."""
+    """Shows two bars, the run's updates and the current phase; every tenth update's figures remain as a line."""
 
     def __init__(self, console: Console, bars: bar.Progress, updates: int, table_by: str | None = None) -> None:
         self._console, self._bars, self._updates, self._table_by = console, bars, updates, table_by

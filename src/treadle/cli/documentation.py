@@ -1,4 +1,4 @@
-"""`treadle docs`: the pages of the documentation, which are installed with the package."""
+"""`treadle docs`: the documentation pages installed with the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def pages() -> dict[str, Path]:
-    """Return name -> file of every page: of the installed package, or of the clone that it runs from."""
+    """Return name -> file of every page: of the installed package, or of the clone it runs from."""
     installed = _PACKAGE / "docs"
     folder = installed if installed.is_dir() else _PACKAGE.parents[1] / "docs"
     return {path.stem: path for path in sorted(folder.glob("*.md"))}
@@ -41,7 +41,7 @@ def run_docs(options: argparse.Namespace) -> int:
 
 
 def _find(console: Console, every: dict[str, Path], word: str) -> int:
-    """List the headings that have the word, with the command that shows their page."""
+    """List the headings with the word, and the command that shows their page."""
     found = False
     for name, path in every.items():
         for heading in re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE):

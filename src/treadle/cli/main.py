@@ -1,4 +1,4 @@
-"""`treadle`: the command line. Reading it imports nothing else; what runs a command, and torch, come when needed."""
+"""`treadle`: the command line. Importing it loads nothing else; commands and torch are loaded when needed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from treadle.cli.commands import INTERRUPTED, Parser, add_commands, load_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run one command; return the exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     if arguments is None:
         sys.unraisablehook = _report_unraisable
     try:
         options = _parse(arguments)
         status = _run(options)
-    except KeyboardInterrupt:  # before it began, or another one while the first was reported
+    except KeyboardInterrupt:  # before the command began, or again while reporting the first
         status = INTERRUPTED
     if arguments is None and status == INTERRUPTED:
         leave(status)
@@ -37,12 +37,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # Ctrl-C came in a finalizer, and comes again
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # Ctrl-C in a finalizer is raised again
         sys.__unraisablehook__(unraisable)
 
 
 def leave(status: int) -> None:
-    """End this process now if PyTorch is loaded, whose exit handlers take seconds; another Ctrl-C changes nothing."""
+    """End this process immediately if PyTorch, with its slow exit handlers, is loaded; ignores further Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "torch" in sys.modules:
         for stream in (sys.stdout, sys.stderr):

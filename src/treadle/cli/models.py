@@ -107,7 +107,7 @@ def _eval_endpoint(options: argparse.Namespace) -> int:
     try:
         request = json.loads(options.request)
     except ValueError as error:
-        raise ConfigError(f"--request {options.request!r:.200} is no JSON: {error}") from error
+        raise ConfigError(f"--request {options.request!r:.200} is not JSON: {error}") from error
     fields = {name: vars(options)[name] for name in ("url", "model", "api_key_env", "timeout")}
     model = build(OtherModelConfig, {**fields, "options": request}, "treadle eval --url")
     config = find_config(options.subject, options.overrides)
@@ -148,9 +148,9 @@ def run_export(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
     if options.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
-        raise ConfigError(f"--push {options.push!r} is no name of a repository; give ORG/NAME")
+        raise ConfigError(f"--push {options.push!r} is not a repository name; give ORG/NAME")
     address = find_address(options.run_address) or RunAddress(Path(options.run_address))
-    address.model()  # or an error, before torch is loaded
+    address.model()  # fails early, before torch is loaded
 
     from treadle.api.export import export_checkpoint
 
@@ -183,13 +183,13 @@ def run_export_traces(options: argparse.Namespace) -> int:
         raise ConfigError(f"{str(out)!r} exists already; choose another name")
     if is_file:
         if options.format == "atif":
-            raise ConfigError(f"--format atif: {str(run)!r} is a file; ATIF is written of runs alone")
+            raise ConfigError(f"--format atif: {str(run)!r} is a file; ATIF can only be written for runs")
         places = {t.source for t in selection.choose([t for t, _ in read_records(run)])} if options.select else None
         records = (record for t, record in read_records(run) if places is None or t.source in places)
         Console().line(f"{write_records(out, options.format, records):,} trajectories: {out}")
         return 0
     trajectories = read_run(run)
-    chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all: failed ones, too
+    chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all, including failed ones
     texts = TokenTexts(load_run_tokenizer(run))
     count = write_trajectories(out, options.format, chosen, texts, str(run.resolve()))
     Console().line(f"{count:,} trajectories: {out}")

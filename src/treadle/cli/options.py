@@ -1,4 +1,4 @@
-"""Running a command: its exit status, what is said of its errors, and arguments that several of them share."""
+"""Running a command: exit status, reporting of errors, and shared arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
 
 def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, command: str) -> int:
     """Run a command ("treadle train", for errors); return 0 done, 1 failed, 2 wrong input or 130 interrupted."""
-    if not os.isatty(0):  # piped input answers no question; a debugger may read a terminal
+    if not os.isatty(0):  # piped input cannot answer questions; a debugger may read a terminal
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         if nothing:
@@ -39,17 +39,18 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         return status
     except TreadleError as error:
         problem, status = str(error), 2 if isinstance(error, ConfigError | DataError) else 1
-    except BrokenPipeError:  # `treadle report RUN | head`: the reader has seen enough
+    except BrokenPipeError:  # `treadle report RUN | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except IsADirectoryError as error:
         path = error.filename2 or error.filename
         problem, status = f"{path} is a directory where a file belongs; move it away, or name another file", 1
     except OSError as error:
-        path = re.sub(r"\.([^/]+?)(\.\d+)?\.tmp$", r"\1", str(error.filename2 or error.filename or ""))  # what is meant
+        # the intended path
+        path = re.sub(r"\.([^/]+?)(\.\d+)?\.tmp$", r"\1", str(error.filename2 or error.filename or ""))
         remedy = "choose another place, or check its permissions"
         problem, status = f"{path}: {refusal(error, remedy)}" if is_refused(error) and path else str(error), 1
-    except MemoryError as error:  # also of pyarrow's, where `ulimit -v` refuses an allocation
+    except MemoryError as error:  # includes pyarrow's, if `ulimit -v` refuses an allocation
         problem, status = f"out of memory: {error}" if str(error) else "out of memory", 1
     except sqlite3.Error as error:
         problem, status = f"the run's ledger.sqlite cannot be read: {error}", 1

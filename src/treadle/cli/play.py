@@ -1,4 +1,4 @@
-"""`treadle play`: a person is the model, in one attempt at a task."""
+"""`treadle play`: a person acts as the model, in one attempt at a task."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address, CallOptions, OtherReply
 from treadle.rollout.text_session import open_text_rollouts
 
-_FOREVER = 1e9  # seconds: a person thinks
+_FOREVER = 1e9  # seconds: a person may take any time
 
 
 class _Left(Exception):
-    """The person has left."""
+    """Raised when the person leaves."""
 
 
 def run_play(options: argparse.Namespace) -> int:
     if not os.isatty(0):
-        raise ConfigError("treadle play needs a terminal: somebody has to write what the model would write")
+        raise ConfigError("treadle play needs a terminal: a person has to write the model's replies")
     config = find_config(options.recipe, options.overrides)
     inputs = _inputs(config)
     person = Person(Console())
@@ -50,7 +50,7 @@ def run_play(options: argparse.Namespace) -> int:
 
 
 def _inputs(config: RunConfig) -> Inputs:
-    """Return the held-out tasks, or those of training where there are none."""
+    """Return the held-out tasks, or training tasks if there are none."""
     if config.data.held_out is not None:
         return endpoint_inputs(config)
     return make_held_out(load_split(config, "train"), configured_players(config))
@@ -84,14 +84,14 @@ class Person:
         self.console, self._shown = console, list[Message]()
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
-        """Show what the model would read, and return what the person writes."""
+        """Show the model's input, and return the person's reply."""
         tools = tools if options.tool_calls else ()
         if not self._shown:
             self._show_tools(tools)
         pairs = enumerate(zip(self._shown, messages, strict=False))
         same = next((n for n, (before, now) in pairs if before != now), min(len(self._shown), len(messages)))
         if same < len(self._shown):
-            self.console.line("the conversation was changed; it goes on from here:", style="yellow")
+            self.console.line("the conversation was changed; it continues from here:", style="yellow")
         for message in messages[same:]:
             self._show(message)
         while True:
@@ -137,9 +137,9 @@ class Person:
 
 
 def reply_of(text: str, tools: Sequence[Tool]) -> Message:
-    """Return the message that a person wrote: calls of tools in lines that begin with /, or text.
+    """Return the message that a person wrote: tool calls in lines that begin with /, or text.
 
-    Raises ValueError for a call that cannot be read.
+    Raises ValueError for an unreadable call.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if not tools or not lines or not all(line.startswith("/") for line in lines):
@@ -157,11 +157,11 @@ def _call(line: str, tools: Sequence[Tool], number: int) -> ToolCall:
         try:
             arguments = json.loads(rest)
         except ValueError as error:
-            raise ValueError(f"the arguments are no JSON: {error}") from error
+            raise ValueError(f"the arguments are not JSON: {error}") from error
     else:
         words = [word.partition("=") for word in shlex.split(rest)]
         if wrong := [key for key, equals, _ in words if not equals]:
-            raise ValueError(f"{wrong[0]!r} is no argument; write name=value, or all of them as JSON")
+            raise ValueError(f"{wrong[0]!r} is not an argument; write name=value, or all of them as JSON")
         kinds = _parameters(by_name[name])
         arguments = {key: _value(value, kinds.get(key, {})) for key, _, value in words}
     written = FunctionCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
@@ -174,7 +174,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
-    """Return a value as JSON reads it, unless it is to be a string."""
+    """Parse a value as JSON, unless it should be a string."""
     if schema.get("type") == "string":
         return text
     try:
@@ -184,7 +184,7 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
 
 
 def _read_lines() -> str:
-    """Return what the person writes, to the first line that does not go on. Raises _Left."""
+    """Return the person's input, up to the first line that is not continued. Raises _Left."""
     lines, prompt = list[str](), "> "
     with _interruptible():
         try:
@@ -200,7 +200,7 @@ def _read_lines() -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Have Ctrl-C end the wait for a line, which the handler of an event loop would not."""
+    """Let Ctrl-C end the wait for a line, which an event loop's handler would not do."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -43,7 +43,7 @@ from treadle.plan.inputs import is_in_memory, load_context
 _SKELETON, _SKELETON_TOOLS = "treadle.recipes.skeleton", "treadle.recipes.skeleton_tools"
 _SCHEMA = "recipe.schema.json"  # named in the skeleton's recipe
 _MAX_PROBLEMS = 10
-_TEXT = 300  # characters shown of a value
+_TEXT = 300  # maximum characters shown of a value
 
 
 def run_recipes(options: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def run_schema(options: argparse.Namespace) -> int:
 
 
 def recipe_schema() -> str:
-    """Return the JSON schema of recipes, of those too that extend another."""
+    """Return the JSON schema of recipes, including those that extend another."""
     schema = json_schema(RunConfig)
     extends = {"type": "string", "description": "the recipe that this one differs from: a shipped name or a path"}
     schema["properties"]["extends"] = extends
@@ -100,9 +100,9 @@ def recipe_schema() -> str:
 
 
 def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str], within: Sequence[str]) -> None:
-    """Print each section's heading, then its values: mark, path, value, help, and the default if it is another.
+    """Print each section's heading, then its values: mark, path, value, help, and the default if different.
 
-    within: the sections and keys to print; "" is everything.
+    within: sections and keys to print; "" is everything.
     """
     grid = rich.table.Table.grid(padding=(0, 1))
     for style in ("", "", "", "dim"):
@@ -112,7 +112,7 @@ def _print_listing(console: Console, config: RunConfig, overridden: Sequence[str
     def add_row(*cells: Part) -> None:
         if console.is_terminal:
             table.add_row(*cells)
-        else:  # for a program to read: in no columns
+        else:  # for a program: no columns
             mark, *texts = (cell if isinstance(cell, str) else cell[0] for cell in cells or ("",))
             console.line(f"{mark:<2}" + "  ".join(filter(None, texts)) if texts else "")
 
@@ -158,13 +158,13 @@ def run_env(options: argparse.Namespace) -> int:
 def make_environment(name: str, parent: Path, tools: bool = False) -> list[Path]:
     """Write the package `name` into a directory; return its files. Raises ConfigError, RunError if it exists.
 
-    tools: whether its environment is one with tools.
+    tools: whether its environment has tools.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} is not a Python package name; use letters, digits and _, as in my_environment")
     directory = parent / name
     if directory.exists():
-        raise RunError(f"{str(directory)!r} exists already, and is left as it is; choose another name, or remove it")
+        raise RunError(f"{str(directory)!r} already exists, and was not changed; choose another name, or remove it")
     if importlib.util.find_spec(name) is not None:
         raise ConfigError(f"{name!r} would hide an installed module of that name; choose another name")
     directory.mkdir()
@@ -181,7 +181,7 @@ def make_environment(name: str, parent: Path, tools: bool = False) -> list[Path]
 
 
 class _Source(Config):
-    """A single source, with the keys that it has in a recipe."""
+    """A single source, with its keys in a recipe."""
 
     data: DataConfig = Field(description="tasks")
 
@@ -245,7 +245,7 @@ def run_data_prepare(options: argparse.Namespace) -> int:
 
 
 def _sections(options: argparse.Namespace) -> tuple[dict[str, Section], LoadContext]:
-    """Return the sections by split, and what their sources have in common."""
+    """Return the sections by split, and the settings common to their sources."""
     if options.source in recipe_names() or options.source.endswith((".yaml", ".yml")):
         config = load_recipe(options.source, options.overrides)
         if is_in_memory(config.data.train):
@@ -265,7 +265,7 @@ def _print_value(console: Console, name: str, value: Any) -> None:
 
 
 def _print_problems(section: Section, split: str, context: LoadContext, first: DataError) -> None:
-    """List what is wrong, row by row; at least the error that loading ended with."""
+    """List problems row by row; at least the error that ended loading."""
     errors = Console(stderr=True)
     sources = named_sources(section, split)
     problems = chain.from_iterable(find_problems(source, split, setting, context) for setting, source in sources)

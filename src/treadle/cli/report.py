@@ -94,7 +94,7 @@ def _print(console: Console, facts: Facts) -> None:
 
 
 def _print_figures(console: Console, table: Table, rows: Sequence[Facts], key: str, names: Sequence[str]) -> None:
-    """Print a table with a row for each of `rows`: its `key`, then the counts with these names."""
+    """Print a table with a row for each of `rows`: its `key`, then its counts of these names."""
     for row in rows:
         table.add_row(row[key], *(f"{row[name]:,}" for name in names))
     console.table(table)
@@ -197,7 +197,7 @@ def _print_last_update(console: Console, row: Facts | None, updates: int) -> Non
 
 
 def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None) -> None:
-    """Print a row for each evaluation. Columns that do not fit go into a table below, with the same rows."""
+    """Print a row per evaluation. Columns that do not fit go into a table below, with the same rows."""
     if not rows:
         return
     greedy = ["greedy" if row["temperature"] == 0 else f"{row['temperature']:g}" for row in rows]
@@ -225,13 +225,13 @@ def _print_evaluations(console: Console, rows: list[Facts], table_by: str | None
 
 
 def _columns(rows: Sequence[Mapping[str, float | None]], digits: int = 3) -> Columns:
-    """Return name -> the cells of all rows, of every name that any row has."""
+    """Return name -> the cells of all rows, for every name in any row."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [shown(row.get(name), digits) for row in rows] for name in names}
 
 
 def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
-    """Return the columns in as few groups as fit the width, each after the keys; a group has one column at least."""
+    """Split the columns into as few groups as fit the width, each after the keys; every group has at least one column."""
 
     def needed(group: Columns) -> int:
         return sum(max(map(len, (name, *cells))) + 2 for name, cells in group.items())
@@ -262,9 +262,9 @@ def run_plot(options: argparse.Namespace) -> int:
 
 
 def read_run(path: Path) -> RunMetrics:
-    """Return what is drawn of a run; damaged lines of its metrics are left out, and named on standard error.
+    """Return a run's data for plotting; damaged lines of its metrics are skipped, and named on standard error.
 
-    Raises RunError if there is no run, or nothing to draw yet; DamageError if none of its metrics can be read.
+    Raises RunError if there is no run, or nothing to plot yet; DamageError if none of its metrics can be read.
     """
     from treadle.record.run_directory import RunDirectory
     from treadle.report.curve import RunMetrics

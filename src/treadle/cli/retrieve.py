@@ -40,8 +40,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("corpus", metavar="CORPUS", type=Path, help="JSON lines, each with its text in `contents`")
     parser.add_argument("--model", type=Path, metavar="DIR", help="sentence-embedding model (default: none, BM25)")
-    parser.add_argument("--index", type=Path, metavar="FILE", help="FAISS index of the corpus's vectors that exists")
-    parser.add_argument("--topk", type=int, default=3, help="passages for queries that name no number (default: 3)")
+    parser.add_argument("--index", type=Path, metavar="FILE", help="existing FAISS index of the corpus's vectors")
+    parser.add_argument("--topk", type=int, default=3, help="default passages per query (default: 3)")
     add_address(parser, 8000)
     parser.add_argument(
         "--most-waiting", type=int, default=4096, help="queries that may wait before others get a 503 (default: 4096)"
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
 
         queue = RetrievalQueue(corpus.passages, corpus.retriever, options.most_waiting, options.timeout)
         app = make_app(queue, options.topk)
-        # a client comes back when its model has written the next query
+        # A client returns once its model has written the next query.
         config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", timeout_keep_alive=60)
         with suppress(KeyboardInterrupt):
             console.line(f"{len(corpus.passages):,} passages of {options.corpus}; press Ctrl-C to stop")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class ServeConfig(Config):
     """Configuration of the server, with the same keys as in a recipe."""
 
-    device: Device = Field("auto", description="that the engine computes on")
+    device: Device = Field("auto", description="device of the engine")
     engine: EngineConfig = Field(description="what samples")
 
 
@@ -59,7 +59,7 @@ def run_serve(options: argparse.Namespace) -> int:
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
     address = address_of(options, "treadle serve")
-    with listen(address, "--{} {}") as listening:  # now: a busy port is an error before a model is loaded
+    with listen(address, "--{} {}") as listening:  # early, so that a busy port fails before a model is loaded
         from treadle.models.chat import load_chat
         from treadle.plan.device import check_device, chosen, settled_engine
         from treadle.training.make import load_source
@@ -70,7 +70,7 @@ def run_serve(options: argparse.Namespace) -> int:
         tokenizer, renderer = load_chat(model, began)
         recording = _recording(options, tokenizer.backend_tokenizer)
         source = load_source(model, seed=0)
-        gc.freeze()  # the libraries stay: searching them for garbage would halt every request for some 200 ms
+        gc.freeze()  # garbage collection over the libraries would halt every request for some 200 ms
         gateway = Gateway(model=Path(options.model).name)
         server = serving(gateway, address, listening)
         asyncio.run(_serve(options, config, renderer, source, gateway, server, recording))
@@ -78,7 +78,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def model_to_serve(options: argparse.Namespace) -> tuple[ModelConfig, datetime | None]:
-    """How the model is loaded, and the date that templates write: as its run does, if a run is addressed."""
+    """Return how to load the model, and the date for templates: as in its run, if a run is addressed."""
     template = {"chat_template": options.chat_template} if options.chat_template else {}
     directory = require_model_or_adapter(str(model_path(options.model)), "MODEL")
     if not (directory / "tokenizer.json").is_file():
@@ -168,7 +168,7 @@ def run_view(options: argparse.Namespace) -> int:
     paths = options.runs or [Path("runs")]
     for path in paths:
         if not path.is_dir():
-            raise RunError(f"no directory {str(path)!r}; name run directories, or folders that hold some")
+            raise RunError(f"no directory {str(path)!r}; name run directories, or folders of them")
     address, token = address_of(options, "treadle view"), secrets.token_urlsafe(24)
     import uvicorn
 
@@ -176,7 +176,7 @@ def run_view(options: argparse.Namespace) -> int:
 
     with listen(address, "--{} {}") as listening:
         link, console = f"{url_of(listening)}/?token={token}", Console()
-        app = guarded_app(paths, token, [options.host, listening.getsockname()[0]])  # the link has the latter
+        app = guarded_app(paths, token, [options.host, listening.getsockname()[0]])  # the link contains the latter
         config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
         with suppress(KeyboardInterrupt):
             console.line(f"{', '.join(map(str, paths))}; press Ctrl-C to stop")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from treadle.rendering.texts import TokenTexts
 
 _NEWEST = 20
-_SHOWN = 60  # characters of the reply of another model
-_PERIOD = 1.0  # seconds between two looks
-_SAMPLE = 0.3  # seconds over which the first look measures CPU time
+_SHOWN = 60  # maximum characters shown of another model's reply
+_PERIOD = 1.0  # seconds between refreshes
+_SAMPLE = 0.3  # seconds for measuring CPU time initially
 _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version", "CPU", "memory")
 
 
@@ -68,9 +68,9 @@ def _figure(value: float | None, form: str) -> str:
 def as_json(
     row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer | None, traces: Sequence[StepTrace] = ()
 ) -> dict[str, Any]:
-    """Return everything on record about a trajectory as plain data; the last of several traces of a step counts.
+    """Return everything recorded about a trajectory as plain data; the last of several traces of a step counts.
 
-    tokenizer: None for steps that are text.
+    tokenizer: None for text-only steps.
     """
     from treadle.packing.compactions import compactions, recorded_calls
     from treadle.record.rollout_store import step_relations
@@ -264,7 +264,7 @@ def call_line(call: dict[str, Any]) -> str:
 
 
 def relation_line(relation: dict[str, Any], step: int) -> str:
-    """Return a line about a step that does not just extend an earlier one, else an empty text; for example
+    """Return a line about a step unless it just extends an earlier one; for example
 
     `break from step 2: tokenization at token 153, 42 tokens computed again: 'par is' [7, 9] -> 'paris' [31]`.
     """
@@ -351,13 +351,13 @@ def _view(directory: RunDirectory, usage: _Usage) -> list[str | Table]:
 
 
 class _Usage:
-    """CPU time and memory of processes on this machine between two looks, from Linux's `/proc`; elsewhere nothing."""
+    """CPU time and memory of processes on this machine between refreshes, from Linux's `/proc`; empty elsewhere."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, float]] = {}  # pid -> (when, CPU seconds)
 
     def cells(self, process: ProcessId | None) -> tuple[str, str]:
-        """Return `("53%", "812 MB")`; nothing for a process on another machine, or that has ended."""
+        """Return `("53%", "812 MB")`; empty for a process on another machine, or one that has ended."""
         if process is None or process.host != socket.gethostname():
             return "", ""
         try:

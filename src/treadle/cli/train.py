@@ -31,7 +31,7 @@ from treadle.training.demonstrations import load_demonstrations
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train; returns 0 if the run is finished, 130 if it was asked to stop. With --dry-run: 0 if nothing is missing."""
+    """Train; return 0 if the run is finished, 130 if it was asked to stop. With --dry-run: 0 if nothing is missing."""
     resume = options.resume or options.resume_from is not None
     if options.dry_run:
         if resume:
@@ -43,7 +43,7 @@ def run_train(options: argparse.Namespace) -> int:
         config = with_model_of_run(load_recipe(options.recipe, options.overrides))
         path = options.runs / (options.name or "")
         if options.name:
-            RunDirectory(path).check_free()  # or an error, before torch is loaded
+            RunDirectory(path).check_free()  # fails early, before torch is loaded
     check_config(config)
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
@@ -56,11 +56,11 @@ def run_train(options: argparse.Namespace) -> int:
                 summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
         except KeyboardInterrupt:
             saved = any(path.glob("checkpoints/step-*"))
-            advice = f"go on from the latest checkpoint with: {command}" if saved else "nothing was trained yet"
+            advice = f"continue from the latest checkpoint with: {command}" if saved else "nothing was trained yet"
             Console(stderr=True).line(f"interrupted; {advice}")
             return 130
         if summary["stopped_early"]:
-            Console(stderr=True).line(f"stopped after {summary['updates']} updates; go on with: {command}")
+            Console(stderr=True).line(f"stopped after {summary['updates']} updates; continue with: {command}")
             return 130
         print_result(summary, path, config)
         return 0
@@ -77,7 +77,9 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
         path = address.run
     else:
         back = f"treadle train {address.run} --resume-from {address.checkpoint}"
-        raise ConfigError(f"{options.recipe}: a run goes on from its latest checkpoint; to go back to this one: {back}")
+        raise ConfigError(
+            f"{options.recipe}: a run continues from its latest checkpoint; to go back to this one: {back}"
+        )
     if options.resume_from is not None:
         options.resume_from = checkpoint_named(options.resume_from)
     return resumable_config(path, options.overrides, options.resume_from), path
@@ -85,7 +87,7 @@ def _to_resume(options: argparse.Namespace) -> tuple[RunConfig, Path]:
 
 @contextmanager
 def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[Path]:
-    """Yield a new path for the run, which is removed if the run ends before it recorded anything to resume."""
+    """Yield a new path for the run, removed if the run ends before it recorded anything to resume."""
     path: Path = (
         options.runs / options.name if options.name else make_directory(options.runs, config.recipe, config.seed)
     )
@@ -94,15 +96,15 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
         yield path
     finally:
         run = RunDirectory(path)
-        if new and run.is_stub and run.state() == "stopped":  # not of another process that took the same name
+        if new and run.is_stub and run.state() == "stopped":  # not another process's of the same name
             shutil.rmtree(path)
         elif not options.name:
-            with suppress(OSError):  # unless something is in it
+            with suppress(OSError):  # unless it is not empty
                 path.rmdir()
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
-    """Print a line for each part as it is tried, then the first prompt and memory; return 0 if nothing is missing."""
+    """Print a line per part as it is tried, then the first prompt and memory; return 0 if nothing is missing."""
     console = Console()
 
     def tell(check: Check) -> None:
@@ -130,12 +132,12 @@ def print_dry_run(config: RunConfig, runs: Path) -> int:
 
 
 def one_line(text: str) -> str:
-    """Return the text without line breaks, for a row: an error may end in lines of code."""
+    """Return the text in one line, for a row: an error may end in lines of code."""
     return " ".join(part.strip() for part in text.splitlines())
 
 
 def _print_prompt(console: Console, result: DryRun) -> None:
-    """Print the first prompt; structural tokens, which only the template writes, in color."""
+    """Print the first prompt, with structural tokens, which only the template writes, in color."""
     if result.prompt is None or result.renderer is None:
         return
     structure = result.renderer.structure
@@ -176,7 +178,7 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
         how = "greedy" if temperature == 0 else f"T={temperature:g}"
         if same[0]["update"] == 0:
             columns[f"before, {how}"] = same[0]
-        if 0 < same[-1]["update"] == results[-1]["update"]:  # else it was switched off, or changed, on a resume
+        if 0 < same[-1]["update"] == results[-1]["update"]:  # otherwise it was switched off, or changed, on a resume
             columns[f"after, {how}"] = same[-1]
     table = make_table(first, *columns, title=f"held-out success, {results[0]['tasks']} tasks", text=(first,))
     for key in results[0]["by"]:
@@ -188,7 +190,7 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
 
 
 def _print_transcripts(console: Console, path: Path, results: list[dict[str, Any]], config: RunConfig) -> None:
-    """Print attempts at one held-out task before and after training, from failure to success if there is one."""
+    """Print attempts at one held-out task before and after training, preferably from failure to success."""
     sampled = [r for r in results if r["temperature"] == results[0]["temperature"]]
     mark = "g" if results[0]["temperature"] == 0 else ""
     first, last = (f"e{result['update']:06d}{mark}" for result in (sampled[0], sampled[-1]))
@@ -250,7 +252,7 @@ def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: S
         report = learn_recorded(lesson, options.out, progress)
     console, exactly = Console(), "as recorded"
     if report.inexact:
-        exactly = f"not exact: of {report.inexact:,} trajectories they are text that was tokenized now"
+        exactly = f"not exact: {report.inexact:,} trajectories are text that was tokenized now"
     console.line(
         f"learned {report.trajectories:,} of {lesson.recorded:,} trajectories: {report.calls:,} steps, "
         f"{report.tokens:,} tokens, {exactly}"
@@ -264,9 +266,9 @@ def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: S
 
 
 def _print_next(out: Path, config: RunConfig, subject: str | None, recipe: str, overrides: Sequence[str]) -> None:
-    """Print where the model is, and what to do with it: commands, with the overrides that still count.
+    """Print the model's location, and commands for its use, with the overrides that still apply.
 
-    subject: what it can be evaluated as, if known.
+    subject: how it can be evaluated, if known.
     """
     console = Console()
     console.line(f"model directory: {out}")

@@ -1,1 +1,1 @@
-"""Other people's agents and environments, each behind an `AttemptDriver` or an `Environment`."""
+"""Third-party agents and environments, each behind an `AttemptDriver` or an `Environment`."""

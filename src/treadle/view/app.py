@@ -1,7 +1,7 @@
-"""The viewer's routes, who may use them, and the file that carries a page with its answers.
+"""The viewer's routes, its access control, and the exported file with a page and its answers.
 
 Only the browser that opened the printed link may read, under a known host name: the link's token becomes a cookie that
-no script can read, and every other request needs it. Headers keep scripts, frames and requests of foreign pages out. An
+no script can read, and every other request needs it. Headers block scripts, frames and requests of foreign pages. An
 exported file has the same modules as data: URLs in an import map, needs no server and makes no request.
 """
 
@@ -61,7 +61,7 @@ _RUN_PAGES: dict[str, Callable[..., Any]] = {
     "/search": search_update,
     "/task": follow_task,
 }
-"""Path below a run -> the function that answers it."""
+"""Path below a run -> function that answers it."""
 
 
 def guarded_app(paths: Iterable[Path], token: str, hosts: Iterable[str] = ()) -> Guard:
@@ -113,7 +113,7 @@ def make_app(paths: Iterable[Path]) -> FastAPI:
 
 
 async def _problem(_: Request, error: Exception) -> Response:
-    """Answer 404 for what does not exist, 409 for what cannot be read."""
+    """Answer 404 for missing data, 409 for unreadable data."""
     return JSONResponse({"detail": _text(str(error))}, 404 if type(error) is RunError else 409)
 
 
@@ -128,7 +128,7 @@ def _answering(view: Callable[..., Any]) -> Callable[..., Response]:
 def _json(answer: Any) -> bytes:
     try:
         return to_json(answer, inf_nan_mode="null")
-    except PydanticSerializationError:  # text that UTF-8 cannot write
+    except PydanticSerializationError:  # text that UTF-8 cannot represent
         return to_json(_clean(answer), inf_nan_mode="null")
 
 
@@ -159,7 +159,7 @@ def _export_group(run: Run, group_id: Key) -> Response:
 
 
 def _download(run: RecordedRun, kind: str, name: str, views: Mapping[str, Any]) -> Response:
-    def encoded(*parts: str) -> str:  # as JavaScript's `encodeURIComponent` does
+    def encoded(*parts: str) -> str:  # like JavaScript's `encodeURIComponent`
         return "/".join(quote(part, safe="!'()*") for part in parts)
 
     answers = {encoded("runs", run.key, *path.split("/", 1)): _json(view).decode() for path, view in views.items()}
@@ -170,7 +170,7 @@ def _download(run: RecordedRun, kind: str, name: str, views: Mapping[str, Any]) 
 
 
 _IMPORT_MAP = "sha256-7aYZZYc1GcpJYWEttmz7y2mNrmjY7kKFWeKQjexbQ3c="
-"""Of the import map in static/index.html."""
+"""Hash of the import map in static/index.html."""
 POLICY = (
     f"default-src 'none'; script-src 'self' '{_IMPORT_MAP}'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -191,13 +191,14 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 class Guard:
     """Middleware that admits requests with the token's cookie, a known host name and a reading method.
 
-    hosts: names or addresses by which browsers may reach the server, without ports: a tunnel may have any port.
+    hosts: names or addresses at which browsers may reach the server, without ports: a tunnel may have any port.
     """
 
     def __init__(self, app: ASGIApp, token: str, hosts: Iterable[str] = ()) -> None:
         self._app, self._token = app, token
         self._hosts = {*LOOPBACK, *(f"[{host}]" if ":" in host else host.lower() for host in hosts)}
-        self._cookie = f"treadle_view_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # ports share their cookies
+        # named by token, because ports share cookies
+        self._cookie = f"treadle_view_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -214,7 +215,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_guarded)
 
     def _answer(self, request: Request) -> Response | None:
-        """Return the refusal of a request; None if it may reach the application."""
+        """Return the refusal of a request; None if it may proceed to the application."""
         host = request.headers.get("host", "").lower()
         name, colon, port = host.rpartition(":")  # `[::1]` and `8321` of `[::1]:8321`
         if (name if colon and port.isdigit() else host) not in self._hosts:
@@ -247,7 +248,7 @@ def static_files() -> dict[str, bytes]:
 
 
 def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
-    """Return the file's content. route: the page it opens at. answers: path -> JSON."""
+    """Return the file's content. route: initial page. answers: path -> JSON."""
     static = static_files()
     modules = {
         f"pages/{name}": f"data:text/javascript;base64,{b64encode(content).decode()}"
@@ -262,7 +263,7 @@ def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
     )
     held = ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items())
     embedded = f'{{"route": {json.dumps(route)}, "answers": {{{held}}}}}'
-    embedded = embedded.replace("<", "\\u003c")  # it must not end the element that holds it
+    embedded = embedded.replace("<", "\\u003c")  # must not end the enclosing element
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

@@ -1,4 +1,4 @@
-"""Runs side by side: where their configurations differ, and what evaluations gained and lost, task by task."""
+"""Runs side by side: differences of their configurations, and gains and losses of evaluations, task by task."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from treadle.view.texts import Json
 
 
 def compare(runs: Sequence[RecordedRun]) -> Json:
-    """Return the groups of the runs as `treadle plot` makes them, and all settings that are not the same in each.
+    """Return the groups of the runs as in `treadle plot`, and all settings that differ.
 
-    groups: run keys, and `settings` that tell them from the others, of which `hidden` more differ; runs whose
-    configuration cannot be read have a group of their own each, and no settings or values.
+    groups: run keys, and `settings` that distinguish them from the others, with `hidden` further ones; runs with an
+    unreadable configuration have separate groups without settings and values.
     differences: path and the value of each run; None if the run has no such setting, "" if its mapping lacks the key.
     """
     readable: list[tuple[str, RunMetrics]] = []
@@ -53,7 +53,7 @@ def compare(runs: Sequence[RecordedRun]) -> Json:
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield a setting; of a mapping such as `model.build`, each of its entries."""
+    """Yield a setting; for a mapping such as `model.build`, each of its entries."""
     if isinstance(value, dict) and value:
         for key, entry in value.items():
             yield from _opened(f"{path}.{key}", entry)
@@ -67,10 +67,10 @@ _NAME = re.compile(r"e(\d+)(g?)(?:r(\d+))?")
 def compare_tasks(before: RecordedRun, after: RecordedRun, first: str | None = None, second: str | None = None) -> Json:
     """Compare the evaluation `first` of one run with `second` of another, or of the same. Raises RunError.
 
-    By default they are the first one of `before` and the last one of `after` that is of the same kind. before, after:
-    all evaluations to choose from. rows: each task's change (gained, lost, unchanged; ungraded, if one of them has no
-    attempt with a reward), share of graded attempts that succeeded, and group, in both. only_before, only_after: number
-    of tasks that only one of them has, or with another prompt.
+    By default they are the first one of `before` and the last one of `after` of the same kind. before, after: all
+    evaluations to choose from. rows: per task, the change (gained, lost, unchanged; ungraded, if one of them has no
+    attempt with a reward), share of successful graded attempts, and group, in both. only_before, only_after: number of
+    tasks missing in the other, or with another prompt there.
     """
     firsts, seconds = evaluations_of(before), evaluations_of(after)
     old = _chosen(firsts, first, before) if first or not firsts else firsts[0]
@@ -88,7 +88,7 @@ def compare_tasks(before: RecordedRun, after: RecordedRun, first: str | None = N
 
 
 def evaluations_of(run: RecordedRun) -> list[Json]:
-    """Return the evaluations on record, the oldest first: name (prefix of group ids), label, is_greedy."""
+    """Return the recorded evaluations, oldest first: name (prefix of group ids), label, is_greedy."""
     evaluations = []
     for name in run.ledger.evaluations():
         if (parts := _NAME.fullmatch(name)) is not None:

@@ -1,4 +1,4 @@
-"""The table of groups, with their attempts; and what became of each step, in words (docs/runs.md has all reasons)."""
+"""The table of groups, with their attempts; and outcomes of steps in words (docs/runs.md has all reasons)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from treadle.record.group_search import GroupQuery, find_groups
 from treadle.view.recorded_run import RecordedRun, Run
 from treadle.view.texts import Json, clipped
 
-_EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: repeated for the second time
-_QUESTION = 240  # characters of a question in the table
+_EVALUATION = re.compile(r"e(\d+)g?(?:r\d+)?-")  # r2: second repetition
+_QUESTION = 240  # maximum length of a question in the table
 
 
 class Attempt(BaseModel):
-    """A trajectory as a table shows it. states: number of its steps by outcome, `{"dropped: stale": 2}`."""
+    """A row of a trajectory table. states: number of its steps by outcome, `{"dropped: stale": 2}`."""
 
     trajectory_id: str
     attempt: int
@@ -43,7 +43,7 @@ class Attempt(BaseModel):
 
 
 class GroupRow(BaseModel):
-    """A line of the groups' table. update: the one that trained it, or after which it was evaluated.
+    """A row of the groups' table. update: the one that trained it, or after which it was evaluated.
 
     when: that in words, or why there is none: `update 3`, `no update: stale`.
     """
@@ -99,7 +99,7 @@ def _group_row(run: RecordedRun, row: Mapping[str, Any], attempts: list[Attempt]
 
 
 def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> str:
-    """Return why a group of training is in no update. version: of the policy that trained it. state: of the run."""
+    """Return why a training group is in no update. version: policy version that trained it. state: the run's state."""
     if version is not None:
         return f"an update of version {version} that metrics.jsonl does not name"
     ends = dict.fromkeys(end for attempt in attempts for end in attempt.states)
@@ -152,7 +152,7 @@ REASONS: Mapping[DropReason, Explanation] = {
     DropReason.CANCELLED: _dropped(
         "its caller did not wait for the answer, which never reached the agent.", "rollout.agent_timeout"
     ),
-    DropReason.REJECTED: _dropped("its answer was thrown away; nothing that came after was built on it."),
+    DropReason.REJECTED: _dropped("its answer was discarded; later steps do not build on it."),
     DropReason.MASKED: _dropped("it is a summary, and `rollout.compaction.trained` is false.", "rollout.compaction"),
     DropReason.STALE: _dropped(
         "its policy was too old by its update.", "orchestration.max_staleness", "orchestration.stale_policy"
@@ -184,7 +184,7 @@ _LIMITS: Mapping[Cause, tuple[str, ...]] = {
 
 
 def failure_settings(cause: str, message: str) -> tuple[str, ...]:
-    """Return the settings that decide about such a failure; of several limits, those that the message names."""
+    """Return the settings that decide about such a failure; of several limits, those named in the message."""
     if cause not in list(Cause):
         return ()
     limits = _LIMITS.get(Cause(cause), ())
@@ -193,7 +193,7 @@ def failure_settings(cause: str, message: str) -> tuple[str, ...]:
 
 
 def explain(state: str, reason: str | None) -> Explanation:
-    """Explain a state of the ledger; one that this version does not know, by its name alone."""
+    """Explain a state of the ledger; unknown ones by their name only."""
     try:
         return REASONS[DropReason(reason)] if reason is not None else _STATES[StepState(state)]
     except (ValueError, KeyError):
@@ -206,12 +206,14 @@ def fate(row: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | No
     if row["state"] == StepState.TRAINED:
         text = _trained(row, trajectory, update, int(step.mask.sum()))
     elif why := rejection(step):
-        text = f"Rejected: {why}. Nothing that came after was built on it, and it is not trained."
+        text = f"Rejected: {why}. Later steps do not build on it, and it is not trained."
     elif row["state"] == StepState.RECORDED and update is not None:
-        text = f"In the batch of update {update}, which no checkpoint holds yet: a run resumed before makes it again."
+        text = (
+            f"In the batch of update {update}, not in a checkpoint yet: a run resumed from an earlier one repeats it."
+        )
     elif row["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
         message = trajectory["failure_message"] or ""
-        why = clipped(message, _REASON)  # the trajectory's page has all of it
+        why = clipped(message, _REASON)  # the trajectory's page shows it in full
         text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
         settings = failure_settings(trajectory["failure_cause"], message)
     elif row["reason"] == DropReason.REFUSED and trajectory["warning"]:
@@ -226,5 +228,5 @@ def _trained(step: Mapping[str, Any], trajectory: Mapping[str, Any], update: int
     if advantage is None:
         return f"{text}."
     if advantage == 0:
-        return f"{text}, but with advantage 0 they push nothing either way."
+        return f"{text}, but with advantage 0 they have no effect."
     return f"{text}, made {'more' if advantage > 0 else 'less'} likely by an advantage of {advantage:+.3g}."

@@ -1,4 +1,4 @@
-"""One run as the pages see it, read again when its files have changed."""
+"""One run as the pages show it, reread when its files have changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPEED_OVER = 10  # updates
 
 
 class RecordedRun:
-    """A run directory, opened for reading only. key: its name in links."""
+    """A run directory, opened read-only. key: its name in links."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
@@ -40,7 +40,7 @@ class RecordedRun:
         self._kept: dict[str, tuple[object, Any]] = {}
 
     def signature(self) -> str:
-        """Return a text that changes whenever anything that is shown may have changed."""
+        """Return a text that changes whenever anything shown may have changed."""
         run = self.directory
         files = (run.metrics_file, run.intervals_file, run.summary_file, run.config_file)
         parts = [(s.st_mtime_ns, s.st_size) for f in files if f.is_file() for s in (f.stat(),)]
@@ -53,7 +53,7 @@ class RecordedRun:
             return "unknown"
 
     def now(self) -> Json:
-        """Return in words what the run does, or how it ended (`doing`), and how long it still takes (`left`).
+        """Return in words the run's activity or end (`doing`), and the remaining time (`left`).
 
         has_failed: whether an error ended it.
         """
@@ -73,7 +73,7 @@ class RecordedRun:
         return {"state": state, "doing": doing, "left": left, "message": status.message, "has_failed": has_failed}
 
     def kept(self, name: str, of: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned last, unless `of` has changed since."""
+        """Return the latest result of `make`, unless `of` has changed since."""
         entry = self._kept.get(name)
         if entry is None or entry[0] != of:
             entry = self._kept[name] = (of, make())
@@ -103,7 +103,7 @@ class RecordedRun:
         return [row for row in self.metrics().rows if row["kind"] == kind]
 
     def texts(self) -> tuple[TokenTexts, str | None]:
-        """Return the texts of tokens, and why there is no tokenizer: then they are shown by their ids."""
+        """Return the texts of tokens, and why there is no tokenizer, so that ids are shown."""
         try:
             latest = next(reversed(self.ledger.checkpoint_names()), None)
         except RunError:
@@ -118,15 +118,15 @@ class RecordedRun:
         return self.kept("texts", latest, read)
 
     def update_of(self, version: int | None) -> int | None:
-        """Return the update whose batch this version of the policy was trained with; None if it is not logged."""
+        """Return the update that trained this policy version's batch; None if it is not logged."""
         return next((row["update"] for row in self.rows("update") if row.get("version") == version), None)
 
     def versions_of(self, update: int) -> list[int]:
-        """Return the versions of the policy that an update was made with: one, or none if it is not logged."""
+        """Return the policy versions used by an update: one, or none if it is not logged."""
         return [row["version"] for row in self.rows("update") if row["update"] == update]
 
     def summary(self) -> Json:
-        """Return the run's line in the list of runs; what cannot be read is missing, and named in `problems`."""
+        """Return the run's row in the list of runs; unreadable data is missing, and named in `problems`."""
         return self.kept("summary", self.signature(), self._summary)
 
     def _summary(self) -> Json:
@@ -198,7 +198,7 @@ class Runs:
 
     def get(self, key: str) -> RecordedRun:
         if key not in {run.key for run in list(self._runs.values())}:
-            self.all()  # it may be new
+            self.all()  # may be new
         with self._lock:
             for run in self._runs.values():
                 if run.key == key:
@@ -233,4 +233,4 @@ def _requested(request: Request, key: Key) -> RecordedRun:
 
 
 Run = Annotated[RecordedRun, Depends(_requested)]
-"""Parameter of a route: the run that its path names."""
+"""Parameter of a route: the run named in its path."""

@@ -1,4 +1,4 @@
-"""The pages about a whole run: its settings and state, counts, metrics, and what packing and breaks cost."""
+"""Pages about a whole run: settings, state, counts, metrics, and the cost of packing and breaks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_FAILURES = 20
 def view_run(run: Run) -> Json:
     """Return the run's summary, settings and checkpoints.
 
-    metrics: name -> unit, help and view, of each declared metric. no_update: why there is nothing to draw.
+    metrics: name -> unit, help and view of each declared metric. no_update: why there is nothing to plot.
     """
     page: Json = {
         **run.summary(),
@@ -68,7 +68,7 @@ def _no_update(run: RecordedRun) -> str:
 
 
 def view_counts(run: Run) -> Json:
-    """Return counts over the whole ledger, which take a second in a large run: splits, states, failures."""
+    """Return counts over the whole ledger, which takes a second for a large run: splits, states, failures."""
     if not run.ledger.path.is_file():
         return {"splits": [], "states": [], "failures": []}
 
@@ -87,7 +87,7 @@ def view_counts(run: Run) -> Json:
 def view_metrics(run: Run, generation: str = "", after: Number = 0) -> Json:
     """Return the rows of metrics.jsonl that a page does not have yet, from `start` on.
 
-    generation, after: of the rows that it has; another generation means that the file was rewritten.
+    generation, after: generation and number of the page's rows; another generation means that the file was rewritten.
     """
     return _rows_after(*run.log(run.directory.metrics_file), generation, after)
 
@@ -102,9 +102,9 @@ def _rows_after(name: str, log: JsonLog, generation: str, after: int) -> Json:
 
 
 def view_breaks(run: Run) -> Json:
-    """Return the run's tokens as `treadle report` counts them: packing, relations, and shards that cannot be read.
+    """Return the run's tokens as counted by `treadle report`: packing, relations, and unreadable shards.
 
-    updates: of each update, the tokens that training computes under each packing, and again for breaks.
+    updates: per update, the tokens that training computes under each packing, and the tokens recomputed for breaks.
     """
 
     def count() -> Json:
@@ -117,9 +117,9 @@ def view_breaks(run: Run) -> Json:
 
 
 def calls_of_update(run: Run, update: Number) -> Json:
-    """Return when the calls of the attempts that an update trained were made. Raises RunError.
+    """Return the times of calls of the attempts that an update trained. Raises RunError.
 
-    attempts, rewards: in the order of their first calls. calls: (index of the attempt, step, seconds since the first of
+    attempts, rewards: in order of their first calls. calls: (index of the attempt, step, seconds since the first of
     all, seconds of those waited or None, seconds). unknown: number of calls without a recorded time.
     """
     calls, problems = list[Json](), list[str]()
@@ -151,11 +151,11 @@ Floats = NDArray[np.float64]
 
 
 def activity(run: Run, span: Annotated[list[str], Query(max_length=200)]) -> Json:
-    """Return the mean number of training attempts in each phase, over equal parts of some spans of time.
+    """Return the mean number of training attempts in each phase, over equal parts of some time spans.
 
-    span: `start,end,parts` of each, in seconds since 1970. sampling: calls being sampled. waiting: calls that wait for
-    the engine. outside: attempts between two calls, in the environment or agent. most: maximum of all at once, in the
-    whole run. busy: share of the spans with a call being sampled. is_recorded: whether the run records when its calls
+    span: `start,end,parts` of each, in seconds since 1970. sampling: calls being sampled. waiting: calls waiting for
+    the engine. outside: attempts between two calls, in the environment or agent. most: maximum number in progress over
+    the whole run. busy: share of the spans with a call being sampled. is_recorded: whether the run records when calls
     began. Raises RunError.
     """
     spans = [_parsed(text) for text in span]
@@ -183,7 +183,7 @@ def activity(run: Run, span: Annotated[list[str], Query(max_length=200)]) -> Jso
 
 
 def _parsed(text: str) -> tuple[float, float, int]:
-    """Return the (start, end, parts) of `1700000000.5,1700000060,100`. Raises RequestValidationError."""
+    """Parse `1700000000.5,1700000060,100` into (start, end, parts). Raises RequestValidationError."""
     try:
         start, end, parts = (float(number) for number in text.split(","))
         if -math.inf < start <= end < math.inf and 0 < parts <= 5000:
@@ -206,7 +206,7 @@ def _train_calls(run: RecordedRun) -> tuple[tuple[Floats, ...], list[str]]:
 
 
 def _shard_times(directory: Path, shard: WrittenFile) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Return when each call began, was sampled and ended, and each attempt's first beginning and last end."""
+    """Return when each call began, was sampled and ended, and each attempt's first start and last end."""
     timed = [call for call in read_call_times(directory, shard) if call["started"] is not None]
     began, waited, seconds = (
         np.array([call[name] or 0.0 for call in timed], np.float64) for name in ("started", "waited", "seconds")
@@ -219,14 +219,14 @@ def _shard_times(directory: Path, shard: WrittenFile) -> tuple[Floats, Floats, F
 
 
 def _at_once(starts: Floats, ends: Floats) -> tuple[Floats, NDArray[np.int64]]:
-    """Return the moments at which intervals begin or end, in order, and how many there are from each on."""
+    """Return the times at which intervals begin or end, in order, and the number of open intervals from each on."""
     moments = np.concatenate([starts, ends])
     order = np.argsort(moments, kind="stable")
     return moments[order], np.repeat([1, -1], len(starts))[order].cumsum()
 
 
 def _means(moments: Floats, values: NDArray[Any], edges: Floats) -> Floats:
-    """Return the mean between each two edges of what has these values from these moments on, and is 0 outside."""
+    """Return means between consecutive edges of a step function with these values from these times on, 0 outside."""
     passed = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(moments))])
     width = np.diff(edges)
     return np.asarray(np.diff(np.interp(edges, moments, passed)) / np.where(width > 0, width, 1.0))

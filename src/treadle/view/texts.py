@@ -1,4 +1,4 @@
-"""What a page shows of tokens: their prefix tree, and values of sampled ones."""
+"""Display of tokens: their prefix tree, and values of sampled ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MESSAGE = 2000  # characters
 class Segment(BaseModel):
     """Consecutive tokens of the prefix tree without a fork, all read or all sampled.
 
-    parent: index of the segment before it; -1 at a root. depth: tokens before it. steps: indices of those it is part
-    of. sampled: of those that sampled it; the others read it. joined: (start, count, text) of tokens that are pieces of
-    a character.
+    parent: index of the preceding segment; -1 at a root. depth: number of tokens before it. steps: indices of the steps
+    it is part of. sampled: the steps that sampled it; the others read it. joined: (start, count, text) of tokens that
+    are pieces of a character.
     """
 
     parent: int
@@ -37,7 +37,7 @@ class Segment(BaseModel):
 
 
 def clipped(text: str, limit: int = _MESSAGE) -> str:
-    """Return a message for a table, with escapes, and without its end if a tool has made it very long."""
+    """Return a message for a table, escaped, and truncated if it is very long."""
     if len(text) <= limit:
         return escape_text(text)
     return f"{escape_text(text[:limit])} … ({len(text):,} characters)"
@@ -46,13 +46,13 @@ def clipped(text: str, limit: int = _MESSAGE) -> str:
 def prefix_segments(calls: Sequence[PackedCall]) -> tuple[list[Segment], list[int]]:
     """Return the segments in depth-first order, and for each call the segment in which it ends.
 
-    For example, of `a b | c`, `a b c d | e` and `a x | y`: `a`, `b`, `c` (sampled by the first), `d`, `e`, `x`, `y`.
+    For example, `a b | c`, `a b c d | e` and `a x | y` give: `a`, `b`, `c` (sampled by the first), `d`, `e`, `x`, `y`.
     """
     order, indices = depth_first(calls, [0] * len(calls))
     shared = indices.tolist()
     segments: list[Segment] = []
     last = [0] * len(calls)
-    pending = [(0, len(order), 0, -1)]  # calls order[first:stop] agree in `depth` tokens, up to the end of `parent`
+    pending = [(0, len(order), 0, -1)]  # calls order[first:stop] share `depth` tokens, up to the end of `parent`
     while pending:
         first, stop, depth, parent = pending.pop()
         while first < stop and len(calls[order[first]].token_ids) == depth:
@@ -80,21 +80,21 @@ COLUMNS = (
     ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
     ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
     ("mask", "mask", "flag", "whether the token may be trained"),
-    ("version", "version", "steps", "of the policy that sampled the token"),
-    ("entropy", "entropy", "high", "of the distribution that the token is drawn from, by the learner, in nats"),
-    ("reward", "token reward", "diverging", "given for this very token"),
+    ("version", "version", "steps", "version of the policy that sampled the token"),
+    ("entropy", "entropy", "high", "entropy of the learner's distribution for the token, in nats"),
+    ("reward", "token reward", "diverging", "reward for this token alone"),
 )
-"""(name, label, scale, help) of all values of a sampled token. Traces are recorded for a share of the groups only.
+"""(name, label, scale, help) of all values of a sampled token. Traces are recorded only for a share of the groups.
 
-scale: what stands out. low: small log-probabilities; high: large values; around_one: ratios far from 1; diverging: both
-signs; steps: whole numbers apart; flag: yes.
+scale: highlighted values. low: small log-probabilities; high: large values; around_one: ratios far from 1; diverging:
+both signs; steps: distinct whole numbers; flag: yes.
 """
 
 OF_TRACES = ("learner_logprob", "ratio", "clipped", "entropy")
 
 
 def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
-    """Return name -> a value for each sampled token, for the recorded columns. advantage: the trajectory's mean."""
+    """Return name -> values of all sampled tokens, for the recorded columns. advantage: the trajectory's mean."""
     mask = step.mask.tolist()
     columns: dict[str, list[Any]] = {
         "logprob": _rounded(step.logprobs),
@@ -117,9 +117,9 @@ def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -
 
 
 def columns_of(recorded: Iterable[str], split: str) -> list[Json]:
-    """Return the columns to show, given the names of those that some step has.
+    """Return the columns to show, given the names recorded for any step.
 
-    In training, a column that could have been recorded is shown as missing; few environments reward single tokens.
+    In training, columns that could have been recorded are shown as missing; few environments reward single tokens.
     """
     names = set(recorded)
     return [

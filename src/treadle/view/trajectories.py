@@ -1,4 +1,4 @@
-"""One trajectory and one group: their tokens, how steps relate, the prefix tree, and what became of each step."""
+"""One trajectory and one group: tokens, relations of steps, the prefix tree, and the outcome of each step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_t
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
 from treadle.view.texts import OF_TRACES, Json, clipped, columns_of, prefix_segments, step_columns
 
-_SNIPPET = 60  # characters on either side of what was found
+_SNIPPET = 60  # characters on either side of a match
 _MAX_FOUND = 200
-_MAX_DRAWN = 24  # attempts side by side
-_COMPUTED = (StepState.TRAINED, StepState.RECORDED)  # states of steps that are in an update, or still may be
+_MAX_DRAWN = 24  # maximum number of attempts side by side
+_COMPUTED = (StepState.TRAINED, StepState.RECORDED)  # states of steps that are or may still be in an update
 
 
 def view_trajectory(run: Run, trajectory_id: Key) -> Json:
-    """Return a trajectory; where its tokens cannot be read, the rest of it and why (`problem`). Raises RunError."""
+    """Return a trajectory; if its tokens are unreadable, the rest of it and the reason (`problem`). Raises RunError."""
     row = _row(run, "trajectories", "trajectory_id", trajectory_id)
     group_row = _row(run, "groups", "group_id", row["group_id"])
     [group] = group_rows(run, [group_row])
@@ -76,14 +76,14 @@ def _calls(steps: Sequence[Step], texts: TokenTexts, trajectory: int = 0) -> lis
 
 
 def _texts(run: RecordedRun, steps: Iterable[Step]) -> tuple[TokenTexts, str | None]:
-    """Return what shows the tokens of some steps, or their messages, and why that is by ids."""
+    """Return texts for some steps' tokens or messages, and the reason if ids are shown."""
     return (MessageTexts(), None) if any(step.chat for step in steps) else run.texts()
 
 
 def _tokens(
     run: RecordedRun, group: GroupRow, steps: Sequence[Step], rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
 ) -> Json:
-    """Return what is token by token. rows: the steps' rows of the ledger; row: the trajectory's."""
+    """Return the token-level data. rows: the steps' rows of the ledger; row: the trajectory's."""
     texts, no_texts = _texts(run, steps)
     traces, no_traces = _traces(run, row["trajectory_id"], group.version if group.split == "train" else None)
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
@@ -99,19 +99,19 @@ def _tokens(
         views.append(
             {
                 "step": number,
-                "segment": ends[number],  # the one that its tokens end in; its ancestors hold the tokens before
+                "segment": ends[number],  # the segment in which its tokens end; its ancestors have the earlier tokens
                 "prompt_tokens": call.prompt_length,
                 "completion_tokens": len(ids) - call.prompt_length,
-                # a call as text, whose pieces stand for tokens here: those that its server counted
+                # A text-only call has pieces in place of tokens here: report the tokens counted by its server.
                 "counted": step.chat and {"read": step.chat.prompt_tokens, "written": step.chat.completion_tokens},
                 "relation": _relation(relation),
                 "fate": fate(rows[number], row, group.update, step),
                 "summary": step.summary,
                 "withheld": step.withheld,
                 "spans": spans[-1],
-                # name -> a value for each sampled token
+                # name -> values of all sampled tokens
                 "columns": {} if step.chat else step_columns(step, None if step.dropped else row["advantage"], trace),
-                "traced_in": trace.update if trace else None,  # the update whose learner the columns are of
+                "traced_in": trace.update if trace else None,  # the update that computed the learner's columns
                 # seconds from the attempt's first call to this one, and from there to its sampling
                 "began": None if step.started is None else step.started - first_call,
                 "waited": step.waited,
@@ -141,7 +141,7 @@ def _call(call: ModelCall) -> Json:
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
-    """Return what the last update that trained a trajectory computed of each step, and why that cannot be read."""
+    """Return the traces of the last update that trained a trajectory, by step, and the reason if they are unreadable."""
     try:
         file = run.ledger.traces_of(version)
         traces = [] if file is None else read_traces(run.directory.traces, file, trajectory_id)
@@ -151,7 +151,7 @@ def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[
 
 
 def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[int]]:
-    """Return the prefix tree of some calls, with the text of each token id in it, and the segment each call ends in."""
+    """Return the prefix tree of some calls, with the text of each token id, and the segment in which each call ends."""
     segments, ends = prefix_segments(calls)
     for segment in segments:
         segment.joined = texts.joined(segment.ids)
@@ -165,21 +165,21 @@ def _relation(relation: Relation) -> Json:
 
 
 def _not_kept(run: RecordedRun, columns: list[Json], is_traced: bool) -> str:
-    """Say why values of the learner are not there: "ratio, entropy: kept for 3% of groups (...)"; "" if all are."""
+    """Describe missing learner values: "ratio, entropy: kept for 3% of groups (...)"; "" if there are none."""
     labels = ", ".join(each["label"] for each in columns if each["name"] in OF_TRACES and not each["is_recorded"])
     if not labels or is_traced:
         return labels and f"{labels}: the loss has none"
     try:
         share = run.config().orchestration.traced_groups
-    except TreadleError:  # of a file, or damaged
+    except TreadleError:  # a file of trajectories, or damaged
         return ""
     return f"{labels}: kept for {100 * share:g}% of groups (orchestration.traced_groups)"
 
 
 def _cost(run: RecordedRun, attempts: Sequence[tuple[str, Sequence[PackedCall]]]) -> Json:
-    """Count the tokens that training computes of some attempts' steps with each packing; `tree` within a role.
+    """Count the training tokens of some attempts' steps under each packing; `tree` within a role.
 
-    attempts: the role and the calls of each.
+    attempts: role and calls of each.
     """
     count = PackingCount()
     for role in dict.fromkeys(role for role, _ in attempts):
@@ -219,9 +219,9 @@ def follow_task(run: Run, task_id: Annotated[str, Query(max_length=1000)], split
 
 
 def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list[list[PackedCall]]]:
-    """Return the tree of all steps whose tokens can be read, and the calls that training computes of each attempt.
+    """Return the tree of all steps with readable tokens, and each attempt's training calls.
 
-    apart: trajectory -> the position in its last step's sequence where it first differs from the first attempt.
+    apart: trajectory -> position in its last step's sequence where it first differs from the first attempt.
     """
     problems, views, played = list[str](), list[Json](), list[list[Step]]()
     trained: list[list[PackedCall]] = []
@@ -255,9 +255,9 @@ def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list
 
 
 def search_update(run: Run, update: Number, text: Annotated[str, Query(min_length=1, max_length=200)]) -> Json:
-    """Return where the trajectories of an update hold a text, sampled or newly read by a step. Raises RunError.
+    """Search an update's trajectories for a text, sampled or newly read by a step. Raises RunError.
 
-    found: trajectory, step, the match and the text around it. is_complete: False if there are more places.
+    found: trajectory, step, the match and the text around it. is_complete: False if there are more matches.
     """
     rows = run.ledger.trained_by(run.versions_of(update), f"e{update:06d}")
     texts, problem = run.texts()
@@ -292,9 +292,9 @@ def _places(trajectory: str, steps: Sequence[Step], text: str, texts: TokenTexts
 
 
 def experts_of(run: Run, trajectory_id: Key, step: Number, token: Number) -> Json:
-    """Return the experts chosen for one sampled token, by layer: [M][k]. Raises RunError if none are on record."""
+    """Return the experts chosen for one sampled token, by layer: [M][k]. Raises RunError if none are recorded."""
     steps = _steps_of(run, _row(run, "trajectories", "trajectory_id", trajectory_id))
     routing = steps[step].routing if step < len(steps) else None
     if routing is None or token >= len(routing):
-        raise RunError(f"no experts are on record for token {token} of step {step} of {trajectory_id!r}")
+        raise RunError(f"no experts are recorded for token {token} of step {step} of {trajectory_id!r}")
     return {"layers": routing[token].tolist()}

@@ -5,8 +5,8 @@
          v                                     v
     AgentSession   <------ Gateway <------ LiteLLM, a CLI in a sandbox, ...
          |
-    outcomes.judge(report, what the gateway refused) -> Outcome
+    outcomes.judge(report, the gateway's refusal) -> Outcome
 
-What is trained is what the gateway recorded, whatever agent made the calls. `child/` runs in Harbor's Python, knows its
-versions, and nothing of Treadle.
+Training uses the gateway's record, whatever agent made the calls. `child/` runs in Harbor's Python, handles its
+versions, and does not import Treadle.
 """

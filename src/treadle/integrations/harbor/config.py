@@ -15,16 +15,16 @@ from treadle.integrations.worker.pool import interpreter
 
 VENV = "TREADLE_HARBOR_VENV"
 HANDLER = Path(__file__).parent / "child" / "treadle_trials.py"
-"""What the worker processes run; everything beside it can be imported there."""
+"""The handler of the worker processes; modules beside it can be imported there."""
 
 REMEDY = (
-    "set driver_options.python to an interpreter that has Harbor, or make one: python3.12 -m venv .venv-harbor && "
+    "set driver_options.python to an interpreter with Harbor, or make one: python3.12 -m venv .venv-harbor && "
     ".venv-harbor/bin/pip install harbor (in a clone: make harbor-env)"
 )
 
 
 class HarborConfig(Config):
-    """Configures Harbor's trials: who plays, where, and what becomes of trials that go wrong."""
+    """Configures Harbor's trials: agent, environment, and handling of problems."""
 
     removed_keys = MappingProxyType(
         {
@@ -47,7 +47,7 @@ class HarborConfig(Config):
     environment: str = Field(
         "docker",
         min_length=1,
-        description="where sandboxes are: local (bubblewrap, for trusted tasks), a name of Harbor's, or module:Class",
+        description="environment of sandboxes: local (bubblewrap, for trusted tasks), a name of Harbor's, or module:Class",
     )
     trial: dict[str, Any] = Field(
         default_factory=dict, description="Harbor's trial configuration: {agent: {override_timeout_sec: 1200}}"
@@ -55,23 +55,22 @@ class HarborConfig(Config):
     rewards: tuple[str, ...] = Field(
         ("reward",),
         min_length=1,
-        description="keys of the verifier's rewards that count, each a component (rewards.weights weighs them)",
+        description="keys of the verifier's rewards to use, each a component (see rewards.weights)",
     )
     agent_timed_out: Literal["grade", "drop"] = Field(
-        "grade", description="what becomes of a trial whose agent took too long, and which was verified nonetheless"
+        "grade", description="handling of a trial that was verified although its agent timed out"
     )
-    concurrency: int = Field(128, ge=1, description="trials at once")
-    trials_per_second: float = Field(5.0, gt=0, description="trials that are begun in a second, at most")
+    concurrency: int = Field(128, ge=1, description="number of concurrent trials")
+    trials_per_second: float = Field(5.0, gt=0, description="maximum number of trials begun per second")
     trial_directories: Literal["keep", "thin", "delete"] = Field(
-        "delete", description="what becomes of Harbor's record of a trial; thin leaves out what the agent wrote"
+        "delete", description="handling of Harbor's record of a trial; thin omits the agent's files"
     )
     directory: Path | None = Field(
-        None, description="where those are (default: `trials` of the run's directory; temporary in an evaluation)"
+        None,
+        description="directory of these records (default: `trials` in the run's directory; temporary in an evaluation)",
     )
-    python: str | None = Field(
-        None, description=f"interpreter that has Harbor; default: of ${VENV}, else of .venv-harbor"
-    )
-    worker: WorkerConfig = Field(WorkerConfig(), description="the processes in which trials run")
+    python: str | None = Field(None, description=f"interpreter with Harbor; default: from ${VENV}, or .venv-harbor")
+    worker: WorkerConfig = Field(WorkerConfig(), description="processes that run trials")
 
     @field_validator("trial")
     @classmethod
@@ -82,6 +81,6 @@ class HarborConfig(Config):
 
 
 def harbor_program(python: str | None) -> WorkerProgram:
-    """Return what the worker processes run. python: an interpreter; default: where `interpreter` finds one."""
+    """Return the program of the worker processes. python: an interpreter; default: as found by `interpreter`."""
     path = interpreter(python, VENV, ".venv-harbor")
     return WorkerProgram("Harbor", HANDLER, path, REMEDY, lost_cause=Cause.INFRASTRUCTURE)

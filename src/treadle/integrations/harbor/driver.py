@@ -1,4 +1,4 @@
-"""`HarborDriver`: plays tasks of Harbor's as trials, in processes of Harbor's own Python.
+"""`HarborDriver`: plays Harbor's tasks as trials, in processes of Harbor's own Python.
 
 place -> run -> WorkerPool.call -> TrialReport -> judge -> Graded
                        ^
@@ -52,13 +52,13 @@ _MISREPORTED = "the agent's own record (rollout_details) holds calls with other 
 
 
 class HarborDriver(GatewayDriver):
-    """Plays tasks that name a directory, `extras: {path: ...}`, as trials of Harbor's.
+    """Plays tasks with a directory, `extras: {path: ...}`, as Harbor trials.
 
-    Invariant: what is trained is what the gateway recorded. The agent's own record is only compared with it.
+    Invariant: training uses the gateway's record. The agent's own record is only compared with it.
     """
 
-    may_wait: ClassVar[bool] = True  # for a place, and for its turn to begin
-    replayable: ClassVar[bool] = False  # what its sandboxes did outside is not undone
+    may_wait: ClassVar[bool] = True  # for a slot, and for its turn to begin
+    replayable: ClassVar[bool] = False  # external effects of its sandboxes are not undone
     options_type = HarborConfig
 
     def __init__(self, setup: DriverSetup, options: HarborConfig) -> None:
@@ -100,8 +100,8 @@ class HarborDriver(GatewayDriver):
     async def check(self, session: AgentSession, task: Task) -> None:
         """Make a trial of the task without playing it, and one call through Harbor's own LLM class.
 
-        Raises ConfigError for a configuration that Harbor does not take, EngineError if other token ids arrive than
-        were sampled.
+        Raises ConfigError for a configuration refused by Harbor, EngineError if the arriving token ids differ from the
+        sampled ones.
         """
         async with self.gateway.attached(session) as address:
             await check_trial(self._pool, self._order(session.name, task, address))
@@ -113,7 +113,7 @@ class HarborDriver(GatewayDriver):
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for one of `concurrency` places, and for this trial's turn among those that begin in a second."""
+        """Wait for one of `concurrency` slots, and for this trial's turn under the rate limit."""
         async with self._places:
             now = asyncio.get_running_loop().time()
             at = max(now, self._next_start)
@@ -126,7 +126,7 @@ class HarborDriver(GatewayDriver):
         order = self._order(session.name, task, address)
         try:
             answer, refused = await self._play(order, session)
-        except TrajectoryFailure:  # its worker may be gone, and with it who would have stopped the sandbox
+        except TrajectoryFailure:  # its worker may be gone, which would have stopped the sandbox
             await self._remove_sandboxes(f"{order['name']}__")
             raise
         session.close()
@@ -138,10 +138,10 @@ class HarborDriver(GatewayDriver):
         return Graded(verdict.reward, metrics, warning, verdict.ended_by, stopped=verdict.timed_out)
 
     async def _play(self, order: Mapping[str, Any], session: AgentSession) -> tuple[dict[str, Any], CallError | None]:
-        """Return the worker's report of the trial, and the error with which its agent's last call was refused, if any.
+        """Return the worker's report of the trial, and the error that refused its agent's last call, if any.
 
-        A trial whose agent asks for a call too many is stopped and verified. Raises EngineError if a call fails in the
-        engine: the agent would try again and again.
+        A trial with one call too many is stopped and verified. Raises EngineError if a call fails in the engine,
+        because the agent would retry forever.
         """
         stop, refused = asyncio.Event(), None
         trial = asyncio.ensure_future(self._pool.call({"trial": order}, stop))
@@ -161,12 +161,12 @@ class HarborDriver(GatewayDriver):
             trial.cancelled() or trial.exception()  # retrieve it so that asyncio does not log it
 
     async def _remove_sandboxes(self, names: str) -> None:
-        """Remove sandboxes of killed processes, by the beginning of their names, where no provider ends them."""
+        """Remove sandboxes of killed processes, by the prefix of their names, if no provider ends them."""
         if self._harbor.environment == "docker":
             await self._pool.call({"remove": {"names": names}})
 
     def _order(self, name: str, task: Task, address: SessionAddress) -> dict[str, Any]:
-        """Return a worker's order of a trial of the task. Raises DataError."""
+        """Return the request for a trial of the task. Raises DataError."""
         options, rollout, path = self._harbor, self.config, task.extras.get("path")
         if not isinstance(path, str):
             raise DataError(f"task {task.task_id}: no extra 'path', a directory of a Harbor task; use harbor_tasks")
@@ -204,7 +204,7 @@ async def check_trial(pool: WorkerPool, made: Mapping[str, Any]) -> dict[str, An
     try:
         return await pool.call({"check": made})
     except TrajectoryFailure as failure:
-        raise ConfigError(f"harbor: no trial can be made of this configuration: {failure.message}") from failure
+        raise ConfigError(f"harbor: no trial can be made with this configuration: {failure.message}") from failure
 
 
 def run_names(directory: Path) -> str:
@@ -218,9 +218,9 @@ def trial_name(names: str, attempt: str) -> str:
 
 
 def compare(report: TrialReport, steps: Sequence[Step]) -> tuple[int, int]:
-    """Return how many recorded calls the agent's own record lacks, and how many of its calls were not recorded so.
+    """Return the number of recorded calls missing in the agent's own record, and of its calls that were recorded differently.
 
-    An agent that keeps no record of ids lacks none.
+    An agent without a record of ids counts as complete.
     """
     if not any(report.recorded):
         return 0, 0
@@ -236,9 +236,9 @@ def digest(step: Step) -> str:
 
 
 async def _first_refusal(session: AgentSession) -> StepsExceeded | EngineError:
-    """Wait until a call was refused for steps or has failed in the engine, and return that error."""
+    """Wait until a call is refused for the number of steps or fails in the engine, and return that error."""
     while isinstance(error := await session.errors.get(), ContextExceeded):
-        continue  # an agent may summarise, and go on
+        continue  # an agent may summarize, and continue
     return error
 
 

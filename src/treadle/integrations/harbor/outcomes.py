@@ -1,24 +1,24 @@
-"""What came of a trial: the one table from Harbor's report and the gateway's record to reward or failure.
+"""The one table from Harbor's report of a trial and the gateway's record to reward or failure.
 
-    what happened                                           what becomes of it
+    event                                                   result
     the gateway refused one call too many                   stopped and verified: max_steps, with its reward
-    the engine failed under a call                          failed (engine): sampled again, by `failures.causes`
+    the engine failed during a call                         failed (engine): sampled again, by `failures.causes`
     the context was full                                    context, with its reward, or 0
-                                                            where Harbor did not verify; or dropped
-    the agent took too long, and was verified               `agent_timed_out`: done, with its reward; or dropped
-    the agent took too long, long before its limit          failed (infrastructure): a sandbox's time-out
+                                                            if Harbor did not verify; or dropped
+    the agent timed out, and was verified                   `agent_timed_out`: done, with its reward; or dropped
+    a time-out well before the agent's limit                failed (infrastructure): a sandbox's time-out
     sandbox or agent could not be started                   failed (environment): again, by `failures.causes`
     the sandbox died                                        failed (infrastructure): again
-    the model's server answered an error                    failed (engine): again
-    no reward, an empty, wrong or late one, other keys;     failed (verifier): never again; tasks that keep doing so
-    a task that Harbor does not accept                      are left out (`failures.task_limit`)
+    the model's server answered with an error               failed (engine): again
+    a missing, empty, wrong or late reward, other keys;     failed (verifier): never again; tasks that repeat this
+    a task refused by Harbor                                are left out (`failures.task_limit`)
     the agent raised or exited with an error, and was       done, with its reward
         verified
-    the agent raised anything else                          failed (agent)
-    nothing of that, and a reward                           done, with its reward
+    any other error of the agent                            failed (agent)
+    none of these, and a reward                             done, with its reward
 
-A reward that is missing is never 0. What "failed" costs, and how often it is tried again, is up to `failures`, by
-cause. No other attempt of the group is touched.
+A missing reward is never 0. `failures` sets, by cause, the reward of failures and the number of retries. Other attempts
+of the group are not affected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from treadle.rollout.drivers.gateway import CallError
 
 VERIFIER = "verifier"
 AGENT = "agent_execution"
-"""Phases of a trial, as `TrialReport.phase` names them; those before are of the start."""
+"""Phases of a trial, as named by `TrialReport.phase`; earlier ones belong to the start."""
 
 _CONTEXT = {"ContextLengthExceededError", "ContextWindowExceededError", "OutputLengthExceededError"}
 _MODEL = {
@@ -46,16 +46,16 @@ _LOST = {
     *("AddTestsDirError", "DownloadVerifierDirError", "MemoryLimitExceededError", "SandboxLikelyOutOfMemoryError"),
 }
 _GRADABLE = {"NonZeroAgentExitCodeError", "AgentTimeoutError"}
-_EARLY = 0.95  # of the agent's time: a time-out before that is not the agent's
+_EARLY = 0.95  # share of the agent's time limit: an earlier time-out is not the agent's
 
 
 @dataclass(frozen=True, slots=True)
 class TrialReport:
     """A worker's report of a trial (`child/treadle_trials.py`).
 
-    exception: name of its class, "" if there was none; phase: in which it was raised. rewards: the verifier's.
-    agent_seconds, agent_limit: what the agent took and had, if it was what failed. recorded: for each segment, a digest
-    of each call that the agent's own record holds. invalid: why Harbor does not accept the task.
+    exception: name of its class, "" if there was none; phase: phase in which it was raised. rewards: the verifier's.
+    agent_seconds, agent_limit: the agent's time and its limit, if the agent failed. recorded: for each segment, a
+    digest of each call in the agent's own record. invalid: why Harbor refuses the task.
     """
 
     exception: str = ""
@@ -74,7 +74,7 @@ class TrialReport:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> TrialReport:
-        """Return a worker's answer as a report."""
+        """Parse a worker's answer."""
         if "invalid" in answer:
             return cls(invalid=answer["invalid"])
         exception = answer["exception"] or {"type": "", "message": ""}
@@ -90,9 +90,9 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial is worth. ended_by: for `rollout.drivers.outcome_of`; None: it came to its end.
+    """Result of a trial. ended_by: for `rollout.drivers.outcome_of`; None if it was completed.
 
-    context_exceeded, timed_out: for metrics, whatever the policy made of it.
+    context_exceeded, timed_out: for metrics, independent of the policy applied.
     """
 
     reward: Reward = field(default_factory=Reward)
@@ -103,14 +103,14 @@ class Verdict:
 
 
 def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) -> Verdict:
-    """Return the verdict on a trial by the table above. refused: why the gateway refused the last call, if it did."""
+    """Return the verdict on a trial by the table above. refused: why the gateway refused the last call, if so."""
     if report.invalid:
         return Verdict(ended_by=TrajectoryFailure(Cause.VERIFIER, f"Harbor does not accept the task: {report.invalid}"))
     if isinstance(refused, EngineError):
         return Verdict(ended_by=refused)
     if report.exception in _CONTEXT or (report.phase == AGENT and isinstance(refused, ContextExceeded)):
         full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
-        reward = _reward(report, config)  # of a task of several steps, or of an agent that exited with an error
+        reward = _reward(report, config)  # for a task of several steps, or an agent that exited with an error
         verified = reward if isinstance(reward, Reward) else Reward()
         return Verdict(verified, ended_by=full, warning=_exception_text(report), context_exceeded=True)
     timed_out, limit = report.exception == "AgentTimeoutError", report.agent_limit

@@ -1,12 +1,12 @@
-"""Tasks of Harbor's as tasks of a run: a directory each, with `task.toml`, instruction, environment and tests.
+"""Harbor's tasks as tasks of a run: one directory each, with `task.toml`, instruction, environment and tests.
 
-They lie below a directory, in a data set that Harbor downloads, or packed into a Parquet file, as data sets of Harbor
-tasks are published (CodeContests, for example):
+They come from a directory, a data set downloaded by Harbor, or a Parquet file of packed tasks, as published for Harbor
+(CodeContests, for example):
 
     path: "code_contests-0001"   task_binary: a tar archive of the task's directory, compressed or not
 
-Archives are foreign: nothing of them is written outside of its task's directory, no link, no device, and no more than
-`MOST_FILES` files and `MOST_BYTES` bytes a task.
+Archives are untrusted: they cannot write outside their task's directory, nor links or devices, nor more than
+`MOST_FILES` files and `MOST_BYTES` bytes per task.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def harbor_tasks(
     python: str | None = None,
     worker: Mapping[str, Any] | None = None,
 ) -> Iterator[Task]:
-    """Yield the tasks below a directory, in order of their paths, those packed into a Parquet file, or a data set's.
+    """Yield the tasks below a directory, in order of their paths, or from a Parquet file or a data set.
 
         Task("git/undo", prompt=({"role": "user", "content": "Undo the last commit ..."},), driver="harbor",
              extras={"path": "/data/tasks/git/undo"})
 
-    path: of either, or `NAME@VERSION` of a data set, which Harbor downloads, in the registry's file if one is named.
-    python, worker: as of `HarborConfig`. The prompt is for people: the agent makes its own of the instruction.
+    path: path of either, or `NAME@VERSION` of a data set that Harbor downloads, from the registry file if given.
+    python, worker: as in `HarborConfig`. The prompt is for readers: the agent makes its own from the instruction.
 
-    Raises ConfigError for what is not there, DataError for packed tasks that are none.
+    Raises ConfigError for a missing path, DataError for invalid packed tasks.
     """
     if "@" in path and not Path(path).exists():
         order = {"data_set": path, "registry": registry and str(Path(registry).absolute())}
@@ -74,7 +74,7 @@ def harbor_tasks(
 
 
 def _harbor_task(name: str, directory: Path) -> Task:
-    """Return a task with its instruction as a message; none of a task whose steps have one each."""
+    """Return a task with its instruction as a message; without one if each step has its own."""
     try:
         text = (directory / "instruction.md").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def _harbor_task(name: str, directory: Path) -> Task:
 
 
 def _unpacked(parquet: Path) -> Path:
-    """Return where the file's tasks are, unpacked once: a directory of the cache, by the file's digest."""
+    """Return the directory of the file's tasks, unpacked once into the cache, by the file's digest."""
     if not parquet.is_file():
         raise ConfigError(f"no file {str(parquet)!r} (it is relative to {Path.cwd()})")
     with parquet.open("rb") as file:
@@ -98,13 +98,13 @@ def _unpacked(parquet: Path) -> Path:
 
 
 def unpack(parquet: Path, directory: Path) -> int:
-    """Write each packed task into a directory of its own below `directory`, which appears complete or not at all.
+    """Write each packed task into its own directory below `directory`, which appears complete or not at all.
 
-    Returns their number. Raises ConfigError for a file that cannot be read or a directory that is not empty, DataError
-    for a row that is no task, or that would write elsewhere.
+    Returns their number. Raises ConfigError for an unreadable file or a directory that is not empty, DataError for an
+    invalid row, or one that would write elsewhere.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{str(directory)!r} is there already; name a new directory, or remove it")
+        raise ConfigError(f"{str(directory)!r} already exists; name a new directory, or remove it")
     directory.absolute().parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.absolute().parent))
     try:
@@ -149,7 +149,7 @@ def _packed_rows(parquet: Path) -> Iterator[dict[str, Any]]:
 
 
 def _inside(path: Any, where: str) -> Path:
-    """Return a relative path that leads nowhere else. Raises DataError for all others."""
+    """Return a relative path that stays inside. Raises DataError for all others."""
     name = PurePosixPath(path) if isinstance(path, str) and "\0" not in path else PurePosixPath()
     if not name.parts or name.is_absolute() or ".." in name.parts or "\\" in path:
         raise DataError(
@@ -202,15 +202,15 @@ echo $reward > /logs/verifier/reward.txt
 
 
 def harbor_sums(split: str, count: int, seed: int = 0) -> Iterator[Task]:
-    """Yield tasks that a model of a few weights learns: those of `envs.arithmetic.tasks`, graded in a sandbox.
+    """Yield tasks that a tiny model can learn: the sums of `envs.arithmetic.tasks`, graded in a sandbox.
 
     instruction   What is 3 + 4?
-    agent         one reply of the model's, as /app/reply.txt     child/treadle_small.py
-    verifier      1 for `<answer> 7</answer>`, else 0
+    agent         one reply of the model, as /app/reply.txt       child/treadle_small.py
+    verifier      1 for `<answer> 7</answer>`, otherwise 0
     """
     for task in arithmetic.tasks(split, count, seed):
         a, b = task.extras["a"], task.extras["b"]
-        directory = cache_directory() / "harbor" / "sums-2" / f"{a}-{b}"  # 2: of what `_write` writes
+        directory = cache_directory() / "harbor" / "sums-2" / f"{a}-{b}"  # 2: version of the files written by `_write`
         if not directory.is_dir():
             _write(directory, task)
         name = task.task_id.replace("arithmetic", "sum", 1)
@@ -220,7 +220,7 @@ def harbor_sums(split: str, count: int, seed: int = 0) -> Iterator[Task]:
 
 
 def _write(directory: Path, task: Task) -> None:
-    """Write the task's directory, which is complete as soon as it is there; other runs may be writing the same one."""
+    """Write the task's directory, complete or absent; other runs may be writing the same one."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", dir=directory.parent) as temporary:
         new = Path(temporary) / directory.name

@@ -1,4 +1,4 @@
-"""`OpenEnvDriver`: plays tasks in sessions of an OpenEnv server, which it starts if need be."""
+"""`OpenEnvDriver`: plays tasks in sessions of an OpenEnv server, started if necessary."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PORT = "{port}"
 VENV = "TREADLE_OPENENV_VENV"
 
 _REMEDY = (
-    f"name an interpreter that has openenv-core (driver_options.python, or its virtual environment in ${VENV}), or "
+    f"name an interpreter with openenv-core (driver_options.python, or its virtual environment in ${VENV}), or "
     "make one: python3.12 -m venv .venv-openenv && .venv-openenv/bin/pip install openenv-core "
     "(in a clone: make openenv-env)"
 )
-_START = 600.0  # seconds that a command may take until it listens
-_LOOK = 0.1  # seconds between two looks at whether the server listens
+_START = 600.0  # seconds for a command to start listening
+_LOOK = 0.1  # seconds between checks whether the server listens
 
 
 class OpenEnvConfig(Config):
-    """Configures the server of an environment, and how replies become actions."""
+    """Configures the server of an environment, and the mapping of replies to actions."""
 
     removed_keys = MappingProxyType(
         {
@@ -45,19 +45,19 @@ class OpenEnvConfig(Config):
     )
 
     server: str | tuple[str, ...] = Field(
-        description="base URL of a running one, or the command that starts one, for as long as the run lasts; "
-        f"{PORT} in it is a free port"
+        description="base URL of a running server, or the command to start one for the duration of the run; "
+        f"{PORT} in it becomes a free port",
     )
     action: str = Field(
         "",
-        description="field of the action that takes the model's reply; default: the only one, if that is text; "
+        description="field of the action for the model's reply; default: the only one, if it is text; "
         "otherwise the reply must be the action as JSON",
     )
-    observation: str = Field("", description="field of the observation that the model reads; default: all, as JSON")
+    observation: str = Field("", description="field of the observation for the model; default: all, as JSON")
     python: str | None = Field(
-        None, description="interpreter that has openenv-core; default: of $TREADLE_OPENENV_VENV, else .venv-openenv"
+        None, description="interpreter with openenv-core; default: from $TREADLE_OPENENV_VENV, or .venv-openenv"
     )
-    worker: WorkerConfig = Field(WorkerConfig(), description="the processes that play attempts")
+    worker: WorkerConfig = Field(WorkerConfig(), description="processes that play attempts")
 
     @field_validator("server")
     @classmethod
@@ -72,10 +72,10 @@ class OpenEnvConfig(Config):
 
 
 class OpenEnvDriver(WorkerDriver):
-    """Plays any task with a prompt: each attempt is a session of the server, as long as it lasts.
+    """Plays any task with a prompt: each attempt is one session of the server.
 
     The model reads the task's prompt and the observation of `reset`, then the observation of each step; its replies are
-    the actions. `extras.reset` of a task is what its session is reset with. The reward is the sum of the steps'.
+    the actions. `extras.reset` of a task contains the arguments of `reset`. The reward is the sum over steps.
     """
 
     family = "openenv"
@@ -102,13 +102,13 @@ class OpenEnvDriver(WorkerDriver):
 
 @asynccontextmanager
 async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
-    """Run the command until the context ends; nothing of it stays behind. Raises ConfigError if it does not serve."""
+    """Run the command until the context ends, leaving no process behind. Raises ConfigError if it does not serve."""
     words = [word.replace(PORT, str(port)) for word in command]
     where = f"driver_options.server: {' '.join(words)!r}"
     with open(os.devnull) as nothing:
         server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
-        ended = asyncio.ensure_future(server.result())  # at the latest when it is stopped
+        ended = asyncio.ensure_future(server.result())  # completes at the latest when it is stopped
         try:
             async with asyncio.timeout(_START):
                 while not (ended.done() or await _listens(port)):

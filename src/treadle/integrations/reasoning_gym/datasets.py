@@ -27,9 +27,9 @@ COMPOSITE = "composite"
 NO_SYSTEM = "none"
 
 VARIABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Data sets whose items depend on Python's hash seed, too."""
+"""Data sets with items that also depend on Python's hash seed."""
 
-_SPLIT_SEEDS = 2**30  # held-out items have seeds from here on, training items those below
+_SPLIT_SEEDS = 2**30  # held-out items have seeds from here on, training items lower ones
 _OURS = ("size", "seed")
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 
@@ -45,10 +45,11 @@ def reasoning_gym_tasks(
     """Yield `count` items of a data set as tasks of the environment `reasoning_gym`.
 
     dataset: its name; `composite` mixes several, `config: {datasets: [{name: ..., weight: 1, config: {...}}]}`. config:
-    the data set's own options. seed: of the first item, the next one has the next; those of the splits never meet.
-    system: the name of one of the library's system prompts, or `none`.
+    the data set's own options. seed: seed of the first item, incremented for each next one; the splits' seeds never
+    overlap.
+    system: name of one of the library's system prompts, or `none`.
 
-    Raises ConfigError for a name, an option or a value that the library does not take.
+    Raises ConfigError for a name, an option or a value that the library refuses.
     """
     split_key(split, count)
     if system not in (*SYSTEM_PROMPTS, NO_SYSTEM):
@@ -66,7 +67,7 @@ def reasoning_gym_tasks(
 
 
 def make_dataset(name: str, config: Mapping[str, Any], count: int, seed: int) -> ProceduralDataset:
-    """Return a data set of the library. Raises ConfigError for a name or options that it does not take."""
+    """Return a data set of the library. Raises ConfigError for a name or options that it refuses."""
     if name not in DATASETS:
         near = get_close_matches(name, DATASETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(DATASETS))}"
@@ -93,7 +94,7 @@ def _parts(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _part(part: Any) -> DatasetSpec:
-    """Return one data set of a composite, checked by itself."""
+    """Return one data set of a composite, checked separately."""
     if not isinstance(part, Mapping) or "name" not in part or not {*part} <= {"name", "weight", "config"}:
         raise ConfigError(f"config of {COMPOSITE!r}: a data set has name, weight and config, got {part!r:.200}")
     name, weight, config = part["name"], part.get("weight", 1.0), part.get("config", {})
@@ -102,10 +103,10 @@ def _part(part: Any) -> DatasetSpec:
 
 
 def _check_hash_seed(dataset: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for items that would be others in the next process, with which a run could not go on."""
+    """Raise ConfigError for items that would differ in the next process, so that a run could not be resumed."""
     used = [part.get("name") for part in _parts(config)] if dataset == COMPOSITE else [dataset]
     if (variable := [name for name in used if name in VARIABLE]) and not os.environ.get("PYTHONHASHSEED", "").isdigit():
         raise ConfigError(
-            f"the items of {variable[0]!r} depend on Python's hash seed, and a run that is resumed would not find its "
+            f"the items of {variable[0]!r} depend on Python's hash seed, and a resumed run would not find its "
             "tasks again; start with PYTHONHASHSEED=0 in the environment"
         )

@@ -4,8 +4,8 @@
     user       State the final answer to the following arithmetic problem: 4 + 3 =
     assistant  4 + 3 is 7. <answer>7</answer>                                                  1
 
-Scorers evaluate answers as Python expressions here and there (`eval`, sympy's `parse_expr`), for which `9**9**9` is
-enough to hold a process for ever: they run in confined processes (`scoring_child`), each answer within its time.
+Some scorers evaluate answers as Python expressions (`eval`, sympy's `parse_expr`), and `9**9**9` suffices to block a
+process forever. They run in confined processes (`scoring_child`), each answer within its time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from treadle.envs.confined import ChildPool, NoAnswer
 from treadle.envs.tasks import check_positive
 
 ADDRESS_SPACE = 2**32
-"""Bytes of address space that a scoring process may have."""
+"""Address space of a scoring process, in bytes."""
 
 _START = 120.0  # seconds to import the library, and to make a data set
 _FORMAT = re.compile(
@@ -45,16 +45,16 @@ _PLACES = json.dumps([str(Path(place).absolute()) for place in sys.path])
 _COMMAND = [sys.executable, "-I", "-S", _PROGRAM, str(ADDRESS_SPACE), _PLACES]
 
 SCORERS = ChildPool("reasoning-gym's scorers", _COMMAND, min(8, max(2, os.cpu_count() or 1)), start_timeout=_START)
-"""Shared by this process. A score takes milliseconds; several run at once, so that a slow one holds up none."""
+"""Shared by this process. A score takes milliseconds; several run concurrently, so that a slow one delays none."""
 
 
 class ReasoningGym(Environment):
     """Plays one reply to a task of `reasoning_gym_tasks`. Its options are a recipe's `environment_options`.
 
-    score_seconds: time to score an answer. format_reward: what a reply is paid, beside its score, for one `<think>`
-    block, one `<answer>` block after it, and no other, as in the library's own training scripts (there .2).
+    score_seconds: time limit of scoring an answer. format_reward: extra reward for exactly one `<think>` block followed
+    by exactly one `<answer>` block, as in the library's own training scripts (there .2).
 
-    The answer is the last `<answer>` block. It is worth 0 if the scorer raises or runs out of time.
+    The answer is the last `<answer>` block. It is worth 0 if the scorer raises or times out.
     """
 
     metrics = (
@@ -69,7 +69,7 @@ class ReasoningGym(Environment):
         self._seconds, self._format_reward = score_seconds, format_reward
 
     def reset(self, task: Task) -> Sequence[Message]:
-        """Return the task's prompt. Raises DataError for a task of something else."""
+        """Return the task's prompt. Raises DataError for a task of another source."""
         if missing := [key for key in ("scored_by", "config", "metadata") if key not in task.extras]:
             raise DataError(
                 f"task {task.task_id} of environment reasoning_gym has no {missing[0]!r} in its extras; make its tasks "
@@ -89,10 +89,11 @@ class ReasoningGym(Environment):
         return EnvStep(reward=Reward(rewards), done=True, info=info)
 
     def _score(self, answer: str | None) -> float | None:
-        """Return the data set's score of the answer; None if it gives none."""
+        """Return the data set's score of the answer; None if there is none."""
         extras: Mapping[str, Any] = self.task.extras
         entry = {"question": self.task.prompt[-1]["content"], "answer": self.task.ground_truth}
-        packed = pickle.dumps({**entry, "metadata": extras["metadata"]})  # some are tuples, and scored as such
+        # keeps tuples, which JSON would turn into lists
+        packed = pickle.dumps({**entry, "metadata": extras["metadata"]})
         request = {"answer": answer, "entry": base64.b64encode(packed).decode(), "seconds": self._seconds}
         scorer = {"dataset": extras["scored_by"], "config": extras["config"]}
         with SCORERS.lease() as child:

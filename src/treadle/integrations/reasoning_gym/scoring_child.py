@@ -1,16 +1,16 @@
-"""`python scoring_child.py BYTES PATH`: scores answers for `environment`, one at a time, and may do little else.
+"""`python scoring_child.py BYTES PATH`: scores answers for `environment`, one at a time, confined to just that.
 
-PATH: what this process imports from, a JSON array. Standard input: requests, a line of JSON each. Standard output: `{}`
+PATH: import path of this process, a JSON array. Standard input: requests, a line of JSON each. Standard output: `{}`
 once it is ready, then an answer to each.
 
     {"dataset": "chain_sum", "config": {}}
-        -> {}                        once it is made, which takes a second for some, and is no part of a score's time
+        -> {}                        once it is made, which may take a second and is not part of a score's time
     {"dataset": "chain_sum", "config": {}, "answer": "7", "entry": BASE64, "seconds": 10}
         -> {"score": 1.0}
-    {"error": "ValueError: ..."}     instead of either: what the library raised
+    {"error": "ValueError: ..."}     instead of either: the library's error
 
-It is no boundary against code that means harm: an expression that a scorer evaluates could read files and use the
-network. It ends what takes too long or too much memory, makes no file grow and starts no process.
+It is no boundary against malicious code: an expression evaluated by a scorer could read files and use the network. It
+ends evaluations that take too much time or memory, lets no file grow and starts no process.
 """
 
 import base64
@@ -32,9 +32,9 @@ from treadle.integrations.reasoning_gym.datasets import make_dataset
 
 
 def main(address_space: int) -> None:
-    """Confine this process and answer requests until standard input ends. address_space: its bound, bytes."""
+    """Confine this process and answer requests until standard input ends. address_space: limit in bytes."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a scorer prints goes elsewhere
+    os.dup2(2, 1)  # redirects output printed by scorers
     confine(address_space)
     _send(answers, {})
     for line in sys.stdin.buffer:
@@ -46,7 +46,7 @@ def main(address_space: int) -> None:
                 limit_cpu(request["seconds"])
                 entry = pickle.loads(base64.b64decode(request["entry"]))
                 answer = {"score": float(scorer.score_answer(request["answer"], entry))}
-        except BaseException as error:  # noqa: BLE001  # whatever an answer leads to
+        except BaseException as error:  # noqa: BLE001  # an answer may cause any error
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         _send(answers, answer)
 

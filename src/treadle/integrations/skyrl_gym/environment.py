@@ -1,16 +1,16 @@
 """`SkyrlGym`: any environment of skyrl_gym, played by Treadle.
 
     skyrl_gym          here
-    make, init         reset     a task's extras are what SkyRL gives as `extras`: the other columns of its row
+    make, init         reset     a task's extras become SkyRL's `extras`: the other columns of its row
     step               step
-    get_metrics        finish    also where a limit ended the attempt
+    get_metrics        finish    also if a limit ended the attempt
     close              close
 
-All calls of an attempt are made on a thread of its own, each within `rollout.environment_timeout`.
+All calls of an attempt run on its own thread, each within `rollout.environment_timeout`.
 
-The library executes the model's SQL on connections that may write, in its tool and in its grader, and makes a text for
-the model of a search that is not answered. `guard_tools` replaces both in the library, for every environment that uses
-them: SQL runs in the sandbox, and what fails ends the attempt, past the library's own `except Exception`.
+The library executes the model's SQL on writable connections, in its tool and in its grader, and turns an unanswered
+search into a text for the model. `guard_tools` replaces both in the library, for every environment that uses them: SQL
+runs in the sandbox, and failures end the attempt, bypassing the library's own `except Exception`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from treadle.envs.tasks import check_positive
 from treadle.retrieval.client import RetrievalClient
 
 SEARCH_PATIENCE = 45.0
-"""Seconds for which a retrieval server that is out is asked again."""
+"""Seconds of retries while a retrieval server is down."""
 
 
 class Escaping(BaseException):
-    """Carries an error past code that catches every `Exception`, up to `raising_failures`."""
+    """Carries an error past `except Exception`, up to `raising_failures`."""
 
 
 @contextmanager
 def raising_failures() -> Iterator[None]:
-    """Raise what escapes from the library as the error that it is."""
+    """Reraise escaped errors of the library as the original error."""
     try:
         yield
     except Escaping as escaping:
@@ -72,7 +72,7 @@ def _escaping() -> Iterator[None]:
 
 
 def sql(self: Any, db_id: str, sql: str | None, turns_left: int, timeout: float = 5) -> str:
-    """Return what the model reads of its query, run in the sandbox."""
+    """Return the model's view of its query's result, run in the sandbox."""
     if sql is None:
         return observation(INVALID, turns_left)["content"]
     database = Database(Path(self.db_path, db_id, f"{db_id}.sqlite"))
@@ -91,13 +91,13 @@ def calculate_reward_single(completion: str, reference: str, db_file: str, timeo
 
 
 def compute_score_single(completion: str, reference: str, db_file: str) -> float:
-    """Return what `calculate_reward_single` does."""
+    """Return the same as `calculate_reward_single`."""
     return calculate_reward_single(completion, reference, db_file)
 
 
 def execute_sql_wrapper_single(db_file: str, sql: str, timeout: float, output_str: str) -> NoReturn:
-    """Raise: no SQL is run outside of the sandbox."""
-    message = "the environment runs SQL outside of the sandbox; grade with skyrl_gym's compute_score_single"
+    """Raise: no SQL is run outside the sandbox."""
+    message = "the environment runs SQL outside the sandbox; grade with skyrl_gym's compute_score_single"
     raise Escaping(TrajectoryFailure(Cause.ENVIRONMENT, message))
 
 
@@ -125,7 +125,7 @@ async def _search(url: str, query: str, topk: int, timeout: float) -> Sequence[s
 
 
 def guard_tools() -> None:
-    """Put the functions above in the place of the library's. Raises ConfigError for a version that has others."""
+    """Replace the library's functions by those above. Raises ConfigError if this version has others."""
     grader, group = skyrl_gym.envs.sql.utils, skyrl_gym.tools.sql.SQLCodeExecutorToolGroup
     for owner, ours in (
         (skyrl_gym.tools.search, call_search_api),
@@ -137,35 +137,35 @@ def guard_tools() -> None:
     ):
         name = ours.__name__
         theirs = getattr(owner, name, None)
-        theirs = getattr(theirs, "func", theirs)  # of a tool
+        theirs = getattr(theirs, "func", theirs)  # unwraps a tool
         if not callable(theirs) or list(signature(theirs).parameters) != list(signature(ours).parameters):
             raise ConfigError(
                 f"this version of skyrl-gym has another {owner.__name__}.{name}, and its tools could not be confined; "
-                "pip install 'treadle[skyrl-gym]' installs one that is known"
+                "pip install 'treadle[skyrl-gym]' installs a supported one"
             )
         setattr(owner, name, skyrl_gym.tools.sql.tool(ours) if owner is group else ours)
-    grader.sqlite3 = skyrl_gym.tools.sql.sqlite3 = None  # nothing is left that opens a database
+    grader.sqlite3 = skyrl_gym.tools.sql.sqlite3 = None  # nothing else can open a database
 
 
 guard_tools()
 
 _NO_CONFIG: Mapping[str, Any] = MappingProxyType({})
 _REWRITES = {
-    "postprocessed_action": "a reply other than the one that was sampled, which could not be trained as such",
-    "next_user_message": "a message for the next call only, and here each prompt carries on the one before",
+    "postprocessed_action": "a reply other than the sampled one, which could not be trained",
+    "next_user_message": "a message for the next call only, but here each prompt extends the previous one",
 }
 
 
 class SkyrlGym(Environment):
-    """Plays one attempt at a task of an environment that is registered with skyrl_gym. Its options:
+    """Plays one attempt at a task of an environment registered with skyrl_gym. Its options:
 
-    env: the name under which it is registered, or `module:Class`; default: the task's extra `env_class`. config: its
-    settings, as `environment.skyrl_gym.NAME` in SkyRL (`search_url`, `db_path`). max_turns: of every attempt, as
-    SkyRL's `generator.max_turns`; default: what the task's extras say (`max_turns`), or the environment itself.
+    env: registered name, or `module:Class`; default: the task's extra `env_class`. config: its settings, as
+    `environment.skyrl_gym.NAME` in SkyRL (`search_url`, `db_path`). max_turns: limit of every attempt, as SkyRL's
+    `generator.max_turns`; default: the task's extra `max_turns`, or the environment's own.
 
-    The ground truth is the task's, where its extras have no `reward_spec` or `reward_model` of their own. A reply must
-    not be rewritten (`postprocessed_action`). Where the environment says nothing although it goes on, the model reads
-    an empty message of the user. The numbers of `get_metrics` are recorded as `env/skyrl_NAME`, means over attempts.
+    The task's ground truth is used unless its extras have `reward_spec` or `reward_model`. A reply must not be
+    rewritten (`postprocessed_action`). If the environment continues without a message, the model reads an empty user
+    message. The numbers of `get_metrics` are recorded as `env/skyrl_NAME`, means over attempts.
     """
 
     metrics = (Metric("skyrl_*", "trajectory", "mean", help="a number of the environment's get_metrics"),)
@@ -184,9 +184,9 @@ class SkyrlGym(Environment):
     def reset(self, task: Task) -> Sequence[Message]:
         """Make the environment and return its first messages.
 
-        Raises ConfigError or DataError for an environment that does not exist, and for settings it does not take.
+        Raises ConfigError or DataError for an unknown environment, and for settings it does not take.
         """
-        name = task.extras.get("env_class")  # the column of SkyRL's data sets
+        name = task.extras.get("env_class")  # a column of SkyRL's data sets
         if self._spec is None and not isinstance(name, str):
             raise DataError(
                 f"task {task.task_id} names no environment of skyrl_gym; set environment_options.env or its extra "
@@ -205,7 +205,7 @@ class SkyrlGym(Environment):
         return as_messages(prompt, "init")
 
     def step(self, text: str) -> EnvStep:
-        """Return the environment's answer. Raises TrajectoryFailure: a reply was rewritten, or a tool is out."""
+        """Return the environment's answer. Raises TrajectoryFailure if a reply was rewritten, or a tool is down."""
         with raising_failures():
             output = self._played.step(text)
         _check_rewrites(output, text)
@@ -215,7 +215,7 @@ class SkyrlGym(Environment):
         return EnvStep(observations, float(output["reward"]), bool(output["done"]))
 
     def finish(self, ended: Status) -> Finish:
-        """Return the numbers of the attempt's `get_metrics`; what is none is left out, as SkyRL does."""
+        """Return the numbers in the attempt's `get_metrics`; other values are left out, as in SkyRL."""
         with raising_failures():
             reported: Mapping[Any, Any] = getattr(self._played, "get_metrics", dict)()
         numbers = {name: value for name, value in reported.items() if isinstance(value, Real)}
@@ -227,7 +227,7 @@ class SkyrlGym(Environment):
 
 
 def find_spec(name: str) -> EnvSpec:
-    """Return what skyrl_gym makes an environment from. name: registered, or `module:Class`. Raises ConfigError."""
+    """Return skyrl_gym's specification of an environment. name: registered, or `module:Class`. Raises ConfigError."""
     if not isinstance(name, str):
         raise ConfigError(f"env is {name!r:.100}; it must be the name of an environment of skyrl_gym")
     if ":" in name:
@@ -243,9 +243,9 @@ def find_spec(name: str) -> EnvSpec:
 
 
 def make_config(spec: EnvSpec, settings: Mapping[str, Any]) -> Any:
-    """Return the settings in the class that the environment declares for them, checked; else by name.
+    """Return the settings as the environment's own settings class, checked; otherwise by name.
 
-    Raises ConfigError for settings that this class does not have, or not of this type.
+    Raises ConfigError for unknown settings, or values of the wrong type.
     """
     declared = _config_class(spec)
     if declared is None:
@@ -262,18 +262,18 @@ def make_config(spec: EnvSpec, settings: Mapping[str, Any]) -> Any:
 
 
 def _config_class(spec: EnvSpec) -> type | None:
-    """Return the dataclass that the environment's `env_config` may be of; None if it names none."""
+    """Return the dataclass in the annotation of the environment's `env_config`; None if there is none."""
     creator: Any = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     try:
         parameter = signature(creator, eval_str=True).parameters.get("env_config")
-    except (NameError, TypeError, ValueError):  # what it takes cannot be read
+    except (NameError, TypeError, ValueError):  # its annotations cannot be resolved
         return None
     hint = parameter.annotation if parameter else None
     return next((part for part in get_args(hint) or (hint,) if is_dataclass(part) and isclass(part)), None)
 
 
 def _check_rewrites(said: Mapping[str, Any] | None, text: str) -> None:
-    """Raise TrajectoryFailure for what cannot be recorded exactly."""
+    """Raise TrajectoryFailure for answers that cannot be recorded exactly."""
     for key, what in _REWRITES.items():
         if (rewritten := (said or {}).get(key)) is not None and rewritten != text:
             raise TrajectoryFailure(Cause.ENVIRONMENT, f"the environment gave {key}, {what}: {rewritten!r:.200}")

@@ -18,17 +18,17 @@ from treadle.rollout.drivers.driver import DriverSetup
 
 VENV = "TREADLE_VERIFIERS_VENV"
 KEYS = ("environment", "arguments", "split", "row", "digest")
-"""What a task's extras say of it."""
+"""Extras of a task for the driver."""
 
 _REMEDY = (
-    "name an interpreter that has verifiers and the environment (driver_options.python, and python in the options of "
+    "name an interpreter with verifiers and the environment (driver_options.python, and python in the options of "
     f"the source; or its virtual environment in ${VENV}), or make one: python3.12 -m venv .venv-verifiers && "
     ".venv-verifiers/bin/pip install verifiers uv (in a clone: make verifiers-env)"
 )
 
 
 def verifiers_program(python: str | None) -> WorkerProgram:
-    """Return what worker processes of verifiers run. python: an interpreter; default: where `interpreter` finds one."""
+    """Return the program of the worker processes. python: an interpreter; default: as found by `interpreter`."""
     return WorkerProgram(
         name="verifiers",
         handler=Path(__file__).parent / "child" / "treadle_verifiers.py",
@@ -50,12 +50,12 @@ def verifiers(
 ) -> Iterator[Mapping[str, Any]]:
     """Yield rows of the environment's training data (split `train`), or of its evaluation data.
 
-    environment: as the library loads it; of v1, the id of a taskset. arguments: what it is loaded with; of v1, the
-    section `env` of its configuration. count: how many rows (default: all; a taskset without an end needs it). first:
-    rows left out before them, so that training and held-out tasks of one taskset differ. python, worker: as of the
+    environment: as the library loads it; for v1, the id of a taskset. arguments: arguments for loading it; for v1, the
+    section `env` of its configuration. count: number of rows (default: all; required for an infinite taskset). first:
+    rows to skip before them, so that training and held-out tasks of one taskset differ. python, worker: as for the
     driver.
 
-    Raises ConfigError where the library, or the environment, cannot be loaded.
+    Raises ConfigError if the library or the environment cannot be loaded.
     """
     chosen = {"environment": environment, "arguments": dict(arguments or {}), "split": split}
     try:
@@ -79,9 +79,9 @@ class VerifiersConfig(Config):
     """Options of the driver `verifiers`."""
 
     python: str | None = Field(
-        None, description=f"interpreter that has verifiers; default: of ${VENV}, else of .venv-verifiers"
+        None, description=f"interpreter with verifiers; default: from ${VENV}, or .venv-verifiers"
     )
-    worker: WorkerConfig = Field(WorkerConfig(), description="the processes that play attempts")
+    worker: WorkerConfig = Field(WorkerConfig(), description="processes that play attempts")
 
 
 class VerifiersDriver(WorkerDriver):
@@ -96,6 +96,6 @@ class VerifiersDriver(WorkerDriver):
     def order(self, task: Task) -> dict[str, Any]:
         if missing := [key for key in KEYS if key not in task.extras]:
             raise TrajectoryFailure(
-                Cause.AGENT, f"the task's extras have no {', '.join(missing)}; take tasks of the source 'verifiers'"
+                Cause.AGENT, f"the task's extras have no {', '.join(missing)}; use tasks of the source 'verifiers'"
             )
         return {"do": "play", **{key: task.extras[key] for key in KEYS}}

@@ -1,4 +1,4 @@
-"""`python child.py HANDLER`: plays attempts for `WorkerPool`, in a Python that need not have Treadle.
+"""`python child.py HANDLER`: plays attempts for `WorkerPool`, in a Python that may lack Treadle.
 
 Standard input is a socket that carries JSON lines both ways:
 
@@ -8,7 +8,7 @@ Standard input is a socket that carries JSON lines both ways:
 
 When the socket ends, or on SIGTERM, all attempts are cancelled, and the process ends once they have cleaned up.
 
-Standard library only, and no syntax newer than Python 3.9's. `treadle.integrations.worker` says what a handler is.
+Standard library only, and no syntax newer than Python 3.9's. `treadle.integrations.worker` defines handlers.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_LONGEST = 2000  # characters of an error's message; of its traceback, ten times as many
+_LONGEST = 2000  # maximum characters of an error's message; ten times as many for its traceback
 
 Json = dict[str, Any]
 Send = Callable[[Json], None]
@@ -47,7 +47,7 @@ def main() -> None:
         try:
             loop.run_until_complete(serving)
             break
-        except (SystemExit, KeyboardInterrupt):  # of a task of the library's; whoever awaits that task gets it, too
+        except (SystemExit, KeyboardInterrupt):  # from one of the library's tasks; its awaiter gets it, too
             if serving.done():
                 break
     sys.stdout.flush()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 async def _serve(connection: socket.socket, handler_file: Path) -> None:
-    limit = 2**30  # of a payload; asyncio's own is 64 KiB
+    limit = 2**30  # maximum size of a payload; asyncio's default is 64 KiB
     reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
 
     def send(message: Json) -> None:
@@ -100,7 +100,7 @@ async def _receive(reader: asyncio.StreamReader, attempts: "_Attempts") -> None:
 
 
 class _Attempts:
-    """The attempts in progress: number -> its task, and what asks it to come to its end."""
+    """The attempts in progress: number -> its task, and the event that asks it to end."""
 
     def __init__(self, run: Callable[..., Any], send: Send, output_limit: int) -> None:
         self._run, self._send, self._output_limit = run, send, output_limit
@@ -113,7 +113,7 @@ class _Attempts:
         self.tasks[number].add_done_callback(lambda task: self._finish(number, task))
 
     async def cancel_all(self) -> None:
-        """Cancel all attempts and wait for them; how long is up to the other side, which then kills this process."""
+        """Cancel all attempts and wait for them; the other side limits the time, and then kills this process."""
         for task in self.tasks.values():
             task.cancel()
         if self.tasks:
@@ -132,7 +132,7 @@ class _Attempts:
             return {"id": number, "error": _described(error)}
 
     def _finish(self, number: int, task: "asyncio.Task[Json]") -> None:
-        """Send the answer; a task that was cancelled before it began has none."""
+        """Send the answer; a task cancelled before it began has none."""
         del self.tasks[number], self.stops[number]
         cancelled = {"id": number, "error": _described(asyncio.CancelledError())}
         self._send(cancelled if task.cancelled() else task.result())
@@ -146,7 +146,7 @@ def _described(error: BaseException) -> Json:
 
 
 async def _beat(send: Send, attempts: _Attempts, interval: float, patience: float) -> None:
-    """Send heartbeats; where one is long overdue, write to standard error what the threads are doing."""
+    """Send heartbeats; if one is long overdue, write the threads' tracebacks to standard error."""
     while True:
         faulthandler.dump_traceback_later(patience / 2)
         await asyncio.sleep(interval)
@@ -154,7 +154,7 @@ async def _beat(send: Send, attempts: _Attempts, interval: float, patience: floa
 
 
 def _load(path: Path) -> Any:
-    """Import the handler file; modules beside it can be imported, unless others of that name are installed."""
+    """Import the handler file; modules beside it can be imported, unless installed ones have the same name."""
     sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, str(path))
     assert spec is not None and spec.loader is not None
@@ -165,7 +165,7 @@ def _load(path: Path) -> Any:
 
 
 def _limit_memory(limit: int) -> None:
-    """Let allocations beyond the limit fail, here and in each process that is started from here."""
+    """Make allocations beyond the limit fail, here and in each process started from here."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))

@@ -1,4 +1,4 @@
-"""`WorkerPool`: a few processes that play many attempts each (`child`), started again when they die."""
+"""`WorkerPool`: a few processes that play many attempts each (`child`), restarted when they die."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from treadle.rollout.agents.command import SupervisedProgram, inherited_variable
 
 Json = dict[str, Any]
 
-_ENVELOPE = 2**20  # bytes of an answer that are not its result
-_OTHER_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # of the run's variables: they are meant for its own Python
-_PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\S+)')  # as faulthandler writes it
+_ENVELOPE = 2**20  # bytes of an answer besides its result
+_OTHER_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")  # variables meant only for the run's own Python
+_PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\S+)')  # format of faulthandler
 
 
 class WorkerConfig(Config):
-    """Configures the processes that run a library in a Python of its own."""
+    """Configures the processes that run a library in its own Python."""
 
     removed_keys = MappingProxyType(
         dict.fromkeys(
@@ -39,25 +39,26 @@ class WorkerConfig(Config):
         )
     )
 
-    processes: int = Field(1, ge=1, description="processes, each of which imports the library once")
+    processes: int = Field(1, ge=1, description="number of processes, each of which imports the library once")
     memory_limit: int = Field(
         8 * 2**30,
         ge=2**26,
-        description="memory that one process may allocate, and each that it starts, bytes (on Linux)",
+        description="memory limit of each process, and of each that it starts, in bytes (on Linux)",
     )
     inherit: tuple[str, ...] = Field(
-        (), description='names of more of the run\'s environment variables that processes get, or patterns: "AWS_*"'
+        (), description='names of further environment variables to pass on from the run, or patterns: "AWS_*"'
     )
-    environment: dict[str, str] = Field(default_factory=dict, description="environment variables of their own")
+    environment: dict[str, str] = Field(default_factory=dict, description="additional environment variables")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of a worker process, seconds and bytes; no run needs others.
+    """Limits of a worker process, in seconds and bytes; runs need no others.
 
-    start: until the library is imported; a process that dies meanwhile is noticed at once. heartbeat: between signs of
-    life. silence: without one, after which a process is killed and replaced. cleanup: for an attempt that is cancelled,
-    and for all when the run ends. output: of one attempt's result, as JSON. attempts: at once; further ones wait.
+    start: time for importing the library; a process that dies meanwhile is noticed immediately. heartbeat: interval of
+    signs of life. silence: time without one before a process is killed and replaced. cleanup: time for a cancelled
+    attempt, and for all when the run ends. output: size of one attempt's result, as JSON. attempts: concurrent
+    attempts; further ones wait.
     """
 
     start: float = 600.0
@@ -72,9 +73,11 @@ class WorkerLimits:
 class WorkerProgram:
     """Program of worker processes.
 
-    name: of the library, for messages. handler: file that calls the library (`treadle.integrations.worker`). python:
-    interpreter that has it. remedy: how to install it, for errors. options: argument of the handler's `start`.
-    cause: of failures that the handler raises. lost_cause: of failures when a process dies. limits: of each process.
+    name: name of the library, for messages. handler: file that calls the library (`treadle.integrations.worker`).
+    python: interpreter with the library. remedy: how to install it, for errors. options: argument of the handler's
+    `start`.
+    cause: cause of failures raised by the handler. lost_cause: cause of failures when a process dies. limits: limits of
+    each process.
     """
 
     name: str
@@ -97,7 +100,7 @@ class Ready:
 
 
 def interpreter(configured: str | None, variable: str, folder: str) -> str:
-    """Return the configured interpreter, else that of the environment in $variable, else of the one in `folder`."""
+    """Return the configured interpreter, or the one in $variable's environment, or the one in `folder`."""
     if configured:
         return str(Path(configured).expanduser()) if os.sep in configured else configured
     return str(Path(os.environ.get(variable) or folder).absolute() / "bin" / "python")
@@ -107,7 +110,7 @@ class WorkerPool:
     """Async context that plays attempts in `config.processes` processes of one program.
 
     Each attempt goes to the process with the fewest; beyond `limits.attempts` in each, attempts wait. A process that
-    dies, blocks, runs out of memory or has an attempt that cannot be cancelled is replaced.
+    dies, blocks, runs out of memory or has an uncancellable attempt is replaced.
     """
 
     def __init__(self, program: WorkerProgram, config: WorkerConfig | None = None) -> None:
@@ -116,7 +119,7 @@ class WorkerPool:
         self._places = asyncio.Semaphore(self._config.processes * program.limits.attempts)
 
     async def __aenter__(self) -> Self:
-        """Start all processes. Raises ConfigError, one line, if one cannot be: no interpreter, no library."""
+        """Start all processes. Raises ConfigError, in one line, if that fails: no interpreter, no library."""
         starts = [asyncio.ensure_future(slot.process()) for slot in self._slots]
         try:
             await asyncio.gather(*starts)
@@ -137,10 +140,10 @@ class WorkerPool:
         await asyncio.gather(*(slot.close() for slot in self._slots))
 
     async def call(self, payload: Mapping[str, Any], stop: asyncio.Event | None = None) -> Json:
-        """Play one attempt: return what the handler returns for the payload. Raises TrajectoryFailure if it fails.
+        """Play one attempt: return the handler's result for the payload. Raises TrajectoryFailure if it fails.
 
-        payload: what JSON can hold. stop: once it is set, the attempt is asked to come to its end, and still gives a
-        result. Cancelling the call cancels the attempt, and waits for `limits.cleanup` seconds at most.
+        payload: JSON data. stop: once set, the attempt is asked to end, but still gives a result. Cancelling the call
+        cancels the attempt, and waits for at most `limits.cleanup` seconds.
         """
         async with self._places:
             slot = min(self._slots, key=lambda slot: slot.calls)
@@ -149,7 +152,7 @@ class WorkerPool:
                 process = await slot.process()
                 return await process.call(dict(payload), stop)
             except ConfigError as error:
-                message = f"a worker cannot be started again: {error}"
+                message = f"a worker cannot be restarted: {error}"
                 raise TrajectoryFailure(Cause.INFRASTRUCTURE, message) from error
             finally:
                 slot.calls -= 1
@@ -163,15 +166,16 @@ class WorkerPool:
 
 
 async def call_once(program: WorkerProgram, worker: Mapping[str, Any] | None, payload: Mapping[str, Any]) -> Json:
-    """Make one call in a process of its own. worker: keys of `WorkerConfig`. Raises ConfigError, TrajectoryFailure."""
+    """Make one call in a separate process. worker: keys of `WorkerConfig`. Raises ConfigError, TrajectoryFailure."""
     async with WorkerPool(program, build(WorkerConfig, {**(worker or {}), "processes": 1})) as pool:
         return await pool.call(payload)
 
 
 class _Slot:
-    """Slot of one process: the current one, and earlier ones whose attempts are not over yet.
+    """Slot of one process: the current one, and earlier ones with unfinished attempts.
 
-    calls: in progress, including those that wait for the process to start. ready: first message of the latest process.
+    calls: calls in progress, including those waiting for the process to start. ready: first message of the latest
+    process.
     """
 
     def __init__(self, program: WorkerProgram, config: WorkerConfig) -> None:
@@ -183,7 +187,7 @@ class _Slot:
         self.calls = self.starts = 0
 
     async def process(self) -> WorkerProcess:
-        """Return a process that can be called, started if need be. Raises ConfigError."""
+        """Return a callable process, started if necessary. Raises ConfigError."""
         async with self._lock:
             if self._process is not None and not self._process.is_usable:
                 draining = asyncio.create_task(self._process.drain())
@@ -229,7 +233,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, program: WorkerProgram, config: WorkerConfig) -> Self:
-        """Start a process and wait until the library is imported. Raises ConfigError where that fails."""
+        """Start a process and wait until the library is imported. Raises ConfigError if that fails."""
         if shutil.which(program.python) is None:
             raise ConfigError(f"{program.name}: {program.python!r} is not an interpreter; {program.remedy}")
         inherited = inherited_variables(config.inherit)
@@ -276,8 +280,8 @@ class WorkerProcess:
     async def call(self, payload: Json, stop: asyncio.Event | None = None) -> Json:
         """Play one attempt and return its result. Raises TrajectoryFailure.
 
-        stop: once it is set, the attempt is asked to come to its end. Cancelling the call cancels the attempt, and
-        waits for at most `limits.cleanup` seconds until it is over.
+        stop: once set, the attempt is asked to end. Cancelling the call cancels the attempt, and waits for at most
+        `limits.cleanup` seconds until it has ended.
         """
         number = next(self._numbers)
         answer: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
@@ -306,11 +310,11 @@ class WorkerProcess:
         try:
             await asyncio.wait({answer}, timeout=self._limits.cleanup)
         finally:
-            if self._pending.pop(number, None) is not None:  # it goes on, or so it seems
+            if self._pending.pop(number, None) is not None:  # apparently still running
                 self.is_usable = False
 
     async def drain(self) -> None:
-        """Let the attempts end by themselves, or by `close`; then close."""
+        """Let the attempts end by themselves, or through `close`; then close."""
         self.is_usable = False
         while self._pending:
             await asyncio.wait(list(self._pending.values()))
@@ -333,10 +337,10 @@ class WorkerProcess:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _line(self) -> bytes:
-        """Return the next line of the process; nothing if it has ended."""
+        """Return the next line of the process; empty once it has ended."""
         try:
             line = await self._reader.readline()
-        except (ConnectionError, ValueError):  # gone, or a line longer than any that it may send
+        except (ConnectionError, ValueError):  # gone, or a line beyond the limit
             return b""
         return line if line.endswith(b"\n") else b""
 
@@ -358,19 +362,20 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(self._limits.silence):
                 return await self._line()
-        except TimeoutError:  # it may have been this event loop that was blocked: what has come meanwhile is read first
+        except TimeoutError:  # this event loop itself may have been blocked: read pending data first
             async with asyncio.timeout(self._limits.heartbeat):
                 return await self._line()
 
     def _take(self, message: Json) -> None:
         if "heartbeat" in message:
             self.playing = message["heartbeat"]
-        elif answer := self._pending.pop(message["id"], None):  # else nobody waits for it any more
+        elif answer := self._pending.pop(message["id"], None):  # otherwise it is no longer awaited
             if "error" not in message:
                 answer.set_result(message["result"])
                 return
             error = message["error"]
-            if error["type"] == MemoryError.__name__:  # little is left for the others: they end, a new process begins
+            # little is left for the others: let them end, and start a new process
+            if error["type"] == MemoryError.__name__:
                 self.is_usable = False
             answer.set_exception(TrajectoryFailure(self._program.cause, error["message"], error["traceback"]))
 
@@ -379,6 +384,7 @@ class WorkerProcess:
         result = await self._process.result()
         if blocked and result and "error" not in result:
             places = _PLACE.findall(result["stderr"])  # the main thread is the last one
+            # The main thread is listed last.
             where = ", in {2}, {0}:{1}".format(*places[-1]) if places else ""
             return f"was killed: it gave no sign of life for {self._limits.silence:g} s{where}"
         return how_it_ended(result)

@@ -1,13 +1,13 @@
-"""`LocalEnvironment`: Harbor tasks in a bubblewrap sandbox of this machine, for tests and for tasks that are trusted.
+"""`LocalEnvironment`: Harbor tasks in a bubblewrap sandbox on this machine, for tests and trusted tasks.
 
-    start  -> bwrap ... sleep infinity     its own mounts, processes, host name (and network, where the task has none)
-    exec   -> nsenter into it              what a command leaves running lives until `stop`
+    start  -> bwrap ... sleep infinity     its own mounts, processes, host name (and network, if the task has none)
+    exec   -> nsenter into it              background processes of a command live until `stop`
     files  -> tar through exec             no path inside is ever opened from outside
 
-The programs are this machine's (/usr and /etc, read-only): a task's Dockerfile is not built. Everything else is a file
-system in memory, which is gone with the sandbox, and the sandbox ends with the process that started it.
+The programs are this machine's (/usr and /etc, read-only): a task's Dockerfile is not built. Everything else is in an
+in-memory file system that disappears with the sandbox, and the sandbox ends with the process that started it.
 
-It is **no boundary against a hostile model**: the kernel is shared, and where the run is root's, so is the sandbox.
+It is **no boundary against a hostile model**: the kernel is shared, and if the run has root rights, so has the sandbox.
 
 Needs `bwrap`, `nsenter` and `setpriv` (Debian: bubblewrap, util-linux); terminus-2 also `tmux`. No import of Treadle.
 """
@@ -29,7 +29,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 
 _TOOLS = {"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux", "tar": "tar", "bash": "bash"}
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_OUTPUT = 16 * 2**20  # bytes of each stream of a command that are kept
+_OUTPUT = 16 * 2**20  # bytes kept of each output stream of a command
 _DIRECTORIES = (
     "app",
     "home",
@@ -42,38 +42,38 @@ _DIRECTORIES = (
     "tmp",
     "var",
 )
-_GRACE = 10.0  # seconds in which the sandbox must come up
-_LINGER = 0.5  # seconds for which the outputs of a command that has ended are still read
+_GRACE = 10.0  # seconds for the sandbox to start
+_LINGER = 0.5  # seconds of further reading after a command has ended
 
 
 def missing_tools() -> str:
-    """Return what to install for sandboxes of this kind, in a line; "" if nothing is missing."""
+    """Return how to install missing programs for these sandboxes, in a line; "" if nothing is missing."""
     packages = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
     return f"apt-get install {' '.join(packages)}" if packages else ""
 
 
 class LocalEnvironment(BaseEnvironment):
-    """Runs a trial in one bubblewrap sandbox. size_mb: of its files, all of which are in memory."""
+    """Runs a trial in one bubblewrap sandbox. size_mb: size of its in-memory files."""
 
     def __init__(self, *args: Any, size_mb: int = 2048, **kwargs: Any) -> None:
         self._size = size_mb * 2**20
         self._sandbox: asyncio.subprocess.Process | None = None
-        self._init = 0  # the first process of the sandbox, as this machine numbers it
+        self._init = 0  # pid of the sandbox's first process on this machine
         super().__init__(*args, **kwargs)
 
     @staticmethod
     def type() -> str:
-        """Return the name under which Harbor shows it."""
+        """Return the environment's name in Harbor."""
         return "treadle-local"
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        """Return that it can run without a network, and nothing else."""
+        """Return that it can disable the network, and no other capability."""
         return EnvironmentCapabilities(disable_internet=True)
 
     @classmethod
     def preflight(cls) -> None:
-        """Raise SystemExit where a program is missing."""
+        """Raise SystemExit if a program is missing."""
         if missing := missing_tools():
             raise SystemExit(f"the local environment needs more programs: {missing}")
 
@@ -81,7 +81,7 @@ class LocalEnvironment(BaseEnvironment):
         pass  # a Dockerfile is neither needed nor built
 
     async def start(self, force_build: bool) -> None:
-        """Start the sandbox and make the directories that Harbor and the task expect."""
+        """Start the sandbox and create the directories that Harbor and the task expect."""
         if missing := missing_tools():
             raise RuntimeError(f"the local environment needs more programs: {missing}")
         ready, tell = os.pipe()
@@ -104,7 +104,7 @@ class LocalEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:
-        """Kill everything in the sandbox; its files are gone with it."""
+        """Kill all processes in the sandbox; its files disappear with it."""
         sandbox, self._sandbox, self._init = self._sandbox, None, 0
         if sandbox is None:
             return
@@ -121,7 +121,7 @@ class LocalEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command with bash. Raises RuntimeError where it takes too long, as Harbor's own environments do."""
+        """Run a command with bash. Raises RuntimeError on a timeout, as Harbor's own environments do."""
         directory = shlex.quote(cwd or self._directory)
         words = ["bash", "-c", f"cd {directory} || exit 125\n{command}"]
         if (user := self._resolve_user(user)) not in (None, "root", 0, "0"):
@@ -155,7 +155,7 @@ class LocalEnvironment(BaseEnvironment):
         Path(target_path).write_bytes(out)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copy a directory's contents out of the sandbox: files, directories and links that stay within."""
+        """Copy a directory's contents out of the sandbox: files, directories and links that stay inside."""
         status, out, err = await self._run(["tar", "-C", source_dir, "-cf", "-", "."])
         if status:
             raise RuntimeError(f"{source_dir}: {err.decode(errors='replace').strip()}")
@@ -204,7 +204,7 @@ class LocalEnvironment(BaseEnvironment):
     async def _run(
         self, words: list[str], *, stdin: bytes | None = None, env: dict[str, str] | None = None
     ) -> tuple[int, bytes, bytes]:
-        """Run a program in the sandbox; return status and the first `_OUTPUT` bytes of what it writes."""
+        """Run a program in the sandbox; return status and the first `_OUTPUT` bytes of its outputs."""
         if not self._init:
             raise RuntimeError("the sandbox is not running")
         variables = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "xterm-256color", **(env or {})}
@@ -225,7 +225,7 @@ class LocalEnvironment(BaseEnvironment):
         try:
             await _feed(process, stdin)
             status = await process.wait()
-            await asyncio.wait(copying, timeout=_LINGER)  # what it left running may hold its outputs open
+            await asyncio.wait(copying, timeout=_LINGER)  # background processes may hold its outputs open
             return status, bytes(out), bytes(err)
         finally:
             for copied in copying:
@@ -243,7 +243,7 @@ class LocalEnvironment(BaseEnvironment):
 
 
 async def _copy(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
-    """Add the first `_OUTPUT` bytes to `kept`, and read the rest, so that whoever writes it can go on."""
+    """Append the first `_OUTPUT` bytes to `kept`, and drain the rest, so that the writer never blocks."""
     assert stream is not None
     while data := await stream.read(2**16):
         kept += data[: max(0, _OUTPUT - len(kept))]

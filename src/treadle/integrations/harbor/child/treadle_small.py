@@ -1,7 +1,6 @@
-"""`OneReply`: the smallest agent there is, for the tasks of `treadle.integrations.harbor.tasks`.
+"""`OneReply`: a minimal agent, for the tasks of `treadle.integrations.harbor.tasks`.
 
-It asks the model for one reply to the instruction and leaves that in the sandbox, as /app/reply.txt. No import of
-Treadle.
+It requests one reply to the instruction and leaves it in the sandbox, as /app/reply.txt. No import of Treadle.
 """
 
 import shlex
@@ -15,7 +14,7 @@ from harbor.models.agent.context import AgentContext
 
 
 class OneReply(BaseAgent):
-    """Makes one call. api_base: of the model, as Terminus-2 has it."""
+    """Makes one call. api_base: URL of the model, as for Terminus-2."""
 
     def __init__(
         self, logs_dir: Path, model_name: str | None = None, *args: Any, api_base: str = "", **kwargs: Any
@@ -25,7 +24,7 @@ class OneReply(BaseAgent):
 
     @staticmethod
     def name() -> str:
-        """Return the name under which Harbor shows it."""
+        """Return the agent's name in Harbor."""
         return "one-reply"
 
     def version(self) -> str | None:
@@ -33,14 +32,14 @@ class OneReply(BaseAgent):
         return "1"
 
     async def setup(self, environment: BaseEnvironment) -> None:
-        """Do nothing: nothing needs to be installed."""
+        """No-op: nothing needs to be installed."""
 
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Ask, and leave the reply in the sandbox. Raises RuntimeError for a call that is refused."""
+        """Request the reply, and leave it in the sandbox. Raises RuntimeError for a refused call."""
         asked = {"model": "policy", "messages": [{"role": "user", "content": instruction}]}
         async with aiohttp.ClientSession() as client, client.post(self._url, json=asked) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"the model's server answered {answer.status}: {(await answer.text())[:500]}")
             text = (await answer.json())["choices"][0]["message"]["content"]
-        sayable = text.replace("\0", "\N{REPLACEMENT CHARACTER}")  # no command can hold a zero byte
+        sayable = text.replace("\0", "\N{REPLACEMENT CHARACTER}")  # commands cannot contain a zero byte
         await environment.exec(f"printf %s {shlex.quote(sayable)} > /app/reply.txt")

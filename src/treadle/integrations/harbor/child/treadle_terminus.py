@@ -1,8 +1,8 @@
-"""`DeferredTerminus2`: Harbor's Terminus-2, which writes its trajectory once, at the end and without token ids.
+"""`DeferredTerminus2`: Harbor's Terminus-2, but it writes its trajectory once, at the end and without token ids.
 
-Stock Terminus-2 rewrites `trajectory.json`, token ids included, after every turn and on the event loop: a trial of 33
+Stock Terminus-2 rewrites `trajectory.json`, including token ids, after every turn and on the event loop: a trial of 33
 turns spends ten times as much time on that as on everything else. Prompts, parsing and the loop are Harbor's own, and
-the ids are in `rollout_details`, which nothing here touches. No import of Treadle.
+the ids are in `rollout_details`, which is not touched here. No import of Treadle.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from harbor.agents.terminus_2 import Terminus2
 
 
 class DeferredTerminus2(Terminus2):
-    """Plays as Terminus-2 does. A Harbor whose Terminus-2 has no such methods plays just the same, only slower."""
+    """Plays as Terminus-2 does. With a Harbor whose Terminus-2 lacks these methods it also plays, but more slowly."""
 
     _is_in_loop = False
 

@@ -1,18 +1,18 @@
-"""Handler of `treadle.integrations.worker`: plays Harbor trials, in a Python that has Harbor.
+"""Handler of `treadle.integrations.worker`: plays Harbor trials, in a Python with Harbor.
 
     payload -> trial_config -> Trial.create -> run, the agent behind `Stoppable` -> report
 
-All that depends on Harbor's version is in this directory: this module configures and reads trials, `treadle_local` is
-an environment, `treadle_terminus` an agent. What only some versions have is read with `getattr`, exceptions are passed
-on by the name of their class, and options are offered to agents and environments that name them. No import of Treadle.
+All code that depends on Harbor's version is in this directory: this module configures and reads trials, `treadle_local`
+is an environment, `treadle_terminus` an agent. Version-dependent attributes are read with `getattr`, exceptions are
+passed on by class name, and options are offered to agents and environments that name them. No import of Treadle.
 
-A payload has one key, which says what is asked for:
+A payload has one key, the kind of request:
 
     trial  play a trial: config (of Harbor's TrialConfig, in part), task, name, directory, gateway, window, ...
-    check  make such a trial without playing it; raises what is wrong with its configuration
-    probe  one call through Harbor's own LLM class: the token ids that arrive
-    tasks  the directories of the tasks of a Harbor data set, downloaded where they are not here yet
-    remove containers of Docker's that a process which was killed has left
+    check  make such a trial without playing it; raises problems of its configuration
+    probe  one call through Harbor's own LLM class; returns the token ids that arrive
+    tasks  the directories of a Harbor data set's tasks, downloaded if missing
+    remove Docker containers left by a killed process
 """
 
 import array
@@ -48,26 +48,26 @@ AGENTS = {
     "terminus-2-stock": {"name": "terminus-2"},
 }
 ENVIRONMENTS = {"local": {"import_path": "treadle_local:LocalEnvironment"}}
-"""Names of ours; all others are Harbor's own, or `module:Class`."""
+"""Our own names; all others are Harbor's, or `module:Class`."""
 
-_WORD = 1.0  # seconds in which the word to stop comes after the answer to the call that was refused
+_WORD = 1.0  # seconds for the stop request to follow the answer to a refused call
 _PHASES = ("environment_setup", "agent_setup", "agent_execution", "verifier")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what plays here."""
+    """Return the versions of the libraries involved."""
     return {name: importlib.metadata.version(name) for name in ("harbor", "litellm")}
 
 
 async def start(options: Json) -> Json:
     """Prepare for trials."""
-    logging.disable(logging.CRITICAL)  # a trial logs into its own directory, which its caller keeps or not
+    logging.disable(logging.CRITICAL)  # a trial logs into its own directory, which its caller may keep
     litellm.suppress_debug_info = True
     return {}
 
 
 async def run(payload: Json, stop: asyncio.Event) -> Json:
-    """Do what the payload asks for. stop: ends the agent's part of a trial early; what it did is verified."""
+    """Handle a request. stop: ends the agent's part of a trial early; its results are then verified."""
     [(what, order)] = payload.items()
     if what == "trial":
         return await _play(order, stop)
@@ -78,9 +78,9 @@ async def run(payload: Json, stop: asyncio.Event) -> Json:
 
 
 def trial_config(order: Json) -> TrialConfig:
-    """Return the configuration of one trial. Raises ValueError for what Harbor does not know or accept.
+    """Return the configuration of one trial. Raises ValueError for values unknown to or refused by Harbor.
 
-    order: as `treadle.integrations.harbor.driver` makes it, with name, directory, and gateway (base_url,
+    order: made by `treadle.integrations.harbor.driver`, with name, directory, and gateway (base_url,
     anthropic_url, secret).
     """
     config: Json = json.loads(json.dumps(order["config"]))  # a copy
@@ -100,7 +100,7 @@ def _named(name: str, ours: dict[str, Json], key: str) -> Json:
 
 
 def _refuse_unknown(config: Json, model: type[BaseModel], where: str) -> None:
-    """Raise ValueError for a key that a model of Harbor's does not have, which pydantic would ignore."""
+    """Raise ValueError for a key unknown to a Harbor model, which pydantic would ignore."""
     for key, value in config.items():
         field = model.model_fields.get(key)
         if field is None:
@@ -112,7 +112,7 @@ def _refuse_unknown(config: Json, model: type[BaseModel], where: str) -> None:
 
 
 def _connect(config: TrialConfig, order: Json) -> None:
-    """Lead the agent to its session, and offer agent and environment what they should be made with."""
+    """Connect the agent to its session, and offer options to agent and environment."""
     gateway, (prompt, whole) = order["gateway"], order["window"]
     info = {"max_input_tokens": whole, "max_output_tokens": whole - prompt}
     offered = {
@@ -121,8 +121,8 @@ def _connect(config: TrialConfig, order: Json) -> None:
         "collect_rollout_details": True,
         "model_info": {**info, "input_cost_per_token": 0.0, "output_cost_per_token": 0.0},
         "temperature": order["temperature"],
-        "proactive_summarization_threshold": whole - prompt + whole // 10,  # its count of tokens is not ours
-        "record_terminal_session": False,  # or it installs a recorder in the sandbox
+        "proactive_summarization_threshold": whole - prompt + whole // 10,  # its token count differs from ours
+        "record_terminal_session": False,  # otherwise it installs a recorder in the sandbox
         "suppress_max_turns_warning": True,
     }
     agent = config.agent
@@ -145,10 +145,10 @@ def _connect(config: TrialConfig, order: Json) -> None:
 
 
 def _lifetime(config: TrialConfig, seconds: float) -> Json:
-    """Return the options by which a provider ends a sandbox that nobody ended; none where it has none."""
+    """Return the options that make a provider end abandoned sandboxes; empty if it has none."""
     whole, minutes = int(seconds), -int(-seconds // 60)
     options = {
-        "auto_stop_interval_mins": minutes,  # daytona: without activity; it is then deleted at once
+        "auto_stop_interval_mins": minutes,  # daytona: idle time, after which it is deleted
         "sandbox_timeout_secs": whole,  # modal
         "sandbox_timeout_sec": whole,  # opensandbox
         "sandbox_lifetime_seconds": whole,  # vercel
@@ -176,10 +176,10 @@ def _parameters(made: Any) -> set[str]:
 
 
 class Stoppable:
-    """Stands in for the method that runs a trial's agent: it returns early, and normally, once `stop` is set.
+    """Replaces the method that runs a trial's agent: it returns early, and normally, once `stop` is set.
 
-    What an agent returns from is verified; one that Harbor cancels is not. Of what the agent recorded, digests are
-    taken; the ids themselves are then left out of `result.json`, unless `keep`.
+    Harbor verifies an agent that returns, but not one that it cancels. The ids recorded by the agent are digested, and
+    then omitted from `result.json`, unless `keep`.
     """
 
     def __init__(self, play: Any, stop: asyncio.Event, keep: bool) -> None:
@@ -195,7 +195,7 @@ class Stoppable:
         try:
             await asyncio.wait({playing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if playing.done() and not playing.cancelled() and playing.exception():
-                await asyncio.wait({stopping}, timeout=_WORD)  # of a call that was refused, which the agent raises for
+                await asyncio.wait({stopping}, timeout=_WORD)  # caused by a refused call, for which the agent raises
         finally:
             stopping.cancel()
             if not playing.done():
@@ -205,7 +205,7 @@ class Stoppable:
         if self._stop.is_set():
             self.stopped = True
             if not playing.cancelled():
-                playing.exception()  # an answer that was refused may have ended it first
+                playing.exception()  # a refused answer may have ended it first
             return
         playing.result()
 
@@ -232,12 +232,12 @@ def digest(prompt: list[int], completion: list[int]) -> str:
 
 async def _play(order: Json, stop: asyncio.Event) -> Json:
     directory = Path(order["directory"], order["name"])
-    shutil.rmtree(directory, ignore_errors=True)  # of an attempt that was interrupted
+    shutil.rmtree(directory, ignore_errors=True)  # left by an interrupted attempt
     try:
         config = trial_config(order)
         try:
             trial = await Trial.create(config)
-        except Exception as error:  # noqa: BLE001  # whatever is wrong with task or configuration: no trial was begun
+        except Exception as error:  # noqa: BLE001  # any problem of task or configuration: no trial was begun
             return {"invalid": f"{type(error).__name__}: {error}"}
         keep = order["keep"] == "keep"
         agent = trial.agent
@@ -258,7 +258,7 @@ async def _play(order: Json, stop: asyncio.Event) -> Json:
 
 
 def _report(result: Any, trial: Any) -> Json:
-    """Return what came of a trial: exception, rewards, seconds of each phase, what the agent says of itself."""
+    """Return the result of a trial: exception, rewards, seconds of each phase, the agent's own record."""
     steps = getattr(result, "step_results", None) or []
     parts = [result, *steps]
     failed = next((part for part in parts if part.exception_info is not None), None)
@@ -279,7 +279,7 @@ def _report(result: Any, trial: Any) -> Json:
 
 
 def _phase(parts: list[Any], failed: Any) -> str:
-    """Return the phase in which the exception was raised: the last one that had begun by then; "" without one."""
+    """Return the phase in which the exception was raised: the last one begun by then; "" without one."""
     if failed is None:
         return ""
     timings = [(getattr(part, phase, None), phase) for part in parts for phase in _PHASES]
@@ -296,7 +296,7 @@ def _seconds(timing: Any) -> float:
 
 
 def _agent_limit(trial: Any, in_step: bool) -> float | None:
-    """Return the seconds that the agent had; None where a step of a task may have had others."""
+    """Return the agent's time limit in seconds; None if a step of the task may have had another."""
     override = trial.config.agent.override_timeout_sec
     names = ("agent_timeout_sec", "_agent_timeout_sec")  # 0.23 has the latter
     limit = next(filter(None, (getattr(trial, name, None) for name in names)), None)
@@ -323,7 +323,7 @@ async def _check(order: Json) -> Json:
 
 
 async def _probe(order: Json) -> Json:
-    """Ask the model once, as an agent of Harbor's does, and return the token ids that came back."""
+    """Call the model once, as one of Harbor's agents does, and return the token ids that arrived."""
     config = trial_config({**order, "directory": tempfile.gettempdir()})
     options = {"model_info": None, "llm_kwargs": {}, **config.agent.kwargs}
     model_info = options["model_info"] or {"max_input_tokens": order["window"][1], "max_output_tokens": 1}
@@ -340,7 +340,7 @@ async def _probe(order: Json) -> Json:
     answers: list[Any] = []
     extract = llm._extract_usage_info
 
-    def seen(response: Any) -> Any:  # also of an answer that is cut off, which `call` raises for
+    def seen(response: Any) -> Any:  # also sees truncated answers, for which `call` raises
         answers.append((*llm._extract_token_ids(response), llm._extract_logprobs(response)))
         return extract(response)
 
@@ -368,7 +368,7 @@ async def _tasks(order: Json) -> Json:
 
 
 async def _remove(order: Json) -> Json:
-    """Remove the containers, networks and volumes of trials whose sandboxes' names begin with `names`."""
+    """Remove the containers, networks and volumes of trials with sandbox names that begin with `names`."""
     if shutil.which("docker") is None:
         return {"removed": []}
     label = "com.docker.compose.project"

@@ -15,8 +15,8 @@ from websockets.exceptions import ConnectionClosed
 
 Json = dict[str, Any]
 
-_FULL, _INVALID = "(code: CAPACITY_REACHED)", "(code: VALIDATION_ERROR)"  # as the client words the server's errors
-_FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0  # seconds before a full server is asked again
+_FULL, _INVALID = "(code: CAPACITY_REACHED)", "(code: VALIDATION_ERROR)"  # texts of the client for the server's errors
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0  # seconds before a full server is tried again
 
 _server: Json = {}
 
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 async def start(options: Json) -> Json:
-    """Ask the server what its actions are. Raises RuntimeError where it cannot be, or has no field of that name."""
+    """Fetch the server's action schema. Raises RuntimeError if it is unreachable, or has no field of that name."""
     _server.update(options, http=_open_http())
     try:
         answer = await _server["http"].get(f"{options['url']}/schema", timeout=30.0)
@@ -46,13 +46,13 @@ async def start(options: Json) -> Json:
 
 
 def _open_http() -> httpx.AsyncClient:
-    """Open the client that all attempts share: each has an address of its own."""
+    """Open the client shared by all attempts, each with its own address."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.AsyncClient(verify=ssl.create_default_context(), trust_env=False, limits=limits)
 
 
 async def run(payload: Json, stop: asyncio.Event) -> Json:
-    """Play one attempt in a session of its own."""
+    """Play one attempt in its own session."""
     played = _Played()
     try:
         session, first = await _opened(payload["reset"])
@@ -78,7 +78,7 @@ class _Played:
 
 
 async def _opened(options: Json) -> tuple[GenericEnvClient, Any]:
-    """Open a session, as soon as the server has a place for one, and reset it."""
+    """Open a session, as soon as the server has a free slot, and reset it."""
     wait = _FIRST_WAIT
     while True:
         client = GenericEnvClient(base_url=_server["url"])
@@ -88,14 +88,14 @@ async def _opened(options: Json) -> tuple[GenericEnvClient, Any]:
         except BaseException as error:
             await client.close()
             is_full = isinstance(error, RuntimeError) and _FULL in str(error)
-            if not is_full and not isinstance(error, ConnectionClosed):  # closed at once: it did not wait for us
+            if not is_full and not isinstance(error, ConnectionClosed):  # closed immediately, without waiting for us
                 raise
         await asyncio.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT)
 
 
 async def _converse(payload: Json, session: GenericEnvClient, observed: Any, played: _Played) -> None:
-    """Let model and environment answer each other until either ends it."""
+    """Alternate between model and environment until either ends it."""
     messages = [*payload["prompt"], _shown(observed.observation)]
     while not observed.done:
         answer = await _asked(payload, messages)
@@ -104,10 +104,10 @@ async def _converse(payload: Json, session: GenericEnvClient, observed: Any, pla
             return
         played.turns += 1
         reply = answer["choices"][0]["message"]
-        messages.append(reply)  # whole, with its thoughts: then the next prompt goes on from what was sampled
+        messages.append(reply)  # whole, with its thoughts, so that the next prompt extends the sampled tokens
         try:
             observed = await _stepped(session, reply["content"] or "")
-        except ValueError as wrong:  # the model's mistake, which it is told
+        except ValueError as wrong:  # the model's mistake, reported to it
             messages.append({"role": "user", "content": str(wrong)})
             continue
         if observed.reward is not None:
@@ -123,7 +123,7 @@ async def _asked(payload: Json, messages: list[Json]) -> Json:
 
 
 async def _stepped(session: GenericEnvClient, text: str) -> Any:
-    """Take the reply as the next action. Raises ValueError for what is none."""
+    """Take the reply as the next action. Raises ValueError for an invalid one."""
     fields = ", ".join(_server["fields"])
     action: Any = {_server["action"]: text}
     if not _server["action"]:

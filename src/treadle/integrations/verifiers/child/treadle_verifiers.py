@@ -30,21 +30,21 @@ def versions() -> dict[str, str]:
 
 
 async def start(options: Json) -> Json:
-    """Let programs of this Python be found first. Raises RuntimeError where one is missing."""
+    """Put programs of this Python first on the PATH. Raises RuntimeError if one is missing."""
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     Library.check_programs()
     return {}
 
 
 async def run(payload: Json, stop: asyncio.Event) -> Json:
-    """List the rows of an environment's data set, or play one. Reading them may take long: that is done in threads."""
+    """List the rows of an environment's data set, or play one. Reading, which may be slow, happens in threads."""
     library = await _loaded(payload["environment"], payload["arguments"], payload["split"])
     if payload["do"] == "rows":
         return {"rows": await asyncio.to_thread(_rows, library, payload["first"], payload["count"])}
     listed = await asyncio.to_thread(_listed, library, payload["row"])
     if listed["digest"] != payload["digest"]:
         raise RuntimeError(
-            f"row {payload['row']} of {payload['environment']!r} is another one here than where the tasks were listed; "
+            f"row {payload['row']} of {payload['environment']!r} differs from the row listed as a task; "
             "have it load its data in one order, with a seed among its arguments"
         )
     answer: Json = await library.play(payload["row"], payload["base_url"], payload["seconds"])
@@ -58,7 +58,7 @@ async def close() -> None:
 
 
 async def _loaded(environment: str, arguments: Json, split: str) -> Any:
-    """Load each environment once, in a thread: it may read much."""
+    """Load each environment once, in a thread, because it may read much data."""
     key = json.dumps([environment, arguments, split], sort_keys=True)
     async with _loading:
         if key not in _libraries:
@@ -83,7 +83,7 @@ def _listed(library: Any, row: int) -> Json:
 
 
 def _is_plain(prompt: Any) -> bool:
-    """Return whether it is a list of messages of text alone."""
+    """Return whether it is a list of text-only messages."""
     return isinstance(prompt, list) and all(
         isinstance(message, dict) and set(message) == {"role", "content"} and isinstance(message["content"], str)
         for message in prompt

@@ -17,7 +17,7 @@ _set_handler = signal.signal
 
 
 def _set_in_main_thread(number: Any, handler: Any) -> Any:
-    """Leave signals to this process: an environment, loaded in a thread, would handle those of a command line."""
+    """Leave signals to this process: an environment loaded in a thread would install handlers as for a command line."""
     if threading.current_thread() is threading.main_thread():
         return _set_handler(number, handler)
     return signal.getsignal(number)
@@ -38,7 +38,7 @@ class Library:
 
     @staticmethod
     def check_programs() -> None:
-        """Do nothing: it starts no programs."""
+        """No-op: it starts no programs."""
 
     def rows(self, first: int, count: int | None) -> range:
         """Return the numbers of `count` rows from `first` on, or of all."""
@@ -46,11 +46,11 @@ class Library:
         return range(min(first, end), end if count is None else min(first + count, end))
 
     def data(self, row: int) -> Json:
-        """Return the row as it was stored."""
+        """Return the row as stored."""
         return dict(self._data[row])
 
     async def close(self) -> None:
-        """Let the environment end what all its rollouts share."""
+        """Let the environment release resources shared by its rollouts."""
         await self._environment._teardown()
 
     async def play(self, row: int, base_url: str, seconds: float) -> Json:

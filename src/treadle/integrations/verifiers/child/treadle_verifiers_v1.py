@@ -1,4 +1,4 @@
-"""verifiers from 0.2 on: a `Taskset`, an `Env`, and a `Harness` whose programs (started with `uv`) call the model."""
+"""verifiers from 0.2 on: a `Taskset`, an `Env`, and a `Harness` with programs (started by `uv`) that call the model."""
 
 import itertools
 import shutil
@@ -10,11 +10,11 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 Json = dict[str, Any]
 
-_NO_KEY = "TREADLE_NO_KEY"  # a variable that nobody sets: the address itself is the secret
+_NO_KEY = "TREADLE_NO_KEY"  # an unset variable: the address itself is the secret
 
 
 class Library:
-    """An environment's configuration, and the tasks of its taskset that were read so far."""
+    """An environment's configuration, and the tasks read so far from its taskset."""
 
     def __init__(self, environment: str, arguments: Json, split: str) -> None:
         taskset = {**arguments.get("taskset", {}), "id": environment}
@@ -27,9 +27,9 @@ class Library:
 
     @staticmethod
     def check_programs() -> None:
-        """Raise RuntimeError without `uv`, by which harnesses start their programs."""
+        """Raise RuntimeError without `uv`, which harnesses use to start their programs."""
         if shutil.which("uv") is None:
-            raise RuntimeError("no uv on the PATH, with which verifiers starts programs; pip install uv")
+            raise RuntimeError("no uv on the PATH, which verifiers needs to start programs; pip install uv")
 
     def rows(self, first: int, count: int | None) -> range:
         """Return the numbers of `count` tasks from `first` on, or of all."""
@@ -45,10 +45,10 @@ class Library:
         return data
 
     async def close(self) -> None:
-        """Do nothing: each episode ends what it started."""
+        """No-op: each episode ends its own processes."""
 
     async def play(self, row: int, base_url: str, seconds: float) -> Json:
-        """Play the task as one episode, served by itself: the library keeps a client for each address it has seen."""
+        """Play the task as one episode with its own server: the library keeps a client for each address it has seen."""
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=_NO_KEY)
         environment = load_environment(self._config)
         async with environment.serving():
@@ -73,5 +73,5 @@ def _answer(episode: Any) -> Json:
         return {"reward": None, "metrics": {}, "error": error}
     [trace] = traces
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    reward = trace.reward if trace.ok else None  # of a trace with an error the task's reward functions do not run
+    reward = trace.reward if trace.ok else None  # reward functions do not run for a trace with an error
     return {"reward": reward, "metrics": {**scores, **trace.metrics}, "error": error}
