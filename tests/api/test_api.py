@@ -150,11 +150,11 @@ async def test_the_stop_button_of_a_notebook_where_an_event_loop_is_running_stop
     reference, loop, task = train(tmp_path / "reference"), asyncio.get_running_loop(), asyncio.current_task()
     stopped = train(tmp_path / "run", progress=(progress := Interrupting()))
     assert (stopped["stopped_early"], stopped["updates"]) == (True, 1)
-    assert progress.lines[-1] == "stopped after 1 updates, with a checkpoint; go on with resume=True"
+    assert progress.lines[-1] == "stopped after 1 updates, with a checkpoint; continue with resume=True"
     with pytest.raises(KeyboardInterrupt) as interrupted:
         train(tmp_path / "run", progress=(progress := Impatient()), resume=True)  # pressed twice
     assert interrupted.type is KeyboardInterrupt
-    assert progress.lines[-1] == "interrupted; go on from the latest checkpoint with resume=True"
+    assert progress.lines[-1] == "interrupted; continue from the latest checkpoint with resume=True"
     assert asyncio.get_running_loop() is loop and asyncio.current_task() is task
     await asyncio.sleep(0)
     assert train(tmp_path / "run", resume=True)["weights_sha256"] == reference["weights_sha256"]
@@ -345,7 +345,7 @@ def test_the_command_evaluates_a_run_begun_in_python_with_what_its_overrides_nam
         assert "by reward=graders_on_file:half" in evaluated(run, tasks, "environment=graders_on_file:half")
         assert "are both set" in evaluated(run, tasks, "reward=a:b", "agent=a:b")
     assert main(["train", str(tmp_path / "file"), "--resume", "orchestration.updates=3"]) == 1
-    assert "go on with treadle.train(..., resume=True)" in capsys.readouterr().err
+    assert "continue with treadle.train(..., resume=True)" in capsys.readouterr().err
 
 
 def test_rows_without_a_prompt_are_for_environments_that_make_their_own(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_an_interrupted_run_goes_on_from_python(tmp_path: Path, capsys: pytest.C
     with pytest.raises(ConfigError, match=r"training\.group_size is 4, the run was started with 3"):
         train(tmp_path / "run", settings={"training.group_size": 4}, resume=True)
     assert main(["train", "x", "--resume", "--runs", str(tmp_path), "--name", "run"]) == 1
-    assert "go on with treadle.train(..., resume=True)" in capsys.readouterr().err
+    assert "continue with treadle.train(..., resume=True)" in capsys.readouterr().err
     assert train(tmp_path / "run", resume=True)["weights_sha256"] == whole["weights_sha256"]
     with pytest.raises(RunError, match=r"is finished.*give it more orchestration\.updates"):
         train(tmp_path / "run", resume=True)

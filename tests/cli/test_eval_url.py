@@ -90,7 +90,7 @@ def test_no_pytorch_is_loaded() -> None:
         (("--url", "http://127.0.0.1:1/v1"), "--url needs --model, the model's name there"),
         (("--url", "there", "--model", "m"), "is not an address that begins with http:// or https://"),
         (("--url", "http://a/v1", "--model", "m", "--api-key-env", "NO_SUCH"), "'NO_SUCH', which is to have the key"),
-        (("--url", "http://a/v1", "--model", "m", "--request", "{"), "is no JSON"),
+        (("--url", "http://a/v1", "--model", "m", "--request", "{"), "is not JSON"),
         (("--url", "http://a/v1", "--model", "m", "--request", "[]"), "options"),
         (("--url", "http://a/v1", "--model", "m", "--limit", "0"), "--limit 0: it must be at least 1"),
         (("--url", "http://a/v1", "--model", "m", "--timeout", "0"), "timeout"),

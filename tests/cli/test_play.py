@@ -74,6 +74,10 @@ def test_what_a_person_writes() -> None:
     for text in (" /price item=tea", "2 + 2\n/price", ""):
         assert reply_of(text, TOOLS) == {"role": "assistant", "content": text}
     assert reply_of("/price item=tea", ()) == {"role": "assistant", "content": "/price item=tea"}
-    for text, error in (("/cost", "no tool 'cost'"), ("/price tea", "'tea' is no argument"), ("/price {", "no JSON")):
+    for text, error in (
+        ("/cost", "no tool 'cost'"),
+        ("/price tea", "'tea' is not an argument"),
+        ("/price {", "not JSON"),
+    ):
         with pytest.raises(ValueError, match=error):
             reply_of(text, TOOLS)

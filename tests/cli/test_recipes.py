@@ -220,7 +220,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "die").write_text("mine")
     done = treadle("new", "env", "die")
     assert done.status == 1
-    assert "exists already, and is left as it is" in done.error
+    assert "already exists, and was not changed" in done.error
     assert (tmp_path / "die").read_text() == "mine"
 
 

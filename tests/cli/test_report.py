@@ -225,7 +225,7 @@ def test_a_stopped_run_says_how_to_go_on(stopped: Trained) -> None:
     assert (found["state"], found["update"], found["latest_checkpoint"]) == ("stopped", 3, "step-000003")
     assert states(found) == {("trained", None): 48}
     command = f"treadle train {stopped.path} --resume"
-    assert f"go on from step-000003 with: {command}\n" in treadle("report", stopped.path).out
+    assert f"continue from step-000003 with: {command}\n" in treadle("report", stopped.path).out
 
 
 def test_a_run_in_progress(finished: Trained, place: Place) -> None:

@@ -171,7 +171,7 @@ def test_chat_logs_are_text_and_said_to_be(finished: Trained, tmp_path: Path) ->
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = treadle("sft", f"{finished.path}@2", "--from", log, "--out", tmp_path / "out")
     assert done.status == 0, done.err
-    assert "not exact: of 2 trajectories they are text that was tokenized now" in done.out
+    assert "not exact: 2 trajectories are text that was tokenized now" in done.out
     record = json.loads((tmp_path / "out" / "sft.json").read_text())
     assert (record["trajectories"], record["calls"], record["inexact"]) == (2, 2, 2)
     assert 0 < record["tokens"] <= 6

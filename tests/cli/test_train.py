@@ -177,7 +177,7 @@ def test_a_finished_run_is_given_more_updates_and_taken_back(finished: Trained, 
 def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:
     assert stopped.done.status == 130
     command = f"treadle train {stopped.path} --resume"
-    assert stopped.done.err == f"stopped after 3 updates; go on with: {command}\n"
+    assert stopped.done.err == f"stopped after 3 updates; continue with: {command}\n"
     shutil.copytree(stopped.path, tmp_path / "runs" / "run")
     done = treadle("train", tmp_path / "runs" / "run", "--resume")  # without its recipe
     assert done.status == 0, done.err

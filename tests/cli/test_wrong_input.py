@@ -104,7 +104,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "eval tiny.yaml --model model model.tokenizer=null model.path=x": ("the model is that of the run; name another",),
     "eval tiny.yaml --model model data.held_out=null": ("has no held-out tasks; add data.held_out.source=",),
     "eval tiny.yaml --model model --dump no/where": ("--dump: cannot write 'no/where': No such file or directory",),
-    "train RUN@40 --resume": ("a run goes on from its latest checkpoint; to go back to this one: treadle train RUN",),
+    "train RUN@40 --resume": ("a run continues from its latest checkpoint; to go back to this one: treadle train RUN",),
     "serve model": ("MODEL: no tokenizer.json in 'model'",),
     "serve servd": ("MODEL: no directory 'servd'; did you mean 'served'? give the directory",),
     "train tiny.yaml model.build=null model.path=./modle": ("no directory './modle'; did you mean 'model'? give",),

@@ -185,7 +185,7 @@ def test_what_fails_fails_its_attempt_alone(played: Played) -> None:
     assert "invalid literal for int() with base 10: 'many'" in badly.failure.message
     assert "guess_classic.py" in badly.failure.traceback
     assert changed.failure is not None and not changed.steps
-    assert "another one here than where the tasks were listed" in changed.failure.message
+    assert "differs from the row listed as a task" in changed.failure.message
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_what_cannot_be_loaded_is_one_line(options: dict[str, Any], expected: st
 
 def test_a_python_without_the_library_is_one_line_with_its_remedy() -> None:
     python = library_python("TREADLE_OPENENV_VENV", ".venv-openenv")
-    with pytest.raises(ConfigError, match="No package metadata was found for verifiers; name an interpreter that has"):
+    with pytest.raises(ConfigError, match="No package metadata was found for verifiers; name an interpreter with"):
         list(verifiers("train", "reverse_text_classic", python=python, worker=WORKER))
 
 
@@ -227,7 +227,7 @@ def test_uv_is_asked_for_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("PATH", os.defpath)
     site = next(python.parents[1].glob("lib/python3*/site-packages"))
     worker = {"environment": {"PYTHONPATH": os.pathsep.join([str(ENVIRONMENTS), str(site)])}}
-    with pytest.raises(ConfigError, match="no uv on the PATH, with which verifiers starts programs; pip install uv"):
+    with pytest.raises(ConfigError, match="no uv on the PATH, which verifiers needs to start programs; pip install uv"):
         list(verifiers("train", "reverse_text_v1", python=str(tmp_path / "python"), worker=worker, count=1))
 
 

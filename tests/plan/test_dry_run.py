@@ -113,7 +113,7 @@ BROKEN: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     ),
     "driver": (
         ['environment=""', "driver=openenv", "driver_options={server: 'http://127.0.0.1:9', python: /nowhere}"],
-        {"driver": "'/nowhere' is not an interpreter; name an interpreter that has openenv-core"},
+        {"driver": "'/nowhere' is not an interpreter; name an interpreter with openenv-core"},
     ),
     "prompt": (["rollout.max_input_tokens=3"], {"first prompt": "rollout.max_input_tokens is 3"}),
     "demonstrations": (

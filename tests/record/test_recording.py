@@ -202,7 +202,7 @@ async def test_files_are_put_together_and_exported(tmp_path: Path) -> None:
     assert "part" not in json.loads(line) and json.loads(line)["tools"] == [TOOL]
     assert pq.read_table(tmp_path / "b.parquet")["messages"].to_pylist()[0][-1]["content"] == "a0"
     done = treadle("export-traces", path, tmp_path / "atif", "--format", "atif")
-    assert done.status == 2 and "ATIF is written of runs alone" in done.error
+    assert done.status == 2 and "ATIF can only be written for runs" in done.error
 
 
 async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_segments_and_rejected_calls_are_seen(browser: Any, tmp_path: Path) -> N
             "Step 6",
         ]
         assert [fate.inner_text().strip() for fate in page.query_selector_all(".step.rejected .fate")] == [
-            f"Rejected: {why}. Nothing that came after was built on it, and it is not trained."
+            f"Rejected: {why}. Later steps do not build on it, and it is not trained."
             for why in ("the summary is cut off", "its answer was not used")
         ]
         assert "Your summary" in viewer.text("#step-4 .message.role-user")

@@ -422,7 +422,7 @@ def test_a_trained_batch_is_in_its_update_before_any_checkpoint(copy: Path) -> N
     assert [row["group_id"] for row in get("runs/copy/groups", update=2, split="train")["rows"]] == ["g000003"]
     view = get("runs/copy/trajectories/g000003.0")
     assert view["group"]["when"] == "update 2"
-    assert view["steps"][0]["fate"]["text"].startswith("In the batch of update 2, which no checkpoint holds yet")
+    assert view["steps"][0]["fate"]["text"].startswith("In the batch of update 2, not in a checkpoint yet")
 
 
 def test_a_group_of_no_update_says_why(copy: Path) -> None:

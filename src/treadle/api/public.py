@@ -126,7 +126,7 @@ def train(
     a .yaml file.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
-    resume: go on from the latest checkpoint of `run`; tasks, environment and most settings must be the same
+    resume: continue from the latest checkpoint of `run`; tasks, environment and most settings must be the same
     (`treadle.plan.validation`).
     progress: shows the run to a person; default: plain lines, in a notebook with one for what is in progress.
     callbacks: follow the run (`treadle.Callback`), beside those in `settings`.
@@ -307,11 +307,11 @@ def _run(
             summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)
     except KeyboardInterrupt:
         saved = any(path.glob("checkpoints/step-*"))
-        advice = "go on from the latest checkpoint with resume=True" if saved else "nothing was trained yet"
+        advice = "continue from the latest checkpoint with resume=True" if saved else "nothing was trained yet"
         progress.log(f"interrupted; {advice}")
         raise
     if summary["stopped_early"]:
-        progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; go on with resume=True")
+        progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; continue with resume=True")
     return summary
 
 

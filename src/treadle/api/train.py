@@ -79,7 +79,7 @@ def train_run(
 ) -> dict[str, Any]:
     """Train in a new run directory, or resume the run there; returns the summary.
 
-    resume: go on from the latest checkpoint, or from an earlier one by name (`checkpoint`), after which everything is
+    resume: continue from the latest checkpoint, or from an earlier one by name (`checkpoint`), after which all is
     rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted. A run that
     has no checkpoint on record, such as one that was killed in its warm start or first evaluation, is begun anew, also
     without `resume`.

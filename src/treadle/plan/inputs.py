@@ -91,11 +91,13 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
         check_changes(changes(config_of(run), config))
         find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
     if is_in_memory(config.data.train):
-        raise RunError(f"run {str(path)!r} was started from Python; go on with treadle.train(..., resume=True) there")
+        raise RunError(
+            f"run {str(path)!r} was started from Python; continue with treadle.train(..., resume=True) there"
+        )
     if not is_registered(config):
         kind, name = config.player
         raise RunError(
-            f"run {str(path)!r}: {kind} {name!r} is not registered; if the run was started from Python, go on with "
+            f"run {str(path)!r}: {kind} {name!r} is not registered; if the run was started from Python, continue with "
             "treadle.train(..., resume=True) there"
         )
     return config

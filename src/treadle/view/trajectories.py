@@ -141,7 +141,7 @@ def _call(call: ModelCall) -> Json:
 
 
 def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
-    """Return the traces of the last update that trained a trajectory, by step, and the reason if they are unreadable."""
+    """Return the traces of the last update that trained a trajectory, by step, and why they are unreadable, if so."""
     try:
         file = run.ledger.traces_of(version)
         traces = [] if file is None else read_traces(run.directory.traces, file, trajectory_id)

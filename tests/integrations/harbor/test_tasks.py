@@ -84,7 +84,7 @@ def test_packed_tasks_become_directories(tmp_path: Path, compression: str) -> No
         f"{task}/{name}" for task in ("more/two", "one") for name in ("task.toml", "tests/test.sh")
     ]
     assert (tmp_path / "tasks" / "one" / "tests" / "test.sh").stat().st_mode & 0o777 == 0o755
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         unpack(file, tmp_path / "tasks")
 
 

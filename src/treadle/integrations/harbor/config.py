@@ -47,7 +47,7 @@ class HarborConfig(Config):
     environment: str = Field(
         "docker",
         min_length=1,
-        description="environment of sandboxes: local (bubblewrap, for trusted tasks), a name of Harbor's, or module:Class",
+        description="sandboxes: local (bubblewrap, for trusted tasks), a name of Harbor's, or module:Class",
     )
     trial: dict[str, Any] = Field(
         default_factory=dict, description="Harbor's trial configuration: {agent: {override_timeout_sec: 1200}}"

@@ -218,7 +218,7 @@ def trial_name(names: str, attempt: str) -> str:
 
 
 def compare(report: TrialReport, steps: Sequence[Step]) -> tuple[int, int]:
-    """Return the number of recorded calls missing in the agent's own record, and of its calls that were recorded differently.
+    """Return the number of recorded calls missing in the agent's own record, and of its calls recorded differently.
 
     An agent without a record of ids counts as complete.
     """

@@ -1,4 +1,4 @@
-"""`WorkerDriver`: the base of drivers of libraries whose own loop plays an attempt, in a worker process.
+"""`WorkerDriver`: base of drivers for libraries that play an attempt with their own loop, in a worker process.
 
     run -> order -> WorkerPool.call -> the library's loop -> HTTP -> gateway -> session
                           |
@@ -6,7 +6,7 @@
 
 Its handlers answer with
 
-    {"reward": 0.5, "metrics": {"num_turns": 3}, "error": None}       or, where the library reports a failure,
+    {"reward": 0.5, "metrics": {"num_turns": 3}, "error": None}       or, if the library reports a failure,
     {"reward": None, "metrics": {}, "error": {"cause": "infrastructure", "message": "SandboxError: ..."}}
 """
 
@@ -32,12 +32,12 @@ from treadle.rollout.isolation.user_code import UserCode
 class WorkerDriver(GatewayDriver):
     """Plays attempts in worker processes, each of which calls the model at the address of its session.
 
-    Subclass it and write `order`. family: the library's metrics are recorded as `<family>_<name>`. first: what is
-    entered before the processes start and left after they have ended, such as a server that they talk to.
+    Subclass it and write `order`. family: the library's metrics are recorded as `<family>_<name>`. first: context
+    entered before the processes start and left after they have ended, such as a server they talk to.
     """
 
     family: str
-    may_wait: ClassVar[bool] = True  # for a place in a process
+    may_wait: ClassVar[bool] = True  # for a slot in a process
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class WorkerDriver(GatewayDriver):
 
     @abstractmethod
     def order(self, task: Task) -> dict[str, Any]:
-        """Return what the handler is told of the task, beside `base_url`. Raises TrajectoryFailure."""
+        """Return the handler's payload for the task, without `base_url`. Raises TrajectoryFailure."""
         ...
 
     async def __aenter__(self) -> Self:
@@ -71,8 +71,8 @@ class WorkerDriver(GatewayDriver):
     async def run(self, task: Task, session: AgentSession, address: SessionAddress, user: UserCode) -> Graded:
         """Have the library play the task; return its reward and metrics.
 
-        An error that it reports fails the attempt, unless its last call was refused for a limit: then the reward that
-        the library gave for what it had counts.
+        An error that it reports fails the attempt, unless its last call was refused for a limit: then the library's
+        reward for the partial attempt counts.
         """
         order = {**self.order(task), "base_url": address.base_url, "seconds": self.config.agent_timeout}
         reward, metrics, error = await user.call(
@@ -87,7 +87,7 @@ class WorkerDriver(GatewayDriver):
         if error is not None:
             warning = error["message"]
             if not isinstance(session.last_error, StepsExceeded | ContextExceeded):
-                refused = session.last_error is not None  # then the engine's error decides
+                refused = session.last_error is not None  # the engine's error then decides
                 raise TrajectoryFailure(user.cause if refused else Cause(error["cause"]), warning)
         if not is_reward(reward):
             raise TrajectoryFailure(
