@@ -94,7 +94,7 @@ def ranks(device: str) -> Iterator[Row]:
 
     def learner(place: str, ranks: Ranks | None = None) -> Learner:
         training = TrainingConfig(max_tokens_per_microbatch=1024)
-        return Learner(small_model(place), training, AlgorithmConfig(), 10, None, ranks)
+        return Learner(small_model(place), training, AlgorithmConfig(), 10, ranks=ranks)
 
     groups = WORKLOADS["append-only"](SMALL)
     wanted = gradient_of(learner("cpu"), groups)

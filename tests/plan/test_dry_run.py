@@ -25,6 +25,7 @@ from treadle.plan.config import RunConfig, load_recipe, recipe_names
 from treadle.plan.dry_run import dry_run
 from treadle.plan.dry_run_parts import checkpoint_size, estimate_memory
 from treadle.training.checkpoint import checkpoint_bytes
+from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner
 from treadle.training.make import load_model
 
@@ -184,7 +185,8 @@ def test_weights_that_lack_in_a_file_are_named_without_reading_them(directory: P
 
 
 def learner_of(config: RunConfig) -> Learner:
-    return Learner(load_model(config.model, 0), config.training, config.algorithm, 4)
+    model = load_model(config.model, 0)
+    return Learner(model, config.training, config.algorithm, 4, reference=make_reference(config.algorithm.kl, model))
 
 
 def tensor_bytes(module: nn.Module) -> int:
@@ -203,7 +205,7 @@ def test_the_estimate_of_weights_gradients_and_optimizer_is_what_a_learner_has(k
     parts = {part.name: part.bytes for part in estimate_memory(config, model, None)}
     assert parts["weights"] == parts["gradients"] == tensor_bytes(learner.model)
     assert parts["AdamW's moments"] == moments
-    assert parts.get("reference", 0) == (tensor_bytes(learner.reference.model) if learner.reference else 0)
+    assert parts.get("reference", 0) == (tensor_bytes(learner.reference.forward.model) if learner.reference else 0)
     assert checkpoint_size(config, model, None) == checkpoint_bytes(learner)
 
 

@@ -41,6 +41,7 @@ from treadle.models.weights import adapter_weights
 from treadle.packing.flat import Doubles, FlatBatch, flatten
 from treadle.packing.layout import Packing, Sharing, slots
 from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.frozen import make_reference, make_teacher
 from treadle.training.learner import Learner
 from treadle.training.objective import Gradient, TokenScores, TracedGroups, concat, lookup
 from treadle.training.ranks import Ranks
@@ -102,17 +103,16 @@ def make_learner(
     """Of a copy of the model, with a value head that has learned something if there is one."""
     config = TrainingConfig(**training)
     algorithm = algorithm or AlgorithmConfig()
+    model = copy.deepcopy(model)
     learner = Learner(
-        copy.deepcopy(model),
+        model,
         config,
         algorithm,
         updates,
-        reference,
-        ranks,
-        traced,
-        teacher=copy.deepcopy(teacher),
-        teacher_prompts=prompts,
-        teacher_server=server,
+        reference=make_reference(algorithm.kl, model, reference),
+        teacher=make_teacher(algorithm.distillation, model, copy.deepcopy(teacher), server, prompts),
+        ranks=ranks,
+        traced=traced,
     )
     if learner.value_head is not None:
         with torch.no_grad():

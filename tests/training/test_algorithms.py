@@ -32,6 +32,7 @@ from treadle.models.weights import published
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig, check_algorithm
+from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner
 
 FAST = OptimizerConfig(learning_rate=1e-2)
@@ -39,7 +40,8 @@ TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokeniz
 
 
 def learner_with(algorithm: AlgorithmConfig, reference: PreTrainedModel | None = None, **training: Any) -> Learner:
-    return Learner(exact(), TrainingConfig(optimizer=FAST, **training), algorithm, 10, reference)
+    model, training_config = exact(), TrainingConfig(optimizer=FAST, **training)
+    return Learner(model, training_config, algorithm, 10, reference=make_reference(algorithm.kl, model, reference))
 
 
 @pytest.mark.quick(12)

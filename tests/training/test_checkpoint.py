@@ -33,6 +33,7 @@ from treadle.training.checkpoint import (
 )
 from treadle.training.checkpoint_shards import InMemory
 from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner
 
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
@@ -47,7 +48,8 @@ WHOLE = AlgorithmConfig(advantage="gae", kl=KlConfig(coef=0.3))
 def make_learner(family: str = "qwen3", seed: int = 0, algorithm: AlgorithmConfig = PLAIN, **fields: Any) -> Learner:
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup=3, weight_decay=0.01, decay_from=0.5)
     training = TrainingConfig(optimizer=optimizer, updates_per_batch=2)
-    return Learner(tiny(family, seed, **fields), training, algorithm, updates=8)
+    model = tiny(family, seed, **fields)
+    return Learner(model, training, algorithm, updates=8, reference=make_reference(algorithm.kl, model))
 
 
 def train(learner: Learner, *seeds: int) -> Learner:

@@ -37,6 +37,7 @@ from treadle.models.loading import load_frozen
 from treadle.packing.flat import flatten
 from treadle.training.checkpoint import export_model
 from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 
@@ -325,13 +326,14 @@ TOKENIZER = Path(__file__).parents[2] / "src" / "treadle" / "recipes" / "tokeniz
 
 def learner_of(seed: int = 0, reference_seed: int | None = None, precise: bool = False, **kl: Any) -> Learner:
     make, algorithm = exact if precise else tiny, AlgorithmConfig(kl=KlConfig(coef=0.3, **kl))
-    reference = None if reference_seed is None else make(seed=reference_seed)
-    return Learner(make(seed=seed), TrainingConfig(optimizer=FAST), algorithm, 10, reference)
+    model = make(seed=seed)
+    reference = make_reference(algorithm.kl, model, None if reference_seed is None else make(seed=reference_seed))
+    return Learner(model, TrainingConfig(optimizer=FAST), algorithm, 10, reference=reference)
 
 
 def reference_weights(learner: Learner) -> dict[str, torch.Tensor]:
     assert learner.reference is not None
-    return weights_of(learner.reference.model)
+    return weights_of(learner.reference.forward.model)
 
 
 def kls(learner: Learner, updates: int) -> list[float]:
@@ -355,10 +357,6 @@ def test_it_may_become_the_policy_from_time_to_time() -> None:
     assert same_bits(weights_of(learner.model), reference_weights(learner))
 
 
-def test_without_kl_there_is_none() -> None:
-    assert Learner(tiny(), TrainingConfig(), AlgorithmConfig(), 1, tiny()).reference is None
-
-
 def test_kl_compares_with_the_reference_at_each_tokens_recorded_temperature() -> None:
     batch = flatten(forked_groups(groups=1))
     learner = learner_of(precise=True, reference_seed=5)
@@ -368,9 +366,8 @@ def test_kl_compares_with_the_reference_at_each_tokens_recorded_temperature() ->
 
 
 def test_another_model_cannot_become_the_policy() -> None:
-    algorithm = AlgorithmConfig(kl=KlConfig(coef=0.3, reset_every=2))
     with pytest.raises(ConfigError, match=r"kl\.reset_every is 2, but algorithm\.kl\.model has other weights"):
-        Learner(tiny(), TrainingConfig(), algorithm, 1, tiny(num_hidden_layers=1))
+        make_reference(KlConfig(coef=0.3, reset_every=2), tiny(), tiny(num_hidden_layers=1))
 
 
 def test_a_reference_is_loaded_from_a_directory_and_must_cover_the_policy(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from treadle.models.loading import make_model
 from treadle.models.weights import adapter_weights, described, published, rest_of, trained
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import OptimizerConfig, TrainingConfig
+from treadle.training.frozen import make_reference
 from treadle.training.learner import Learner
 
 LORA = LoraConfig(rank=2)
@@ -63,7 +64,9 @@ def load(directory: Path, adapter: Path | None = None, lora: LoraConfig | None =
 
 def learner_of(model: Any, algorithm: AlgorithmConfig | None = None) -> Learner:
     optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
-    return Learner(model, TrainingConfig(optimizer=optimizer), algorithm or AlgorithmConfig(), updates=4)
+    algorithm = algorithm or AlgorithmConfig()
+    reference = make_reference(algorithm.kl, model)
+    return Learner(model, TrainingConfig(optimizer=optimizer), algorithm, updates=4, reference=reference)
 
 
 def train(learner: Learner, seed: int = 0) -> None:
@@ -206,7 +209,7 @@ def test_towers_need_no_memory(directories: Path) -> None:
     """They stay in their files, also where the model is copied: for a reference, a teacher, an engine."""
     learner = learner_of(load(directories / "qwen3_vl"), KL)
     assert learner.reference is not None
-    for model in (learner.model, learner.reference.model, copy.deepcopy(learner.model)):
+    for model in (learner.model, learner.reference.forward.model, copy.deepcopy(learner.model)):
         assert all(is_of_language(name) for name in model.state_dict())
         assert rest_of(model) is rest_of(learner.model)
     train(learner)

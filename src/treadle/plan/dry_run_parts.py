@@ -38,7 +38,7 @@ from treadle.rollout.attempt import Players, open_drivers
 from treadle.rollout.drivers.driver import AttemptDriver
 from treadle.rollout.isolation.event_loop import run as run_event_loop
 from treadle.training.config import WarmStartConfig
-from treadle.training.learner import check_reference
+from treadle.training.frozen import make_reference
 from treadle.training.lm_head import CHUNK_BYTES
 from treadle.training.make import reach_teacher
 
@@ -133,7 +133,7 @@ def _reference(kl_model: str, algorithm: AlgorithmConfig, model: PreTrainedModel
     if model is None:
         raise ConfigError("algorithm.kl.model cannot be compared with the model, which is missing")
     reference = load_frozen(kl_model, "algorithm.kl.model", model, weights=False)
-    check_reference(algorithm, reference, model)
+    make_reference(algorithm.kl, model, reference)  # checks it
     return reference, directory
 
 

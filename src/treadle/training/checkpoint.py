@@ -216,8 +216,12 @@ def _parts(learner: Learner) -> dict[str, dict[str, Tensor]]:
 
 def _facts(learner: Learner) -> bytes:
     coef = None if learner.kl is None else learner.kl.coef
-    facts = _Facts(learner.updates_done, coef, learner.teacher_sha256)
+    facts = _Facts(learner.updates_done, coef, _teacher_sha256(learner))
     return json.dumps(asdict(facts), indent=2).encode()
+
+
+def _teacher_sha256(learner: Learner) -> str | None:
+    return None if learner.teacher is None else learner.teacher.sha256
 
 
 def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> None:
@@ -243,7 +247,7 @@ def load_checkpoint(checkpoint: Manifest, learner: Learner, tokenizer: Path) -> 
         learner.begin_here()
         return
     facts = _Facts(**json.loads(checkpoint.read(_FACTS)))
-    if facts.teacher_sha256 not in (None, learner.teacher_sha256):
+    if facts.teacher_sha256 not in (None, _teacher_sha256(learner)):
         raise CheckpointError(
             f"checkpoint {where} learned from another teacher: weights or configuration in algorithm.distillation."
             "teacher have changed since the run's start; restore them, or start a new run (model.path may be "
@@ -332,7 +336,8 @@ def checkpoint_bytes(learner: Learner) -> int:
 def _beside(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a learner's further state, by file name."""
     head = {} if learner.value_head is None else saved(learner.value_head)
-    parts = {"value_head": head, "reference": learner.reference_weights(), "teacher": learner.teacher_weights()}
+    reference, teacher = ({} if each is None else each.weights() for each in (learner.reference, learner.teacher))
+    parts = {"value_head": head, "reference": reference, "teacher": teacher}
     return {name: tensors for name, tensors in parts.items() if tensors}
 
 

@@ -11,10 +11,8 @@ Shapes: N completion tokens of an update, J graded trajectories, P pairs of a tr
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,13 +37,14 @@ from treadle.core.outcomes import by_role
 from treadle.core.processes import release_freed_memory
 from treadle.core.trainer import UpdateResult
 from treadle.core.types import Group, Ids
-from treadle.models.weights import adapter_weights, copy_by_name, model_sha256, replaced, saved
+from treadle.models.weights import adapter_weights
 from treadle.packing.checks import split_untrainable
 from treadle.packing.flat import FlatBatch, calls, flatten
 from treadle.packing.layout import Slot, balance, slots
 from treadle.packing.tree import PrefixTree
 from treadle.training.config import TrainingConfig, check_algorithm
 from treadle.training.forward import Forward
+from treadle.training.frozen import Frozen, Teacher
 from treadle.training.lm_head import MostProbable, make_value_head
 from treadle.training.metrics import (
     GRADIENT_NORM,
@@ -62,20 +61,9 @@ from treadle.training.metrics import (
 from treadle.training.objective import Gradient, Objective, TokenScores, TracedGroups, lookup
 from treadle.training.optimizer import learning_rate, make_optimizer, step
 from treadle.training.ranks import OneRank, Ranks, ReadWeights
-from treadle.training.teacher_prompts import TeacherPrompts
 
 if TYPE_CHECKING:
     from treadle.training.teacher_server import TeacherServer
-
-
-def check_reference(algorithm: AlgorithmConfig, reference: PreTrainedModel, policy: PreTrainedModel) -> None:
-    """Raise ConfigError if the reference should be reset to the policy but has another architecture."""
-    every = None if algorithm.kl is None else algorithm.kl.reset_every
-    if every is not None and _shapes(reference) != _shapes(policy):
-        raise ConfigError(
-            f"algorithm.kl.reset_every is {every}, but algorithm.kl.model has other weights than the trained model "
-            "and cannot become it; leave reset_every out, or use a reference of the same architecture"
-        )
 
 
 class Learner:
@@ -83,14 +71,11 @@ class Learner:
 
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget affect only cost and rounding.
-    reference: frozen model for `algorithm.kl`; default: a copy of the current model, or of the adapters if it has any
-    (`reference_adapter`). teacher: frozen model for `algorithm.distillation`; default: the model, by
-    `distillation.weights`, or only its adapters if it has any (`teacher_adapter`). teacher_prompts: prompts for
-    `distillation.context`. teacher_server: a teacher behind a URL, for the first rank. ranks: processes that share the
-    model; default: this one. traced: groups with traces in their results; default: none. read: loads the weights if the
-    model is on the meta device on every rank.
+    reference: of `algorithm.kl`; teacher: of `algorithm.distillation` (`training.frozen`). ranks: processes that share
+    the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
+    model that is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
-    Raises ConfigError: see `check_algorithm` and `check_reference`.
+    Raises ConfigError: see `check_algorithm`.
     """
 
     def __init__(
@@ -99,13 +84,12 @@ class Learner:
         training: TrainingConfig,
         algorithm: AlgorithmConfig,
         updates: int,
-        reference: PreTrainedModel | None = None,
+        *,
+        reference: Frozen | None = None,
+        teacher: Teacher | None = None,
         ranks: Ranks | None = None,
         traced: TracedGroups | None = None,
         read: ReadWeights | None = None,
-        teacher: PreTrainedModel | None = None,
-        teacher_prompts: TeacherPrompts | None = None,
-        teacher_server: TeacherServer | None = None,
     ) -> None:
         check_algorithm(algorithm, training)
         self.ranks, self.traced = ranks or OneRank(), traced or TracedGroups()
@@ -116,47 +100,25 @@ class Learner:
         self.value_head = make_value_head(model) if estimators.by_name(algorithm.advantage).needs_values else None
         kl = algorithm.kl
         self.kl = None if kl is None else KlController(kl.coef, kl.target, kl.horizon)
-        self._own_reference = reference is None
-        half, budget = training.precision == "bfloat16", training.max_tokens_per_microbatch
-        self.reference: Forward | None = None
-        self.reference_adapter: dict[str, Tensor] = {}
-        adapted = bool(adapter_weights(model))
-        if kl is not None and (reference is not None or not adapted):
-            frozen = (reference or copy.deepcopy(model)).requires_grad_(False)
-            check_reference(algorithm, frozen, model)
-            self.reference = Forward(frozen, budget, half=half)
-        self.teacher_prompts, self.teacher_server = teacher_prompts, teacher_server
-        self.teacher: Forward | None = None
-        self.teacher_adapter: dict[str, Tensor] = {}
-        self.teacher_sha256: str | None = None
-        distillation = algorithm.distillation
-        keeps = distillation is not None and distillation.weights != "current"
-        self._own_teacher = distillation is not None and distillation.teacher is None
-        if teacher is not None:  # only the first of several ranks has the weights
-            self.teacher_sha256 = self.ranks.every(lambda: "" if self.ranks.rank else model_sha256(teacher))[0]
-        if teacher is not None or (keeps and not adapted):
-            self.teacher = Forward((teacher or copy.deepcopy(model)).requires_grad_(False), budget, half=half)
+        self.reference, self.teacher = reference, teacher
+        if (kl is None, algorithm.distillation is None) != (reference is None, teacher is None):
+            raise ValueError("reference and teacher are those of the algorithm: see make_reference and make_teacher")
+        budget = training.max_tokens_per_microbatch
         self.forward = Forward(
             model,
             budget,
             training.gradient_checkpointing,
-            half=half,
+            half=training.precision == "bfloat16",
             routing=training.routing_replay,
             value_head=self.value_head,
         )
         # With adapters on one rank, only the base is in bfloat16, and nothing is gathered.
-        gathers_half = training.precision == "bfloat16_pure" and not (adapted and self.ranks.size == 1)
-        for forward in (self.forward, self.reference, self.teacher):
-            if forward is not None:
-                others = [] if self._own_reference else [self.reference]
-                others += [] if self._own_teacher else [self.teacher]
-                self.ranks.shard(forward, half=gathers_half, read=None if forward in others else read)
-        if kl is not None and self.reference is None:  # the policy's own base, with a copy of the current adapter
-            self.reference = self.forward.choosing()
-            self.reference_adapter = {name: tensor.clone() for name, tensor in adapter_weights(model).items()}
-        if self._own_teacher and self.teacher is None:
-            self.teacher = self.forward.choosing()
-            self.teacher_adapter = {n: t.clone() for n, t in adapter_weights(model).items()} if keeps else {}
+        adapted = bool(adapter_weights(model)) and self.ranks.size == 1
+        half = training.precision == "bfloat16_pure" and not adapted
+        self.ranks.shard(self.forward, half=half, read=read)
+        for scorer in (reference, teacher):
+            if scorer is not None:
+                scorer.open(self.forward, self.ranks, training, half, read)
         self.trained: nn.Module = model if self.value_head is None else self.forward.scorer
         self.optimizer = make_optimizer(self.trained, training.optimizer)
 
@@ -232,9 +194,8 @@ class Learner:
             start = self.scores(batch)
         logp_old = None if start is None else start.logp.cpu().numpy()
         values = None if start is None or start.value is None else start.value.cpu().numpy()
-        logp_ref = None
-        if self.reference is not None:
-            logp_ref = self._frozen_scores(self.reference, self.reference_adapter, batch).logp.cpu().numpy()
+        reference = self.reference
+        logp_ref = None if reference is None else self.frozen_scores(reference, batch).logp.cpu().numpy()
         teacher = self.teacher_scores(batch)
 
         advantage = self._advantages(batch, logp_old, logp_ref, values)
@@ -248,26 +209,27 @@ class Learner:
         norm = step(self.optimizer, self.trained, self.training.optimizer, rate) if batch.mask.any() else 0.0
 
         self.updates_done += 1
-        self._move_teacher()
         measures = {LEARNING_RATE: [rate], GRADIENT_NORM: [norm]}
         if self.kl is not None:
             measures[KL_COEF] = [self.kl.coef]
             if (kl := totals["kl"]) is not None:
                 self.kl = self.kl.after(kl, len(batch.trajectories))
-        section = self.algorithm.kl
-        if section is not None and section.reset_every and self.updates_done % section.reset_every == 0:
-            self._refresh_reference()
+        for frozen in self._frozen:
+            frozen.after_update(self.updates_done)
         return UpdateResult(
             metrics=measured("run", measures) + totals + _batch_metrics(batch, advantage),
             advantage=_by_trajectory(batch, advantage),
             traces=self.traced.traces(batch, partial(objective.trace, scores), self.updates_done),
         )
 
-    def _frozen_scores(
-        self, forward: Forward, adapter: Mapping[str, Tensor], batch: FlatBatch, top: MostProbable | None = None
-    ) -> TokenScores:
-        """Score tokens by a frozen model, or by the policy's model with another adapter, if given."""
-        with replaced(self.model, adapter) if adapter else nullcontext():
+    @property
+    def _frozen(self) -> list[Frozen]:
+        models = self.reference, None if self.teacher is None else self.teacher.frozen
+        return [model for model in models if model is not None]
+
+    def frozen_scores(self, model: Frozen, batch: FlatBatch, top: MostProbable | None = None) -> TokenScores:
+        """Score every completion token [N] with the reference or the teacher."""
+        with model.in_place() as forward:
             return self._scores(forward, batch, top)
 
     def teacher_scores(self, batch: FlatBatch) -> TokenScores | None:
@@ -275,21 +237,21 @@ class Learner:
 
         Raises ConfigError for a log-probability that is not finite, and as `TeacherPrompts.of` does.
         """
-        section = self.algorithm.distillation
-        if section is None or (self.teacher is None and not section.is_served):
+        section, teacher = self.algorithm.distillation, self.teacher
+        if section is None or teacher is None:
             return None
         prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
-        if (made := self.teacher_prompts) is not None:  # from the first rank, in case the function is random
+        if (made := teacher.prompts) is not None:  # from the first rank, in case the function is random
             prompts = self.ranks.every(lambda: [] if self.ranks.rank else made.of(batch))[0]
         steps = (s if ids is None else replace(s, prompt_ids=ids) for s, ids in zip(batch.steps, prompts, strict=True))
         asked = replace(batch, steps=tuple(steps))
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         top = MostProbable(min(section.top_k, vocabulary), vocabulary) if section.by_top_k else None
         unasked = np.array([ids is None for ids in prompts], np.bool_)[batch.step_id]
-        if self.teacher is None:
-            scores = self._served_scores(asked, batch.mask & ~unasked, top)
+        if teacher.frozen is None:
+            scores = self._served_scores(teacher.server, asked, batch.mask & ~unasked, top)
         else:
-            scores = self._frozen_scores(self.teacher, self.teacher_adapter, asked, top)
+            scores = self.frozen_scores(teacher.frozen, asked, top)
         trained = scores.logp[torch.from_numpy(batch.mask & ~unasked).to(scores.logp.device)]
         if not bool(trained.isfinite().all()):
             raise ConfigError(
@@ -301,14 +263,16 @@ class Learner:
                 tensor[torch.from_numpy(unasked).to(tensor.device)] = torch.nan
         return scores
 
-    def _served_scores(self, batch: FlatBatch, wanted: NDArray[np.bool_], top: MostProbable | None) -> TokenScores:
+    def _served_scores(
+        self, server: TeacherServer | None, batch: FlatBatch, wanted: NDArray[np.bool_], top: MostProbable | None
+    ) -> TokenScores:
         """Score tokens by the teacher's server, called by the first rank. wanted bool[N]: NaN elsewhere."""
         if (other := batch.temperature[wanted & (batch.temperature != 1)]).size:
             raise ConfigError(
                 f"algorithm.distillation.teacher is a server, which scores at temperature 1, and a step was sampled at "
                 f"{other[0]:g}; sample at 1, or give a directory"
             )
-        server, vocabulary = self.teacher_server, self.model.config.get_text_config().vocab_size
+        vocabulary = self.model.config.get_text_config().vocab_size
         count = 0 if top is None else top.count
         wanted_of_step = np.bincount(batch.step_id, wanted, len(batch.steps)) > 0
         steps = [step if wants else None for step, wants in zip(batch.steps, wanted_of_step, strict=True)]
@@ -457,9 +421,8 @@ class Learner:
 
     def move(self, device: torch.device) -> None:
         """Move models, value head and the optimizer's moments, or this rank's shards of them, to another device."""
-        for forward in (self.forward, self.reference, self.teacher):
-            if forward is not None:
-                forward.scorer.to(device)
+        for forward in (self.forward, *(model.forward for model in self._frozen)):
+            forward.scorer.to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim:  # step counters stay on their device
@@ -467,33 +430,8 @@ class Learner:
 
     def begin_here(self) -> None:
         """Call after weights changed outside `update`; refreshes copies of the policy."""
-        if self._own_reference:
-            self._refresh_reference()
-        copy_by_name(self.teacher_weights(), saved(self.model))
-
-    def _refresh_reference(self) -> None:
-        copy_by_name(self.reference_weights(), saved(self.model))
-
-    def reference_weights(self) -> dict[str, Tensor]:
-        """Return name -> tensor, not copied, of the reference's weights beside the base; {} without any."""
-        return self.reference_adapter or ({} if self.reference is None else saved(self.reference.model))
-
-    @torch.no_grad()
-    def _move_teacher(self) -> None:
-        """Update a teacher that is the policy's moving average."""
-        section = self.algorithm.distillation
-        if section is None or section.weights != "ema":
-            return
-        policy = saved(self.model)
-        for name, tensor in self.teacher_weights().items():
-            tensor.mul_(section.ema_decay).add_(policy[name], alpha=1 - section.ema_decay)
-
-    def teacher_weights(self) -> dict[str, Tensor]:
-        """Return name -> tensor, not copied, of a teacher that is an earlier policy; {} for any other, or none."""
-        section = self.algorithm.distillation
-        if self.teacher is None or section is None or section.weights == "current":
-            return {}
-        return self.teacher_adapter or saved(self.teacher.model)
+        for frozen in self._frozen:
+            frozen.begin_here()
 
     def _temperature(self, batch: FlatBatch) -> Tensor:
         # Greedy tokens are never trained; any temperature serves for their unused log-probabilities.
@@ -534,7 +472,3 @@ def _by_trajectory(batch: FlatBatch, advantage: NDArray[np.float64]) -> dict[str
     tokens = np.bincount(trajectory, minlength=count)
     sums = np.bincount(trajectory, advantage[batch.mask], count)
     return {t.trajectory_id: float(sums[j] / tokens[j]) for j, t in enumerate(batch.trajectories) if tokens[j]}
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in saved(model).items()}

@@ -16,6 +16,7 @@ from treadle.models.loading import load_frozen, load_teacher, load_tokenizer, ma
 from treadle.models.model_files import require_model, tokenizer_directory
 from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import TrainerSpec
+from treadle.training.frozen import make_reference, make_teacher
 from treadle.training.learner import Learner
 from treadle.training.objective import TracedGroups
 from treadle.training.ranks import Ranks, ReadWeights
@@ -51,10 +52,17 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
         for module in (model, reference, teacher):
             if module is not None:
                 module.to(spec.device)  # type: ignore[arg-type]  # a wrapper hides the signature
-    share = spec.traced_groups if first else 0.0  # all ranks would record the same traces
-    traced = TracedGroups(spec.seed, share)
-    given = (reference, ranks, traced, read, teacher, prompts, server)
-    return Learner(model, spec.training, spec.algorithm, spec.updates, *given)
+    return Learner(
+        model,
+        spec.training,
+        spec.algorithm,
+        spec.updates,
+        reference=make_reference(kl, model, reference),
+        teacher=make_teacher(distillation, model, teacher, server, prompts),
+        ranks=ranks,
+        traced=TracedGroups(spec.seed, spec.traced_groups if first else 0.0),  # all ranks would record the same traces
+        read=read,
+    )
 
 
 def reach_teacher(section: DistillationConfig, policy: ModelConfig, longest_call: int) -> TeacherServer:

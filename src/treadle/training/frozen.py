@@ -1,0 +1,165 @@
+"""Models that score the policy's tokens and are not optimized: the reference of `algorithm.kl`, and the teacher.
+
+a model of its own ------------------------------+
+the policy's copy, or that of its adapters ------+-> Frozen -> Learner scores its tokens, once an update
+the policy as it is -----------------------------+      ^-- after_update: nothing, a reset, a moving average
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from treadle.algorithms.config import DistillationConfig, KlConfig
+from treadle.core.errors import ConfigError
+from treadle.models.weights import adapter_weights, copy_by_name, model_sha256, replaced, saved
+from treadle.training.config import TrainingConfig
+from treadle.training.forward import Forward
+from treadle.training.ranks import Ranks, ReadWeights
+from treadle.training.teacher_prompts import TeacherPrompts
+
+if TYPE_CHECKING:
+    from treadle.training.teacher_server import TeacherServer
+
+
+class Frozen:
+    """A model that scores the policy's tokens. `Learner` opens it with the policy's forward pass.
+
+    given: a model of its own; None: the policy as it is now, copied, of one with adapters these alone. current: the
+    policy as it is at each update; nothing is copied.
+    reset_every: updates after which it becomes the policy. ema_decay: share of itself that it keeps in an update, the
+    rest is the policy's.
+    """
+
+    forward: Forward
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        given: PreTrainedModel | None = None,
+        *,
+        current: bool = False,
+        reset_every: int | None = None,
+        ema_decay: float | None = None,
+    ) -> None:
+        self.given, self._policy, self._current = given, policy, current
+        self._reset_every, self._ema_decay = reset_every, ema_decay
+        copied = given is None and not current and not adapter_weights(policy)
+        self._module = copy.deepcopy(policy) if copied else given  # before the policy is sharded
+        self._adapter: dict[str, Tensor] = {}
+
+    def open(
+        self, policy: Forward, ranks: Ranks, training: TrainingConfig, half: bool, read: ReadWeights | None
+    ) -> None:
+        """Shard its model, or share the policy's, which is sharded. half, read: as for `Ranks.shard`."""
+        if self._module is not None:
+            module = self._module.requires_grad_(False)
+            self.forward = Forward(module, policy.budget, half=training.precision == "bfloat16")
+            ranks.shard(self.forward, half=half, read=read if self.given is None else None)
+            return
+        self.forward = policy.choosing()
+        if not self._current:
+            self._adapter = {name: tensor.clone() for name, tensor in adapter_weights(self._policy).items()}
+
+    @contextmanager
+    def in_place(self) -> Iterator[Forward]:
+        """Yield the forward pass that scores with its weights; within, the policy's adapters may be replaced."""
+        if not self._adapter:
+            yield self.forward
+            return
+        with replaced(self._policy, self._adapter):
+            yield self.forward
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return name -> tensor, not copied, of all that is its own; {} for the policy as it is."""
+        return {} if self._current else self._adapter or saved(self.forward.model)
+
+    def refresh(self) -> None:
+        """Become the policy."""
+        copy_by_name(self.weights(), saved(self._policy))
+
+    def begin_here(self) -> None:
+        """Call after weights changed outside of updates: what is a copy of the policy is copied anew."""
+        if self.given is None:
+            self.refresh()
+
+    @torch.no_grad()
+    def after_update(self, updates: int) -> None:
+        """Follow the policy. updates: made so far."""
+        if self._reset_every and updates % self._reset_every == 0:
+            self.refresh()
+        if self._ema_decay is not None:
+            policy = saved(self._policy)
+            for name, tensor in self.weights().items():
+                tensor.mul_(self._ema_decay).add_(policy[name], alpha=1 - self._ema_decay)
+
+
+@dataclass(slots=True)
+class Teacher:
+    """What `algorithm.distillation` learns from: a model, or a server, which the first rank asks.
+
+    prompts: those of `distillation.context`; None: the policy's. sha256: of a given model's weights, once it is open.
+    """
+
+    frozen: Frozen | None = None
+    server: TeacherServer | None = None
+    prompts: TeacherPrompts | None = None
+    sha256: str | None = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return name -> tensor, not copied, of an earlier policy; {} for any other teacher, whose weights stay."""
+        return {} if self.frozen is None or self.frozen.given is not None else self.frozen.weights()
+
+    def open(
+        self, policy: Forward, ranks: Ranks, training: TrainingConfig, half: bool, read: ReadWeights | None
+    ) -> None:
+        if self.frozen is None:
+            return
+        if (given := self.frozen.given) is not None:  # of several ranks, the first one has the weights
+            self.sha256 = ranks.every(lambda: "" if ranks.rank else model_sha256(given))[0]
+        self.frozen.open(policy, ranks, training, half, read)
+
+
+def make_reference(
+    config: KlConfig | None, policy: PreTrainedModel, given: PreTrainedModel | None = None
+) -> Frozen | None:
+    """Return the reference of `algorithm.kl`; None without one. given: in the place of the policy as it is now.
+
+    Raises ConfigError for a given model that cannot become the policy, where it should.
+    """
+    if config is None:
+        return None
+    if config.reset_every is not None and given is not None and _shapes(given) != _shapes(policy):
+        raise ConfigError(
+            f"algorithm.kl.reset_every is {config.reset_every}, but algorithm.kl.model has other weights than the "
+            "trained model and cannot become it; leave reset_every out, or take a reference of the same architecture"
+        )
+    return Frozen(policy, given, reset_every=config.reset_every)
+
+
+def make_teacher(
+    config: DistillationConfig | None,
+    policy: PreTrainedModel,
+    given: PreTrainedModel | None = None,
+    server: TeacherServer | None = None,
+    prompts: TeacherPrompts | None = None,
+) -> Teacher | None:
+    """Return the teacher of `algorithm.distillation`; None without one. given, server: where one is configured."""
+    if config is None:
+        return None
+    if config.is_served:
+        return Teacher(server=server, prompts=prompts)
+    decay = config.ema_decay if config.weights == "ema" else None
+    current = config.teacher is None and config.weights == "current"
+    return Teacher(Frozen(policy, given, current=current, ema_decay=decay), prompts=prompts)
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in saved(model).items()}
