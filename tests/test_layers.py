@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_every_package_has_a_layer() -> None:
 @pytest.mark.parametrize("path", sources(), ids=module_name)
 def test_imports_point_downwards(path: Path) -> None:
     assert wrong_imports(path.read_text(), module_name(path), path.name == "__init__.py") == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for types alone do not count."""
+    modules = {module_name(path): path for path in sources()}
+
+    def needed(module: str) -> set[str]:
+        tree = ast.parse(modules[module].read_text())
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
+        names = imported(ast.unparse(tree), module, modules[module].name == "__init__.py")
+        return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys() - {module}
+
+    TopologicalSorter({module: needed(module) for module in modules}).prepare()  # raises CycleError, with their names
 
 
 def test_components_are_given_their_settings_not_the_whole_configuration() -> None:
