@@ -1,4 +1,4 @@
-"""Evaluating a model on its own, with the draws that a run would use; nothing is written but a dump."""
+"""Stand-alone evaluation of a model, with a run's draws; writes nothing but an optional dump."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is evaluated: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
+    """The subject of an evaluation: `Subject(config, Path("runs/demo/checkpoints/step-000040"), 40)`.
 
-    update: keys the draws, as in the run's own evaluation after that many updates; 0 for a bare model. base: of an
-    adapter; default: the one that it names. began: the date that templates write, of the run; default: today's.
+    update: key of the draws, as in the run's own evaluation after that many updates; 0 for a bare model. base: base of
+    an adapter; default: the one it names. began: date of the run, for templates; default: today.
     """
 
     config: RunConfig
@@ -67,7 +67,7 @@ class Subject:
 
     @property
     def model_config(self) -> ModelConfig:
-        """How the model is loaded: with its own tokenizer, or else the configured one."""
+        """Return how to load the model: with its own tokenizer, or otherwise the configured one."""
         configured = self.config.model
         has_tokenizer = (self.model / "tokenizer.json").is_file()
         tokenizer = None if has_tokenizer else configured.tokenizer or configured.path
@@ -76,10 +76,11 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results of an evaluation, as a whole and for each value of `data.table_by`.
+    """Results of an evaluation, in total and for each value of `data.table_by`.
 
-    failures: message -> count, most frequent first, also of attempts that were retried. seconds: of playing, without
+    failures: message -> count, most frequent first, including retried attempts. seconds: time of playing, without
     loading.
+
     """
 
     result: EvaluationResult
@@ -89,14 +90,14 @@ class Evaluation:
 
 
 def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str | Path | None = None) -> Subject:
-    """Return the checkpoint that `run_or_recipe` addresses; or a model, with a run's or recipe's configuration.
+    """Return the checkpoint addressed by `run_or_recipe`; or a model, with a run's or recipe's configuration.
 
-    overrides: one of what plays (`reward=my_rewards:reward`) replaces what the run recorded.
-    model: directory, or address of another run. Needs no torch. Raises ConfigError or RunError for what is not there.
+    overrides: one of the player (`reward=my_rewards:reward`) replaces the recorded one.
+    model: directory, or address of another run. Needs no torch. Raises ConfigError or RunError if it is missing.
     """
     if touched := [o for o in overrides if o.startswith("model.")]:
         raise ConfigError(
-            f"{' '.join(touched)}: the model is that of the run; name another checkpoint (RUN@40, RUN@best) "
+            f"{' '.join(touched)}: the model is the run's; name another checkpoint (RUN@40, RUN@best) "
             "or another model in its place"
         )
     address = find_address(run_or_recipe)
@@ -115,7 +116,7 @@ def find_subject(run_or_recipe: str, overrides: Sequence[str] = (), model: str |
 
 
 def find_config(run_or_recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of a run or recipe, whose model is not used. Raises ConfigError or RunError."""
+    """Return the configuration of a run or recipe, ignoring its model. Raises ConfigError or RunError."""
     if (address := find_address(run_or_recipe)) is None:
         return load_recipe(run_or_recipe, overrides)
     run = RunDirectory.open(address.run)
@@ -124,21 +125,21 @@ def find_config(run_or_recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def held_out_inputs(subject: Subject) -> Inputs:
-    """Return tasks and environments, as a run would load them. Needs no torch. Raises ConfigError or DataError."""
+    """Return tasks and environments, loaded as for a run. Needs no torch. Raises ConfigError or DataError."""
     check_subject(subject)
     return _held_out(subject.config)
 
 
 def endpoint_inputs(config: RunConfig, model: OtherModelConfig | None = None) -> Inputs:
-    """Return what is played with a model behind a URL, as `held_out_inputs` does; the recipe's own may not exist."""
+    """Return inputs for a model behind a URL, as `held_out_inputs` does; the recipe's own model may be missing."""
     check_rollout(config)
     if model is not None and model.api_key_env is not None and not os.environ.get(model.api_key_env):
-        raise ConfigError(f"the environment variable {model.api_key_env!r}, which is to have the key, is not set")
+        raise ConfigError(f"the environment variable {model.api_key_env!r} for the key is not set")
     return _held_out(config)
 
 
 def limited(inputs: Inputs, limit: int | None) -> Inputs:
-    """Return the inputs with the first held-out tasks alone. limit: how many; None: all."""
+    """Return the inputs with only the first held-out tasks. limit: their number; None: all."""
     return replace(inputs, held_out=[*itertools.islice(inputs.held_out, limit)])
 
 
@@ -157,15 +158,15 @@ def _held_out(config: RunConfig) -> Inputs:
 
 
 def check_subject(subject: Subject) -> None:
-    """Raise ConfigError for settings that do not fit, or files of the model that are not there. Needs no torch."""
+    """Raise ConfigError for inconsistent settings, or missing files of the model. Needs no torch."""
     check_playing(subject.config)
     check_model_files(subject.model_config)
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
-    """Play the held-out tasks; returns the evaluation. Raises ConfigError for what cannot work, like a damaged model.
+    """Play the held-out tasks; return the evaluation. Raises ConfigError for anything that cannot work, like a damaged model.
 
-    dump: a file for all trajectories, one a line.
+    dump: file for all trajectories, one per line.
     """
     with loading(progress):
         from treadle.loop.engines import use_threads
@@ -182,7 +183,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     tokenizer, renderer = load_chat(subject.model_config, subject.began)
     source = load_source(subject.model_config, config.seed)
     use_threads(config.training.threads, source.model.parameters, device=config.device)
-    played = replace(inputs, train=inputs.held_out)  # the check looks at training tasks
+    played = replace(inputs, train=inputs.held_out)  # the check uses training tasks
     check_first_prompts(played, renderer, config, source.model.context, progress.log)
     started = time.perf_counter()
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
@@ -193,7 +194,7 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
 
 
 def endpoint_name(model: OtherModelConfig) -> str:
-    """Return `qwen3-8b at http://127.0.0.1:8000/v1`, without a key that the URL has."""
+    """Return `qwen3-8b at http://127.0.0.1:8000/v1`, without any key in the URL."""
     return redacted(f"{model.model} at {model.url}")
 
 
@@ -214,7 +215,7 @@ def evaluate_endpoint(
     steps = [step for group in groups for t in group.everyone for step in t.steps]
     if cut := sum(step.stop_reason is StopReason.LENGTH for step in steps):
         progress.log(
-            f"{cut} of {len(steps)} replies were cut off at their limit of tokens, which is meant for the recipe's own "
+            f"{cut} of {len(steps)} replies were cut off at the token limit, which is meant for the recipe's own "
             "model; raise rollout.max_completion_tokens (and evaluation.max_completion_tokens, if set)"
         )
     return _evaluation(config, groups, 0, seconds, progress)
@@ -296,9 +297,9 @@ def check_dump(path: Path) -> None:
 
 
 def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer | None, model: str) -> None:
-    """Write the trajectories as `treadle export-traces` does. tokenizer: None: they are text.
+    """Write the trajectories as `treadle export-traces` does. tokenizer: None for text.
 
-    Raises RunError where the disk refuses.
+    Raises RunError if the disk refuses.
     """
     from treadle.record.recorded import AS_TEXT, RecordedTrajectory, vocabulary_sha256  # pyarrow
     from treadle.record.trajectory_files import write_trajectories

@@ -1,4 +1,4 @@
-"""A checkpoint as a plain model directory, also while its run goes on."""
+"""A checkpoint as a plain model directory, even of a live run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from treadle.training.make import load_model
 def export_checkpoint(
     run: Path, directory: Path, which: str = "latest", merge: bool = False, dtype: str | None = None
 ) -> Path:
-    """Write weights, config, tokenizer, chat template and model card of a run's checkpoint; returns the checkpoint.
+    """Write weights, config, tokenizer, chat template and model card of a run's checkpoint; return the checkpoint.
 
-    merge: an adapter is added to its base, so that the result is a whole model. dtype: of the weights, such as
-    `bfloat16`; default: as they were trained.
-    which: a name, `latest` or `best`. If the run removes the checkpoint meanwhile, the one that is now the latest or
-    best is taken. Raises RunError if there is none of that name (any more), DamageError if it is damaged,
-    CheckpointError if the directory exists or the disk refuses, ConfigError if a configured chat template is missing
-    or a weight does not fit the dtype.
+    merge: whether to merge an adapter into its base, for a whole model. dtype: dtype of the weights, such as
+    `bfloat16`;
+    default: as trained.
+    which: a name, `latest` or `best`. If the run removes the checkpoint meanwhile, the new latest or best one is used.
+    Raises RunError if there is none of that name, DamageError if it is damaged, CheckpointError if the directory exists
+    or the disk refuses, ConfigError if a configured chat template is missing or a weight does not fit the dtype.
+
     """
     if directory.exists():
         raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
@@ -62,7 +63,7 @@ def export_checkpoint(
 
 
 def _converted(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The files with their weights in another dtype."""
+    """Return the files with weights in another dtype."""
     converted = dict(files)
     for name in files:
         if name.endswith(".safetensors"):

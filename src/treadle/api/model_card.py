@@ -1,4 +1,4 @@
-"""README.md of an export: what the model was trained on, how, and with what result. Needs no torch."""
+"""README.md of an export: training data, method and results of the model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from treadle.models.model_files import ADAPTER_CONFIG, BASE, is_hub_name
 from treadle.plan.config import RunConfig
 
 CARD = "README.md"
-_ROWS = 11  # of the table, where there are no evaluations
+_ROWS = 11  # rows of the table without evaluations
 _LEARNED = re.compile(
     r"(warm_start|rollout|rewards|algorithm|training)\..*|orchestration\.(updates|max_staleness)|seed"
 )
@@ -28,10 +28,10 @@ _LICENCE_FILE = re.compile(r"LICEN[SC]E.*", re.IGNORECASE)
 
 
 def model_card(config: RunConfig, rows: Sequence[Mapping[str, Any]], update: int, files: Mapping[str, bytes]) -> bytes:
-    """Return the model card, headed by the YAML that the hub reads.
+    """Return the model card, headed by the YAML for the hub.
 
-    rows: of metrics.jsonl. update: of the checkpoint. files: of its model, among them the base's own card and licence,
-    which come along.
+    rows: rows of metrics.jsonl. update: update of the checkpoint. files: the model's files, including the base's own
+    card and license, which are kept.
     """
     base, licence = config.model.path or config.model.adapter or "", find_licence(files)
     head: dict[str, Any] = {
@@ -62,12 +62,12 @@ def model_card(config: RunConfig, rows: Sequence[Mapping[str, Any]], update: int
 
 
 def _plain(text: str) -> str:
-    """Return Markdown that shows the text as it is, without HTML, links and images."""
+    """Return Markdown that shows the text literally, without HTML, links and images."""
     return html.escape(re.sub(r"[\\`*\[\]!|~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text), quote=False)
 
 
 def _code(text: str) -> str:
-    """Return a code span of the text, whose fence is longer than any in the text."""
+    """Return a code span of the text, with a fence longer than any in it."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
 
@@ -76,20 +76,20 @@ _PLAYERS = ("environment", "reward", "agent", "driver")
 
 
 def find_licence(files: Mapping[str, bytes]) -> str | None:
-    """Return the licence that a base's files state: its id, or the name of the file with its text; None without."""
-    if BASE in files and (base := Path(json.loads(files[BASE])["path"])).is_dir():  # of an adapter
+    """Return the license stated in a base's files: its id, or the name of the file with its text; None without one."""
+    if BASE in files and (base := Path(json.loads(files[BASE])["path"])).is_dir():  # for an adapter
         beside = (path for path in base.iterdir() if path.is_file() and path.suffix != ".safetensors")
         files = {path.name: path.read_bytes() for path in beside}
     card = _FRONT_MATTER.match(files.get(CARD, b"").decode(errors="replace"))
     if card and (found := _LICENCE.search(card[0])):
         return found[1]
-    if (source := files.get("source.json")) and (licence := json.loads(source).get("licence")):  # of a converted model
+    if (source := files.get("source.json")) and (licence := json.loads(source).get("licence")):  # for a converted model
         return str(licence)
     return next((name for name in sorted(files) if _LICENCE_FILE.fullmatch(name)), None)
 
 
 def _table(config: RunConfig, rows: Sequence[Mapping[str, Any]], update: int) -> Iterator[str]:
-    """A row for each evaluation, or evenly spaced without any. Training reward is a mean since the row before."""
+    """Yield a row per evaluation, or evenly spaced ones without any. Training reward is a mean since the row before."""
     rewards = {row["update"]: row["reward_mean"] for row in rows if row["kind"] == "update"}
     held_out = {
         row["update"]: row
@@ -118,5 +118,5 @@ def _settings(config: RunConfig) -> Iterator[str]:
 
 
 def _name(path: str) -> str:
-    """A model's or file's name without the directories of this machine."""
+    """Return a model's or file's name without this machine's directories."""
     return Path(path).name if Path(path).is_absolute() or path.startswith(".") else path

@@ -1,4 +1,4 @@
-"""Python's side of the commands: `treadle.train`, on your own environment or agent and tasks, and what follows it."""
+"""The Python API: `treadle.train`, with your own environment or agent and tasks, and related functions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 _OF_ITS_OWN_TASKS = (
     *("about", "data", "environment", "environment_options", "agent", "reward", "driver", "driver_options"),
 )
-"""What of a recipe is about what it trains on, and not taken over by `train(recipe=...)`."""
+"""Keys of a recipe about its tasks and players, which `train(recipe=...)` ignores."""
 
 _IN_MEMORY = SourceConfig(source=IN_MEMORY)
 
@@ -74,9 +74,9 @@ Tasks = Iterable[Task | Mapping[str, Any]] | ArrowData | str | os.PathLike[str]
 
 
 def _short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
-    """Leave Treadle's own lines out of the tracebacks of TreadleErrors; those of user code, also of a cause, stay.
+    """Drop Treadle's own lines from tracebacks of TreadleErrors; lines of user code, including a cause's, stay.
 
-    A Ctrl-C is a plain KeyboardInterrupt: whatever it happened to interrupt is left out, too.
+    Ctrl-C becomes a plain KeyboardInterrupt, without the interrupted code.
     """
 
     @wraps(function)
@@ -110,29 +110,29 @@ def train(
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Train a model to do `tasks` in `environment`; returns the run's summary (what summary.json holds).
+    """Train a model to do `tasks` in `environment`; return the run's summary (the content of summary.json).
 
-    environment: called once per attempt, for a fresh `Environment` (the class itself will do), or the name of one, as
-    in a recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an
-    agent program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents.agent`); or
-    the class of an `AttemptDriver` (`treadle.rollout.drivers.driver`).
+    environment: called once per attempt, for a fresh `Environment` (pass the class itself), or the name of one, as in a
+    recipe; or a function `def reward(task, text)`, async or not, which grades one reply to a task's prompt; or an agent
+    program, `def agent(task, client)`, async or not, which plays an attempt (`treadle.rollout.agents.agent`); or the
+    class of an `AttemptDriver` (`treadle.rollout.drivers.driver`).
     tasks: `Task`s, or dicts with their fields (or others, named in the setting `data.columns`), or a DataFrame (pandas,
     polars) or Arrow table with such columns; or, as in a recipe, a .jsonl or .parquet file, a directory of them, a
     Hugging Face data set or the name of a generator.
-    model: what `model.path` takes (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
+    model: a value of `model.path` (directory of a Hugging Face causal LM, smollm2, a hub's ORG/NAME, a GGUF file), or a
     `model` section (`{"build": {...}, "tokenizer": "demo"}`).
     run: directory of the new run. held_out: tasks to evaluate on before and after.
-    recipe: whose settings are used, and its model with its warm start where no other model is given: a shipped one, or
-    a .yaml file.
+    recipe: source of settings, and of a model with its warm start unless another model is given: a shipped one, or a
+    .yaml file.
     settings: any configuration by its path, as on the command line: `{"training.group_size": 16}`.
 
     resume: continue from the latest checkpoint of `run`; tasks, environment and most settings must be the same
     (`treadle.plan.validation`).
-    progress: shows the run to a person; default: plain lines, in a notebook with one for what is in progress.
-    callbacks: follow the run (`treadle.Callback`), beside those in `settings`.
+    progress: displays the run; default: plain lines, in a notebook with one for the current activity.
+    callbacks: callbacks for the run (`treadle.Callback`), beside those in `settings`.
 
     Ctrl-C, or a notebook's stop button, ends the run after the current update, with a checkpoint, and this returns; a
-    second one raises KeyboardInterrupt at once, and `resume` goes on from the latest checkpoint.
+    second one raises KeyboardInterrupt immediately, and `resume` continues from the latest checkpoint.
 
     Raises ConfigError, DataError, DownloadError or RunError before anything is sampled, TrainingStopped later.
     """
@@ -145,7 +145,7 @@ def train(
     data = {key: value for key, value in data.items() if key not in _OF_ITS_OWN_TASKS}
     data |= {"recipe": Path(run).name, kind: name, "data": {"train": {"source": IN_MEMORY}, **sources}}
     if model is not None:
-        data.pop("warm_start", None)  # of the recipe's own model
+        data.pop("warm_start", None)  # belongs to the recipe's own model
         data["model"] = {"path": os.fspath(model)} if isinstance(model, str | os.PathLike) else model
     if "model" not in data:
         raise ConfigError("there is no model to train; give model=, or a recipe that has one: recipe='tools-small'")
@@ -175,12 +175,12 @@ def resume(
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Go on with a run by its own configuration; returns its summary. The recipe is not needed.
+    """Continue a run with its own configuration; return its summary. The recipe is not needed.
 
-    run: its directory. settings: that may change, as `{"orchestration.updates": 200}`. checkpoint: go back to it first
-    (`best`, `30`), and lose what came after.
+    run: its directory. settings: changes, as `{"orchestration.updates": 200}`. checkpoint: go back to it first (`best`,
+    `30`), and lose everything after it.
 
-    Raises as `train`; RunError for a run of tasks or environments that were made in Python: `train(..., resume=True)`.
+    Raises as `train`; RunError for a run with tasks or environments made in Python: `train(..., resume=True)`.
     """
     path = run_path(run)
     which = None if checkpoint is None else checkpoint_named(checkpoint)
@@ -205,8 +205,8 @@ def evaluate(
 ) -> Evaluation:
     """Play the held-out tasks of a run or recipe: `evaluate("runs/demo@best").result.success`.
 
-    run_or_recipe: `RUN`, `RUN@best`, `RUN@40`; or a recipe. environment, tasks: others than its own, as for `train`;
-    a run of tasks that were made in Python needs them. model: another model, or a run's; a recipe needs one.
+    run_or_recipe: `RUN`, `RUN@best`, `RUN@40`; or a recipe. environment, tasks: replace its own, as for `train`;
+    required for a run with tasks made in Python. model: another model, or a run's; required for a recipe.
     dump: a .jsonl file for all trajectories. Raises ConfigError, DataError or RunError.
     """
     if (environment is None) != (tasks is None):
@@ -226,7 +226,7 @@ def evaluate(
         inputs = make_held_out(_tasks(given, "held_out", subject.config, players.environments), players)
     wait_passively()
     shown = progress or PlainProgress(0, subject.config.data.table_by)
-    with paused_event_loop():  # a notebook's
+    with paused_event_loop():  # in a notebook
         return evaluate_model(subject, inputs, shown, None if dump is None else Path(dump))
 
 
@@ -234,7 +234,7 @@ def evaluate(
 def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype: str | None = None) -> Path:
     """Write the model of `RUN`, `RUN@best` or `RUN@40` as a plain Hugging Face directory, which must be new.
 
-    merge: an adapter and its base as one model. dtype: of the weights, such as `bfloat16`.
+    merge: whether to merge an adapter into its base. dtype: dtype of the weights, such as `bfloat16`.
     Raises RunError, CheckpointError or ConfigError.
     """
     address = find_address(run) or RunAddress(Path(run))
@@ -303,7 +303,7 @@ def _run(
         with loading(progress):
             from treadle.api.train import train_run
 
-        with paused_event_loop():  # a notebook's
+        with paused_event_loop():  # in a notebook
             summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)
     except KeyboardInterrupt:
         saved = any(path.glob("checkpoints/step-*"))
@@ -316,7 +316,7 @@ def _run(
 
 
 def _player(player: Any) -> tuple[str, str, Any]:
-    """The configuration's key for what plays, its name, and itself: `("environment", "Larger", Larger)`."""
+    """Return the configuration's key for the player, its name, and itself: `("environment", "Larger", Larger)`."""
     if isinstance(player, str):
         return "environment", player, load_environment(player)
     kind = type(player).__name__
@@ -337,7 +337,7 @@ def _player(player: Any) -> tuple[str, str, Any]:
         )
     if not callable(player):
         raise ConfigError(
-            f"environment is one {kind}, and each attempt needs its own; give the class, or a function that makes one: "
+            f"environment is one {kind}, and each attempt needs its own; give the class, or a factory function: "
             f"lambda: {kind}(...)"
         )
     try:
@@ -351,14 +351,14 @@ def _player(player: Any) -> tuple[str, str, Any]:
 
 
 def _players(config: RunConfig, kind: str, name: str, player: Any) -> Players:
-    """Return whom `make_inputs` is given. Raises ConfigError for options that the environment lacks."""
+    """Return the players for `make_inputs`. Raises ConfigError for options that the environment lacks."""
     if options := config.environment_options:
         player = partial(check_environment(made_class(player), name, options), **options)
     return Players(**{f"{kind}s": {name: player}}, models=make_models(config.models))
 
 
 def _source_or_tasks(tasks: Any, name: str) -> str | list[Any]:
-    """What a recipe could name, or the tasks and rows themselves."""
+    """Return a source that a recipe could name, or the tasks and rows themselves."""
     if isinstance(tasks, str | os.PathLike):
         return os.fspath(tasks)
     if isinstance(tasks, ArrowData):
@@ -391,7 +391,7 @@ def _place(split: Split, number: int) -> str:
 
 
 def _without_ids(tasks: Sequence[Task], split: Split) -> list[Task]:
-    """The tasks whose ids only say where they are; of lazy ones, none: files have names."""
+    """Return the tasks with ids that only state their position; none of lazy ones, because files have names."""
     if isinstance(tasks, LazyTasks):
         return []
     return [task for number, task in enumerate(tasks) if task.task_id == _place(split, number)]

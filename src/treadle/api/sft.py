@@ -1,4 +1,4 @@
-"""Supervised learning of recorded trajectories: what is learned, by which model, with which settings."""
+"""Supervised learning from recorded trajectories: selection, model and settings."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SECTION = "warm_start."
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What is learned: the selected of `recorded` trajectories.
+    """Selected trajectories of `recorded` to learn from.
 
-    config: with the model to start from. subject: the run or recipe that it comes from; None for a bare model.
-    began: of the run that it starts from, the date that templates write.
+    config: includes the model to start from. subject: the run or recipe of that model; None for a bare model.
+    began: date of the run it starts from, for templates.
     """
 
     config: RunConfig
@@ -44,13 +44,13 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
     """Read and select the training trajectories of runs and files, and configure their learning. Needs no torch.
 
     start: a recipe, a run's checkpoint or a model to start from; default: the first of `sources`.
-    overrides: those of `warm_start` say how it is learned; default: 3 passes, 64 trajectories a step.
+    overrides: of `warm_start`, settings for learning; default: 3 passes, 64 trajectories per step.
 
     Raises ConfigError, DataError or RunError.
     """
     selection = Selection.parse(select)
     if start is None and find_address(sources[0]) is None:
-        list(read_source(sources[0]))  # or an error that there is no such file
+        list(read_source(sources[0]))  # fails if there is no such file
         raise ConfigError(f"{sources[0]} has no model to start from; name a recipe, a run or a model directory first")
     own = [override for override in overrides if not override.startswith("warm_start")]
     start = start or sources[0]
@@ -62,7 +62,7 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
     if not chosen:
         failed = sum(t.reward is None for t in recorded)
         raise DataError(
-            f"nothing is selected of {len(recorded)} training trajectories, {failed} of them without a reward; "
+            f"none of {len(recorded)} training trajectories is selected, {failed} of them have no reward; "
             f"--select is {select!r}"
         )
     batch = min(_BATCH, len(chosen))
@@ -83,7 +83,7 @@ def read_source(source: str | Path) -> Iterator[RecordedTrajectory | LoggedConve
 
 
 def _config(start: str, overrides: Sequence[str]) -> RunConfig:
-    """Configuration of a run, with the model of a checkpoint; or the defaults, with a model."""
+    """Return the configuration of a run, with a checkpoint's model; or the defaults, with a model."""
     if find_address(start) is not None:
         subject = find_subject(start, overrides)
         return subject.config.model_copy(update={"model": subject.model_config})

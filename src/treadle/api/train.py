@@ -1,6 +1,6 @@
-"""Running a training run from its configuration to its summary, new or resumed.
+"""A training run from its configuration to its summary, new or resumed.
 
-train_run     again after a rank was lost, from the last checkpoint
+train_run     restarted after losing a rank, from the last checkpoint
   _train      inputs are checked, then: directory (new, or locked and proven) -> runtime, trainer -> event loop
     _Run.run  warm start or checkpoint -> engine, rollouts -> Loop.run -> summary.json
 """
@@ -79,18 +79,18 @@ def train_run(
 ) -> dict[str, Any]:
     """Train in a new run directory, or resume the run there; returns the summary.
 
-    resume: continue from the latest checkpoint, or from an earlier one by name (`checkpoint`), after which all is
-    rolled back. From the latest, weights become bit-identical to those of a run that was never interrupted. A run that
-    has no checkpoint on record, such as one that was killed in its warm start or first evaluation, is begun anew, also
-    without `resume`.
-    runtime: what makes the run's parts; default: what `placement.kind` names.
+    resume: continue from the latest checkpoint, or from an earlier one by name (`checkpoint`), rolling back everything
+    after it. From the latest, weights become bit-identical to an uninterrupted run's. A run without a recorded
+    checkpoint, such as one killed in its warm start or first evaluation, is restarted, even without `resume`.
+    runtime: factories of the run's parts; default: as named by `placement.kind`.
 
-    When a cluster loses a rank of the learner, the run goes on from the last checkpoint, at most three times without
-    another one in between.
+    When a cluster loses a rank of the learner, the run continues from the last checkpoint, at most three times without
+    a new one in between.
 
     Raises TreadleError. For a run to resume: RunError if it is finished (unless it goes back or gets more updates), in
-    use, or has no checkpoint; DamageError if ledger, checkpoint or configuration are not as they were written;
-    ConfigError for a change of configuration that it cannot go on with, DataError for other tasks.
+    use, or has no checkpoint; DamageError if ledger, checkpoint or configuration are damaged; ConfigError for a change
+    of configuration that it cannot continue with, DataError for other tasks.
+
     """
     limit = 0 if config.placement.kind == "embedded" else _RESTARTS
     reached, restarts = _last_update(path), 0
@@ -102,7 +102,7 @@ def train_run(
             restarts = restarts + 1 if reached == before else 1
             if reached is None or restarts > limit:
                 raise
-            progress.log(f"{str(error).splitlines()[0]}; going on from the checkpoint of update {reached}")
+            progress.log(f"{str(error).splitlines()[0]}; continuing from the checkpoint of update {reached}")
             resume, checkpoint = True, None
 
 
@@ -118,7 +118,7 @@ def _train(
     clock, resumed = Clock(), None
     check_config(config)
     if checkpoint is None and RunDirectory(path).is_unsaved:
-        progress.log(f"run {str(path)!r} has no checkpoint yet: it is begun anew")
+        progress.log(f"run {str(path)!r} has no checkpoint yet: it is restarted")
         resume = False
     with ExitStack() as cleanup:
         if resume:
@@ -142,7 +142,7 @@ def _train(
         config = _with_threads(config, threads)
 
         if resumed is None:
-            # what would fail later, after the warm start or in every attempt
+            # Errors that would otherwise occur after the warm start, or in every attempt.
             check_first_prompts(inputs, renderer, config, trainer.model.context, progress.log)
             check_demonstrations(config, inputs, renderer)
             check_drivers(inputs.players, renderer, config, progress.log)
@@ -189,8 +189,8 @@ class _Resumed:
 def _find_checkpoint(
     run: RunDirectory, config: RunConfig, inputs: Inputs, name: str | None
 ) -> tuple[_Resumed, RunConfig]:
-    """Check that a locked run can go on with this configuration and tasks; returns from where, and the configuration
-    with the threads, device and precisions that the run was started with, where no others are configured.
+    """Check that a locked run can continue with this configuration and tasks; return the checkpoint, and the configuration
+    with the original threads, device and precisions unless others are configured.
     """
     recover_ledger(run, config_of(run).orchestration.ledger_directory)
     ledger = run.ledger()
@@ -214,7 +214,7 @@ def _find_checkpoint(
 
 @dataclass(slots=True)
 class _Run:
-    """What a run works with: its directory is locked, its trainer made. resumed: None for a new run."""
+    """State of a run with a locked directory and a trainer. resumed: None for a new run."""
 
     config: RunConfig
     inputs: Inputs
@@ -263,7 +263,7 @@ class _Run:
         return summary
 
     async def _warm_start(self) -> dict[str, Any] | None:
-        """Train on demonstrations, if configured; returns the report, which is on record from now on."""
+        """Train on demonstrations, if configured; return the report, which is recorded from now on."""
         if self.config.warm_start is None:
             return None
         with interval(self.callbacks, "warm start", 0):
@@ -279,7 +279,7 @@ class _Run:
     def _roll_back(
         self, ledger: Ledger, checkpoint: Manifest
     ) -> tuple[dict[int, Group], dict[AttemptKey, list[AnsweredCall]]]:
-        """Bring directory and ledger back to the checkpoint; returns groups and calls that are not sampled again."""
+        """Restore directory and ledger to the checkpoint; return groups and calls that are not sampled again."""
         config, directory = self.config, self.directory
         directory.summary_file.unlink(missing_ok=True)
         if changes(config_of(directory), config):
@@ -301,7 +301,7 @@ class _Run:
         return restored
 
     async def _run_loop(self, ledger: Ledger, start: StartingPoint) -> Loop:
-        """Run the loop; returns it as it ended. Raises what stopped it, if something went wrong."""
+        """Run the loop; return it in its final state. Raises the error that stopped it, if any."""
         config, renderer, log, callbacks = self.config, self.renderer, self.progress.log, self.callbacks
         path, players = self.directory.path, self.inputs.players
         spec = EngineSpec(
@@ -356,7 +356,7 @@ class _Run:
 
 @contextmanager
 def _closing(trainer: Trainer) -> Iterator[Trainer]:
-    """Close the trainer on leaving; it waits for an update that it computes, but not long after an interrupt."""
+    """Close the trainer on leaving, after its running update, but not long after an interrupt."""
     try:
         yield trainer
     except KeyboardInterrupt:
@@ -378,7 +378,7 @@ def _last_update(path: Path) -> int | None:
 
 
 def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
-    """The configuration as it is stored: bits depend on the number of threads, so that a resumed run takes the same."""
+    """Return the configuration as stored: bits depend on the number of threads, so resumed runs use the same."""
     return config.model_copy(update={"training": config.training.model_copy(update={"threads": threads})})
 
 
@@ -389,7 +389,7 @@ def _describe_threads(threads: int) -> str:
 
 
 def _report_changes(before: RunConfig, config: RunConfig, update: int, progress: Progress) -> None:
-    """Log what is configured otherwise, and the learning rate of the next update, if it is another."""
+    """Log changed settings, and the learning rate of the next update if it differs."""
     old, new = (learning_rate(each.training.optimizer, update, each.orchestration.updates) for each in (before, config))
     for change in changes(before, config):
         if old == new or change.path not in LEARNING_RATE:

@@ -1,6 +1,6 @@
-"""Supervised learning: of recorded trajectories, and a run's warm start.
+"""Supervised learning: from recorded trajectories, and a run's warm start.
 
-A warm start is cached: it is run once for the same demonstrations, model, seed and software.
+A warm start is cached: it runs once for the same demonstrations, model, seed and software.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from treadle.training.start import make_trainer
 
 @dataclass(frozen=True, slots=True)
 class WarmStartReport:
-    """Result of a warm start. seconds: wall clock, to learn it, or to read it from the cache."""
+    """Result of a warm start. seconds: wall-clock time of learning it, or of reading it from the cache."""
 
     loss: float
     steps: int
@@ -80,14 +80,14 @@ def _trainer(config: RunConfig) -> Iterator[Trainer]:
 
 
 RECORD = "sft.json"
-"""File of a model directory that says what the model learned from."""
+"""File in a model directory that names the model's training data."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedReport:
-    """What a model learned from recorded trajectories. tokens: targets of one pass.
+    """Result of learning from recorded trajectories. tokens: number of targets in one pass.
 
-    inexact: trajectories of text that was tokenized here, so that their ids need not be those that were sampled.
+    inexact: number of trajectories tokenized here from text, with ids that may differ from the sampled ones.
     """
 
     sources: tuple[str, ...]
@@ -146,9 +146,9 @@ async def run_warm_start(
     progress: Progress,
     phase: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> WarmStartReport | None:
-    """Warm-start the trainer, from the cache if it is there; None if the run has no warm start.
+    """Warm-start the trainer, from the cache if possible; None if the run has no warm start.
 
-    phase: called with "warm start", the steps done, and their number.
+    phase: called with "warm start", steps done, and total steps.
 
     Raises TrainingStopped if it did not learn (nothing is cached then).
     """
@@ -177,7 +177,7 @@ async def run_warm_start(
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
-    except CheckpointError as error:  # another run was quicker, or the disk refuses: the trained weights are still good
+    except CheckpointError as error:  # another run was faster, or the disk refuses: the trained weights are still valid
         progress.log(f"the warm start was not cached: {error}")
     return report
 
@@ -199,7 +199,7 @@ async def _from_cache(entry: Path, trainer: Trainer, progress: Progress) -> Warm
 
 
 def _key(config: RunConfig, section: WarmStartConfig, demonstrations: str, tokenizer: Path) -> str:
-    """Hash of everything the result depends on, down to what changes rounding. demonstrations: hash of those."""
+    """Return the hash of all inputs that affect the result, including rounding. demonstrations: their hash."""
     places = [] if config.model.build is not None else [base_directory(config.model)]
     if config.model.adapter is not None:
         places.append(Path(config.model.adapter))

@@ -1,1 +1,1 @@
-"""The loop: sampling, groups, updates, evaluations, and when to stop."""
+"""The loop: sampling, groups, updates, evaluations, and stopping."""

@@ -1,4 +1,4 @@
-"""The loop's sections of a configuration, and what the plan of a run tells the loop."""
+"""The loop's sections of a configuration, and its part of a run's plan."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ StalePolicy = Literal["mask_steps", "wait", "drop_group"]
 
 
 class EvaluationConfig(Config):
-    """How held-out tasks are played. `failures.causes` holds for them, too."""
+    """Evaluation on held-out tasks. `failures.causes` applies to them, too."""
 
     every: int = Field(50, ge=0, description="updates between evaluations (0: only before and after)")
     attempts: int = Field(
-        1, ge=1, description="attempts at each task; with several, pass@k (one of k succeeds) is estimated"
+        1, ge=1, description="attempts per task; with several, pass@k (one of k succeeds) is estimated"
     )
     temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations")
-    top_p: float = Field(1.0, gt=0, le=1, description="fewest tokens whose probabilities add up to this")
-    top_k: int = Field(0, ge=0, description="only the k most probable tokens (0: all)")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the fewest tokens with this total probability")
+    top_k: int = Field(0, ge=0, description="keep the k most probable tokens (0: all)")
     max_completion_tokens: int | None = Field(
         None, ge=1, description="limit on tokens sampled per call; default: rollout.max_completion_tokens"
     )
     greedy_too: bool = Field(True, description="before and after training also one attempt each at temperature 0")
     success_at: float = Field(1.0, description="a reward of at least this counts as success")
     success_of: str | None = Field(
-        None, description="named component that is compared with it, before weights (default: the whole reward)"
+        None, description="named component to compare with it, before weights (default: the whole reward)"
     )
 
     def attempts_at(self, temperature: float) -> int:
-        """Return the number of attempts at each task: one at temperature 0, where all would be the same."""
+        """Return the number of attempts per task: one at temperature 0, because all would be the same."""
         return self.attempts if temperature > 0 else 1
 
     def sampling(self, training: SamplingParams, temperature: float) -> SamplingParams:
-        """Sampling parameters of an evaluation at this temperature. training: those of training."""
+        """Return the sampling parameters of an evaluation at this temperature. training: parameters of training."""
         longest = self.max_completion_tokens or training.max_tokens
         return replace(
             training, temperature=temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0, max_tokens=longest
@@ -64,35 +64,35 @@ class OrchestrationConfig(Config):
     max_concurrent_groups: int | None = Field(
         None,
         ge=1,
-        description="limit on groups sampled at once, for example if each needs a container, and on attempts of an "
-        "evaluation; default: as many as keep engine.batch full (synchronous: all of a batch)",
+        description="limit on concurrently sampled groups, for example if each needs a container, and on attempts of an "
+        "evaluation; default: enough to keep engine.batch full (synchronous: the whole batch)",
     )
     traced_groups: float = Field(
         0.03,
         ge=0,
         le=1,
-        description="share of the trained groups of which traces/ keeps what the learner computed of every sampled "
-        "token: log-probability, entropy, advantage, ratio and whether that was clipped",
+        description="share of trained groups with records in traces/ of the learner's values for every sampled token: "
+        "log-probability, entropy, advantage, ratio and clipping",
     )
     checkpoint_every: int = Field(20, ge=1, description="updates between checkpoints")
     ledger_directory: str | None = Field(
         None,
-        description="directory on this machine's own disk where the ledger is while the run goes on, for runs on a "
-        "shared filesystem, where SQLite is not safe; the run directory then has a copy, made at checkpoints",
+        description="directory on this machine's own disk for the ledger during the run, for runs on a shared "
+        "filesystem, where SQLite is not safe; the run directory then has a copy, made at checkpoints",
     )
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    keep_last: int = Field(2, ge=1, description="number of newest checkpoints kept on disk")
     keep_every: int | None = Field(
-        None, ge=1, description="also save a checkpoint every so many updates, and never remove it"
+        None, ge=1, description="also save a checkpoint at multiples of this number of updates, and never remove it"
     )
     keep_best: KeepBest | None = Field(
-        None, description="also save a checkpoint after each evaluation better than all before, and keep the best"
+        None, description="also save a checkpoint after each new best evaluation, and keep the best"
     )
 
 
 class EnginePlacement(Config):
     """The engines of a cluster."""
 
-    count: int = Field(1, ge=1, description="engines, each a process of its own with a core")
+    count: int = Field(1, ge=1, description="number of engines, each a separate process with one core")
     gpus: int = Field(0, ge=0, description="GPUs reserved for each")
 
 
@@ -100,34 +100,34 @@ class RolloutPlacement(Config):
     """The rollout workers of a cluster."""
 
     workers: int = Field(
-        0, ge=0, description="processes that play attempts, each with a core; 0: the run's own process does"
+        0, ge=0, description="processes that play attempts, each with one core; 0: the run's own process"
     )
 
 
 class PlacementConfig(Config):
-    """Which processes do what, and where."""
+    """Placement of the run's processes."""
 
     kind: str = Field(
         "embedded",
         description="embedded: on this machine; ray: on a Ray cluster; or another registered name or module:function",
     )
     learner: LearnerPlacement = Field(LearnerPlacement(), description="what trains")
-    engines: EnginePlacement = Field(EnginePlacement(), description="kind ray: what samples")
+    engines: EnginePlacement = Field(EnginePlacement(), description="kind ray: processes that sample")
     rollout: RolloutPlacement = Field(
-        RolloutPlacement(), description="kind ray: what plays environments and agent programs"
+        RolloutPlacement(), description="kind ray: processes that play environments and agent programs"
     )
     colocate: bool = Field(
         False, description="kind ray: engine n shares the device of rank n, and they take turns; for synchronous runs"
     )
     address: str | None = Field(
         None,
-        description="kind ray: address of a running cluster; default: one of this machine's own, for this run",
+        description="kind ray: address of a running cluster; default: a local one for this run",
     )
     wait: float | None = Field(
         None,
         gt=0,
-        description="kind ray: seconds that resources may take to come; default: 30 for those that others hold, none "
-        "for those that no node has (a cluster that grows on demand may get them)",
+        description="kind ray: seconds to wait for resources; default: 30 for resources held by others, none "
+        "for resources that no node has (an autoscaling cluster may add them)",
     )
 
     @model_validator(mode="after")
@@ -149,12 +149,12 @@ class PlacementConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """What the loop goes by, as the plan of a run has it.
+    """The loop's part of a run's plan.
 
-    seed: keys every draw. updates: of the whole run. batch: updates between two publications of weights, for
+    seed: keys every draw. updates: number in the whole run. batch: updates between two publications of weights, for
     which `groups_per_batch` groups of `group_size` attempts are sampled. min_group_size: graded attempts that a group
-    needs to be trained. pinned: whether an attempt keeps the version that it started with. engine_capacity: attempts
-    that the engines compute at once. evaluated_together: attempts of an evaluation that are played side by side.
+    needs for training. pinned: whether an attempt keeps its first version. engine_capacity: attempts that the engines
+    compute concurrently. evaluated_together: concurrent attempts of an evaluation.
     """
 
     seed: int
@@ -188,7 +188,7 @@ class LoopPlan:
 
 @dataclass(frozen=True, slots=True)
 class RuntimePlan:
-    """What places the parts of a run. adapters: whether adapters are trained, rather than all weights."""
+    """The placement's part of a run's plan. adapters: whether adapters are trained, rather than all weights."""
 
     placement: PlacementConfig
     device: Device

@@ -1,4 +1,4 @@
-"""From a configuration to an engine, and the check that it samples the trained model."""
+"""Opens engines from a configuration, and checks that they sample the trained model."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from treadle.training.trainer import EmbeddedSource
 if TYPE_CHECKING:
     from treadle.engines.vllm.server import Started
 
-_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgement: rounding decides where two are as good
+_LEAST_AGREEMENT = 0.8  # of the experts of engine and learner; a judgment call, as rounding decides near-ties
 
 
 def use_threads(threads: int | None, parameters: int, ranks: int = 1, device: str = "cpu") -> int:
     """Set torch's thread count and deterministic kernels, so that seed, machine and threads determine every bit.
 
-    threads: None for `default_threads` of a model of so many parameters. ranks: that compute side by side, with as many
-    threads each. device: on a GPU kernels are not deterministic: PyTorch has no such `cumsum`, with which the engine
-    samples. Returns the number.
+    threads: None for `default_threads` of a model of this size. ranks: processes that compute side by side, each with
+    as many threads. device: on a GPU kernels are not deterministic, because PyTorch lacks such a `cumsum`, which the
+    engine uses for sampling. Returns the number.
     """
     number = threads or default_threads(parameters, max(1, available_cores() // ranks))
     torch.set_num_threads(number)
@@ -56,11 +56,11 @@ def use_threads(threads: int | None, parameters: int, ranks: int = 1, device: st
 async def check_engine(
     engine: Engine, weight_sync: WeightSync, trainer: Trainer, renderer: ChatRenderer, tolerance: float = 1e-3
 ) -> ProbeResult:
-    """Publish to the engine, probe it and have the trainer score what it sampled; returns the probe's result.
+    """Publish to the engine, probe it and have the trainer score its samples; return the probe's result.
 
-    Raises EngineError if their log-probabilities differ by `tolerance` nats or more, or by the model's `decoding_gap`
-    if that is larger, so that they are not the same policy, if the engine lacks what training needs (`probe_engine`),
-    or, where experts are replayed, if those it reports are not the learner's.
+    Raises EngineError if their log-probabilities differ by at least `tolerance` nats, or the model's `decoding_gap` if
+    that is larger, so that they are different policies; if the engine lacks a feature that training needs
+    (`probe_engine`); or, with routing replay, if its reported experts are not the learner's.
     """
     await weight_sync.publish(0)
     allowed, why = trainer.model.decoding_gap or (0.0, "")
@@ -92,17 +92,17 @@ def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
     if reported.shape != chosen.shape:
         raise EngineError(
             f"{facts.engine} reports experts of shape {reported.shape}, the learner chooses {chosen.shape} (sampled "
-            "tokens, layers, experts a token); it must serve the learner's model and report each sampled token"
+            "tokens, layers, experts per token); it must serve the learner's model and report each sampled token"
         )
     agreement = float((reported[..., None] == chosen[..., None, :]).any(-1).mean())
     if agreement < _LEAST_AGREEMENT:
         raise EngineError(
-            f"{facts.engine} reports experts of which the learner chooses only {agreement:.0%}; a row must be of the "
+            f"{facts.engine} reports experts, only {agreement:.0%} of which the learner chooses; a row must belong to the "
             "token before the sampled one, and layers in the model's order"
         )
 
 
-_PROBE = 64  # tokens that servers must score as the trainer does
+_PROBE = 64  # tokens with scores that servers must reproduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,9 @@ class EngineSpec:
 
     source: provides the weights to serve, usually the trainer. load_model: returns a model like the source's, with any
     weights, for an engine in this process to copy. logs: directory for logs of other processes; default: a temporary
-    one, which is kept. routing: report the chosen experts. pinned: sessions keep the version of their first call, at
-    most this many behind the newest. log: takes lines for the run's output. device: of Treadle's own engine.
+    one, which is kept. routing: whether to report chosen experts. pinned: sessions keep the version of their first
+    call, at most this many behind the newest. log: receives lines for the run's output. device: device of Treadle's own
+    engine.
     """
 
     config: EngineConfig
@@ -132,8 +133,8 @@ class EngineSpec:
 OpenEngine = Callable[[EngineSpec], Awaitable[tuple[Engine, WeightSync]]]
 """A registered engine (entry points `treadle.engines`, chosen by `engine.kind`).
 
-Returns the engine and its weight sync, with which the caller publishes before the engine samples. Settings of its own
-are `engine.options`. Raises ConfigError, EngineError or CheckpointError.
+Returns the engine and its weight sync; the caller publishes with it before the engine samples. Its own settings are
+`engine.options`. Raises ConfigError, EngineError or CheckpointError.
 """
 
 
@@ -143,7 +144,7 @@ async def open_engine(spec: EngineSpec) -> tuple[Engine, WeightSync]:
 
 
 async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open Treadle's own engine, in this process or one of its own; see `OpenEngine`."""
+    """Open Treadle's own engine, in this process or a separate one; see `OpenEngine`."""
     if spec.config.own_process:
         with ExitStack() as cleanup:
             folder = _directory(cleanup)
@@ -156,7 +157,7 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
                 on_close=cleanup.pop_all().close,
             )
         return engine, SharedMemorySync(spec.source, engine)
-    # beside a trainer of adapters, the engine computes with that one's own base
+    # Beside a trainer of adapters, the engine uses the trainer's base.
     here = spec.source.module if isinstance(spec.source, EmbeddedSource) else None
     model = here if here is not None and adapter_weights(here) else spec.load_model()
     embedded = embedded_engine(spec, model)
@@ -166,11 +167,11 @@ async def open_torch(spec: EngineSpec) -> tuple[Engine, WeightSync]:
 async def open_serving(
     config: EngineConfig, renderer: ChatRenderer, source: EmbeddedSource, device: str = "cpu"
 ) -> Engine:
-    """Return an engine that serves a model which is not trained. Raises as `open_engine`."""
+    """Return an engine that serves an untrained model. Raises as `open_engine`."""
     spec = EngineSpec(config, renderer, source, lambda: source.module, device=device)
     engine, weight_sync = await open_engine(spec)
     try:
-        await weight_sync.publish(0)  # servers that run already may have any weights
+        await weight_sync.publish(0)  # servers already running may have any weights
     except BaseException:
         await engine.close()
         raise
@@ -180,8 +181,8 @@ async def open_serving(
 def embedded_engine(spec: EngineSpec, model: PreTrainedModel) -> LocalEngine:
     """Return an engine in this process with a copy of the model.
 
-    In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on one of its own,
-    beside whatever the sessions do.
+    In lock-step it computes on the caller's thread: learner and engine take turns. Otherwise on its own thread, beside
+    the sessions.
     """
     options = torch_options(spec)
     return make_engine(model, options, spec.renderer.decode, own_thread=not options.lock_step)
@@ -204,13 +205,13 @@ def torch_options(spec: EngineSpec) -> TorchEngineOptions:
 
 
 Serve = Callable[[int, Path, EngineConfig, Path], "Started"]
-"""Starts a vLLM server: called with its number, the model's directory, the settings, and the file for its output."""
+"""Starts a vLLM server: called with its number, the model's directory, the settings, and its log file."""
 
 
 async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engine, WeightSync]:
-    """Open the client of vLLM's servers, which are started unless they run already; see `OpenEngine`.
+    """Open the client of vLLM's servers, which are started unless already running; see `OpenEngine`.
 
-    serve: default: on this machine. Servers elsewhere find the model, or adapters, in the directory of logs.
+    serve: default: on this machine. Remote servers find the model, or adapters, in the directory of logs.
     """
     from treadle.engines.vllm.adapters import Exported  # httpx, which only this needs
     from treadle.engines.vllm.engine import open_engine as start
@@ -228,7 +229,7 @@ async def open_vllm(spec: EngineSpec, serve: Serve | None = None) -> tuple[Engin
         return await connected(config, serve=None)
     logs = spec.log_directory()
     with ExitStack() as cleanup:
-        # servers that run may be another user's
+        # Running servers may belong to another user.
         folder = served = _directory(cleanup, logs if serve or running else None, 0o755 if running else 0o700)
         await spec.source.export(folder)
         if model.publishes_adapters:

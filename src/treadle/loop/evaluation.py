@@ -1,4 +1,4 @@
-"""Playing held-out tasks; the evaluations of a run, with the weights that its engines serve."""
+"""Playing held-out tasks; the evaluations of a run, with its engines' current weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ async def play_held_out(
     on_trajectory: Callable[[], None],
     shaper: RewardShaper,
 ) -> list[Group]:
-    """Play `evaluation.attempts` at each task, in fixed cohorts that are played side by side, so that batches repeat.
+    """Play `evaluation.attempts` at each task, in fixed concurrent cohorts, so that batches repeat.
 
-    What becomes of failed attempts is what becomes of those of training: `failures.causes`.
+    Failed attempts are handled as in training: `failures.causes`.
 
     name: prefix of group ids. update: keys the draws together with the seed. on_trajectory: called for each attempt
-    that is not retried. shaper: for group rewards.
+    that is not retried. shaper: applies group rewards.
     """
     section, groups = plan.evaluation, list[Group]()
     attempts, sampling = section.attempts_at(temperature), section.sampling(runner.sampling, temperature)
@@ -68,7 +68,7 @@ async def play_held_out(
 
 
 def _retry_delay(failures: FailuresConfig, attempts: int, trajectory: Trajectory) -> float | None:
-    """Return the seconds before another attempt takes this one's place; None if none does. attempts: at each task."""
+    """Return the seconds before this attempt is retried; None if it is not. attempts: number per task."""
     return failures.retry_delay(trajectory, trajectory.attempt // attempts + 1)
 
 
@@ -78,7 +78,7 @@ async def _played(
     play: Callable[[Group, Sequence[int]], list[asyncio.Future[Trajectory]]],
     retry_delay: Callable[[Trajectory], float | None],
 ) -> list[Group]:
-    """Play attempts of all groups and, once all have ended, those that are retried, together, until none is."""
+    """Play attempts of all groups and, once all have ended, retry failed ones together, until none is left."""
     missing = [list(range(attempts)) for _ in groups]
     while any(missing):
         running = [play(group, own) if own else [] for group, own in zip(groups, missing, strict=True)]
@@ -93,7 +93,7 @@ async def _played(
 async def _rewarded(
     shaper: RewardShaper, group: Group, failures: FailuresConfig, retry_delay: Callable[[Trajectory], float | None]
 ) -> Group:
-    """Return the group with what `rewards.group` and `failures.causes` give its attempts, in order."""
+    """Apply `rewards.group` and `failures.causes` to the group's attempts, in order."""
     last = [failures.final(t) if retry_delay(t) is None else t for t in group.trajectories]
     reward = partial(shaper.reward_group, group.task, group.group_id)
     rewarded = await reward_together([t for t in last if has_not_failed(t)], reward, failures)
@@ -102,7 +102,7 @@ async def _rewarded(
 
 
 def pending_evaluations(plan: LoopPlan, state: LoopState) -> list[float]:
-    """Temperatures at which the current weights are to be evaluated and have not been yet."""
+    """Return the temperatures at which the current weights still need an evaluation."""
     section, ends = plan.evaluation, state.update == 0 or plan.is_last(state.update)
     if not (ends or plan.is_due(state.update, section.every)):
         return []
@@ -127,14 +127,14 @@ class Evaluator:
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
-        """Temperatures at which the current weights are still to be evaluated; none without held-out tasks."""
+        """Return the temperatures at which the current weights still need an evaluation; none without held-out tasks."""
         return pending_evaluations(self._plan, state) if self._tasks else []
 
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:
         """Make the pending evaluations; return the state with their results.
 
-        Those that a stop request comes before stay pending until the run is resumed, as does one all of whose attempts
-        failed: StopConditionMet.
+        Evaluations preempted by a stop request stay pending until the run is resumed, as does one with only failed
+        attempts: StopConditionMet.
         """
         plan, update, reporter = self._plan, state.update, self._reporter
         for temperature in self.pending(state):
@@ -165,7 +165,7 @@ class Evaluator:
 
 
 def result_of(plan: LoopPlan, groups: Sequence[Group], update: int, temperature: float) -> EvaluationResult:
-    """Success and rewards of the evaluated groups, with the settings of the configuration."""
+    """Return success and rewards of the evaluated groups, by the configuration's settings."""
     section, attempts = plan.evaluation, plan.evaluation.attempts_at(temperature)
     of_success = section.success_at, plan.table_by, section.success_of
     return evaluation_result(groups, attempts, update, temperature, *of_success)

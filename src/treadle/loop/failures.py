@@ -1,4 +1,4 @@
-"""What becomes of failed attempts: retried, graded or dropped; and how many of them stop a run."""
+"""Handling of failed attempts: retries, grades or drops; and the share of failures that stops a run."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from treadle.core.rewards import LARGEST
 from treadle.core.types import DropReason, Failure, Group, Status, Trajectory
 
 _BLAMELESS = (Cause.ENGINE, Cause.INFRASTRUCTURE)  # no task is to blame for these
-_RETRIES = 2  # of blameless failures: the next attempt often works; a task's own failure tends to repeat
+# retries of blameless failures: the next attempt often works, whereas a task's own failure tends to repeat
+_RETRIES = 2
 
 
 class FailurePolicy(Config):
-    """What becomes of attempts that failed for one cause."""
+    """Handling of attempts that failed for one cause."""
 
     retries: int | None = Field(
         None,
         ge=0,
-        description="further attempts, each with draws of its own; default: 2 for engine and infrastructure, else none",
+        description="further attempts, each with new draws; default: 2 for engine and infrastructure, else none",
     )
-    backoff: float = Field(1.0, ge=0, description="delay before the first retry, seconds; doubles each time")
+    backoff: float = Field(1.0, ge=0, description="delay before the first retry in seconds; doubles each time")
     grade: float | None = Field(
         None,
         ge=-LARGEST,
         le=LARGEST,
-        description="reward of an attempt that failed for good; default: none, it is dropped and in no baseline",
+        description="reward after the last failed attempt; default: none, it is dropped and in no baseline",
     )
 
 
 class FailuresConfig(Config):
-    """What becomes of failed attempts, and how many of them stop the run."""
+    """Handling of failed attempts, and the share of them that stops the run."""
 
     causes: dict[Cause, FailurePolicy] = Field(
         default_factory=dict,
-        description="what becomes of failed attempts, by cause (agent, environment, verifier, engine, infrastructure, "
+        description="handling of failed attempts, by cause (agent, environment, verifier, engine, infrastructure, "
         "timeout, context): {engine: {retries: 3, backoff: 10}, verifier: {grade: 0}}",
     )
     task_limit: int = Field(
         3,
         ge=1,
-        description="groups in a row with too few graded attempts before their task is left out; engine and "
+        description="consecutive groups with too few graded attempts before their task is left out; engine and "
         "infrastructure failures do not count",
     )
     max_failed_fraction: float = Field(
@@ -59,14 +60,14 @@ class FailuresConfig(Config):
     max_sampled: float = Field(
         8.0,
         ge=1,
-        description="most groups sampled for one batch, as a multiple of those trained, before the run stops because "
+        description="limit on groups sampled for one batch, as a multiple of the trained ones, before the run stops because "
         "too many are discarded (filtered, overlong, stale)",
     )
 
     def retry_delay(self, trajectory: Trajectory, number: int) -> float | None:
         """Return the seconds to wait before this attempt is retried; None if it is not.
 
-        number: of the retry, from 1, over all failures in this place of the group, whatever their cause.
+        number: number of the retry, from 1, over all failures in this place of the group, whatever their cause.
         """
         if trajectory.failure is None:
             return None
@@ -76,7 +77,7 @@ class FailuresConfig(Config):
         return policy.backoff * 2.0 ** (number - 1) if number <= retries else None
 
     def final(self, trajectory: Trajectory) -> Trajectory:
-        """Return the last attempt as it is recorded: graded if it failed and its cause's policy says so."""
+        """Return the last attempt for recording: graded if it failed and its cause's policy says so."""
         failure: Failure | None = trajectory.failure
         if failure is None or (reward := self.causes.get(failure.cause, FailurePolicy()).grade) is None:
             return trajectory
@@ -85,8 +86,8 @@ class FailuresConfig(Config):
 
 
 def of_one_version(trajectory: Trajectory) -> Trajectory:
-    """Return a pinned attempt as it is, or failed if several policy versions sampled it: no step of it is ever trained,
-    also if its failure is graded.
+    """Return a pinned attempt unchanged, or failed if several policy versions sampled it: no step of it is ever trained,
+    even if its failure is graded.
     """
     views = [as_played(t) for t in (trajectory, *trajectory.copies)]
     versions = {v for view in views for v in (view.oldest_version, view.newest_version) if v is not None}
@@ -106,7 +107,7 @@ def of_one_version(trajectory: Trajectory) -> Trajectory:
 
 
 def has_not_failed(trajectory: Trajectory) -> bool:
-    """Return whether an attempt was played to its end: one that failed may have a reward all the same (`grade`)."""
+    """Return whether an attempt was played to its end; a failed one may still have a reward (`grade`)."""
     return trajectory.status not in (Status.FAILED, Status.GRADED)
 
 
@@ -115,9 +116,9 @@ async def reward_together(
     reward: Callable[[Sequence[Trajectory]], Awaitable[list[Trajectory]]],
     failures: FailuresConfig,
 ) -> list[Trajectory]:
-    """Return a group's attempts with what `reward` gives them, as they are recorded.
+    """Apply `reward` to a group's attempts, and return them for recording.
 
-    What fails by that is rewarded again as often as attempts are retried; nothing is played again.
+    A failing reward function is retried as often as attempts are; the attempts are not replayed.
     """
     for number in itertools.count(1):
         made = await reward(graded)
@@ -130,7 +131,7 @@ async def reward_together(
 
 
 def fails_by_task(group: Group, size: int, least: int) -> bool:
-    """Return whether the group has fewer than `least` attempts that its task did not fail.
+    """Return whether the group has fewer than `least` attempts not failed by the task.
 
     size: places of the group; each counts by its last attempt. Engine and infrastructure failures do not count against
     the task.

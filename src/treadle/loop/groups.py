@@ -5,23 +5,23 @@
                                           +----------+--> dropped(failed, overlong, filtered | stale)
 
     queued      in the `TaskQueue`
-    sampling    its attempts are played and retried by the `RolloutScheduler`; each is recorded as soon as it ends, or,
+    sampling    its attempts are played and retried by the `RolloutScheduler`; each is recorded as soon as it ends or,
                 with `rewards.group`, once they are rewarded together
-    recorded    all attempts are on record: judged at once, to become ready or dropped
+    recorded    all attempts are recorded; it immediately becomes ready or dropped
     ready       waits for the trainer; steps may become stale meanwhile
     training    in a batch, until its weights are published
-    trained, dropped    on record only; another queued group takes its place
+    trained, dropped    only in the record; another queued group takes its place
 
 Who waits, and who wakes it:
 
     the loop        waits for `arrived`, for enough ready groups; woken by each group that becomes ready or dropped
     queued groups   wait for room: (1 + max_staleness) * groups_per_batch groups from sampling to training. The
-                    scheduler looks whenever an attempt or a group ends, a batch is asked for, or weights are published
-    engines         never wait: publications reach them between two tokens (at max_staleness 0 they have nothing to do)
+                    scheduler checks when an attempt or a group ends, a batch is requested, or weights are published
+    engines         never wait: publications reach them between two tokens (at max_staleness 0 they are idle then)
 
-For example, at max_staleness 1 and two groups a batch, groups 0 to 3 start with version 0. 1 and 3 become ready and are
-trained; when version 1 is published, they leave and 4 and 5 start, while 0 and 2 go on: trained by the next update,
-their tokens are one version old. At max_staleness 0 only 0 and 1 start, then 2 and 3 with version 1, and so on.
+For example, at max_staleness 1 and two groups per batch, groups 0 to 3 start with version 0. 1 and 3 become ready and
+are trained; when version 1 is published, they leave and 4 and 5 start, while 0 and 2 continue: trained by the next
+update, their tokens are one version old. At max_staleness 0 only 0 and 1 start, then 2 and 3 with version 1, and so on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ State = Literal["sampling", "ready", "training"]
 
 @dataclass(slots=True)
 class _Tracked:
-    """version: that the group was started with; all of its tokens are at least that new."""
+    """version: version that the group started with; none of its tokens is older."""
 
     state: State
     version: int
@@ -56,19 +56,19 @@ class _Tracked:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Groups as they are trained. window: what came in since the batch before."""
+    """Groups for one update batch. window: statistics since the previous batch."""
 
     groups: list[Group]
     window: WindowStats
 
 
 class Groups:
-    """The groups from sampling to training, and the decision about each: train it, or drop it and why.
+    """The groups from sampling to training, and the decision to train or drop each, with the reason.
 
-    Steps whose oldest token is more than `max_staleness` versions old when they would be trained are left out
-    (`stale_policy` mask_steps), or their group is dropped (drop_group), or no batch goes before older groups (wait).
+    Steps whose oldest token would be more than `max_staleness` versions old when trained are left out (`stale_policy`
+    mask_steps), or their group is dropped (drop_group), or no batch precedes older groups (wait).
 
-    Invariant: a group is in one state; no group that is taken has a live step that is stale.
+    Invariant: a group is in one state; groups taken for training have no live stale step.
     """
 
     def __init__(self, plan: LoopPlan, queue: TaskQueue, store: RunStore, reporter: Reporter) -> None:
@@ -76,7 +76,7 @@ class Groups:
         self._max_staleness, self._stale_policy = plan.max_staleness, plan.stale_policy
         self._tracked: dict[int, _Tracked] = {}  # by index
         self._window = WindowStats()  # since the last batch was taken
-        self.arrived = asyncio.Event()  # a group has become ready, or was dropped, since `take` was called last
+        self.arrived = asyncio.Event()  # set when a group becomes ready or is dropped after the last call of `take`
 
     @property
     def sampling(self) -> int:
@@ -88,7 +88,7 @@ class Groups:
 
     @property
     def under_way(self) -> int:
-        """Groups that were started and are not trained yet."""
+        """Number of started groups not trained yet."""
         return len(self._tracked)
 
     @property
@@ -100,7 +100,7 @@ class Groups:
         self._tracked[group.index] = _Tracked("sampling", version, group)
 
     async def record(self, part: Group, version: int, retried: bool) -> None:
-        """Record a group's newly finished attempts. version: the latest. retried: others take their places."""
+        """Record a group's newly finished attempts. version: the latest. retried: whether others replace them."""
         await self.store.record(part, version)
         if retried:
             return
@@ -111,7 +111,7 @@ class Groups:
             self._reporter.advance("rollout")
 
     def finish(self, group: Group) -> None:
-        """sampling -> recorded -> ready or dropped. group: with all attempts."""
+        """sampling -> recorded -> ready or dropped. group: including all attempts."""
         self._window.groups += 1
         if reason := self._drop_reason(group):
             self._drop(group, reason)
@@ -123,7 +123,7 @@ class Groups:
     def next_batch(self, state: LoopState) -> Batch | None:
         """Return the next batch; None while too few groups are ready.
 
-        Raises StopConditionMet if too much has failed or was discarded to wait for more.
+        Raises StopConditionMet if too many have failed or were discarded to continue waiting.
         """
         self.drop_stale(state.version)
         groups = self.take(state.version)
@@ -138,7 +138,7 @@ class Groups:
         return Batch(groups, window)
 
     def drop_stale(self, version: int) -> None:
-        """Mark the steps that are stale for training at this version; drop the groups of which nothing is left."""
+        """Mark the steps that are stale for training at this version; drop groups with nothing left."""
         oldest = version - self._max_staleness
         for tracked in self._in("ready"):
             if tracked.version >= oldest:
@@ -150,9 +150,9 @@ class Groups:
                 tracked.group = fresh
 
     def take(self, version: int) -> list[Group] | None:
-        """ready -> training, of the groups that were started first: a batch in order of submission; None if too few.
+        """ready -> training for the earliest started groups: a batch in order of submission; None if too few.
 
-        version: that will be trained; `drop_stale` has been called for it.
+        version: version to be trained; `drop_stale` has been called for it.
         """
         self.arrived.clear()
         size = self._plan.groups_per_batch
@@ -168,10 +168,10 @@ class Groups:
         self._tracked = {index: tracked for index, tracked in self._tracked.items() if tracked.state != "training"}
 
     def _too_early(self, newest: int, version: int) -> bool:
-        """Whether groups being sampled would become stale if a batch with one started at `newest` went first.
+        """Return whether groups being sampled would become stale if a batch with one started at `newest` went first.
 
-        Those that were started later, or wait already, can be no better off; of those that were started at version s,
-        a batch at a time can be trained up to version s + max_staleness.
+        Groups that started later, or already wait, cannot be better off; of groups started at version s, one batch at a
+        time can be trained up to version s + max_staleness.
         """
         size = self._plan.groups_per_batch
         older = sorted(tracked.version for tracked in self._in("sampling") if tracked.version < newest)
@@ -189,7 +189,7 @@ class Groups:
                 self._reporter.callbacks.message(f"task {group.task.task_id} is left out: {failed}")
             self._reporter.failures([group])
             return reason
-        self._queue.failed_tasks.pop(group.task.task_id, None)  # enough are graded
+        self._queue.failed_tasks.pop(group.task.task_id, None)  # enough attempts are graded
         filtering = reason is None and self._plan.algorithm.dynamic_sampling == "filter"
         return DropReason.FILTERED if filtering and has_zero_advantage(group, self._plan.algorithm) else reason
 

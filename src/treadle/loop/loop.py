@@ -1,14 +1,14 @@
-"""The loop, and who moves a group from one state to the next (`sampling.groups`):
+"""The loop, which moves groups from one state to the next (`groups.py`):
 
     TaskQueue -> RolloutScheduler -> Groups.finish --> Groups.next_batch -> Trainer.train_batch -> WeightSync.publish
     (queued)     (sampling)          (recorded, ready) (training)                                  (trained)
                      ^                    |  dropped                                                  |
                      +--------------------+------------- start_groups(version + 1) -------------------+
 
-After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next groups are started.
-At the end the checkpoint comes first: an evaluation that is cut short is made when the run is resumed.
-At `max_staleness` 0 nothing else is under way meanwhile: evaluations and checkpoints cannot change what is sampled. At
-any other, groups go on beside all of it.
+After each publication, in this order: metrics, evaluation if due, checkpoint if due, then the next groups start. At the
+end the checkpoint comes first: an interrupted evaluation is made when the run is resumed. At `max_staleness` 0 nothing
+else runs meanwhile, so that evaluations and checkpoints cannot change samples. At any other value, groups continue
+beside all of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Loop:
     async def run(self, state: LoopState) -> LoopState:
         """Run from this state to the end, and return the last one.
 
-        Raises TrainingStopped (after a checkpoint where a stop condition was met), RunError or CheckpointError.
+        Raises TrainingStopped (after a checkpoint if a stop condition was met), RunError or CheckpointError.
         """
         self.state = state
         try:
@@ -79,7 +79,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """All updates are made, and the last weights are evaluated."""
+        """Return whether all updates are made, and the last weights are evaluated."""
         return self.is_last and not self.evaluator.pending(self.state)
 
     async def _run(self) -> None:
@@ -104,15 +104,15 @@ class Loop:
             if self.is_last:
                 return
             if self.plan.max_staleness:
-                self.scheduler.start_groups(self.state.version)  # what follows is no reason to wait
+                self.scheduler.start_groups(self.state.version)  # sampling need not wait for the steps below
             await self._evaluate()
             if self.checkpointer.is_due(self.state):
                 await self._save()
 
     async def _next_batch(self) -> Batch | None:
-        """Wait for the next batch; None if a stop is requested first: what has finished until then is on record.
+        """Return the next batch, or None if a stop is requested first.
 
-        At max_staleness 0 it would be sampled again, so that a stop waits for the batch.
+        Synchronous runs finish the batch first, because it would have to be sampled again.
         """
         self.scheduler.start_groups(self.state.version)
         with self.reporter.timed("rollout", self.state.update + 1):
@@ -160,10 +160,10 @@ class Checkpointer:
         self._plan, self._trainer, self._store, self._reporter = plan, trainer, store, reporter
         latest = store.ledger.latest_checkpoint()
         self.saved = None if latest is None else latest[1].update
-        self._batches: list[TrainedBatch] = []  # since that one
+        self._batches: list[TrainedBatch] = []  # batches since that checkpoint
 
     def is_due(self, state: LoopState) -> bool:
-        """Whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
+        """Return whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
         kept, is_due = self._plan.retention, partial(self._plan.is_due, state.update)
         if is_due(self._plan.checkpoint_every) or is_due(kept.every):
             return True
@@ -171,10 +171,10 @@ class Checkpointer:
         return best == state.update
 
     async def note_trained(self, groups: Sequence[Group], results: Sequence[UpdateResult], version: int) -> None:
-        """Note a trained batch for the next checkpoint's transaction. version: of the policy before it was trained.
+        """Note a trained batch for the next checkpoint's transaction. version: policy version before it was trained.
 
-        What was trained, with which advantages, and why trajectories could not be, goes into the ledger at once, traces
-        into a file.
+        Trained steps, their advantages, and reasons for refused trajectories are written to the ledger immediately,
+        traces to a file.
         """
         advantages = {t: a for result in results for t, a in result.advantage.items()}
         self._store.ledger.note_trained(version, [group.group_id for group in groups], advantages)
@@ -184,7 +184,7 @@ class Checkpointer:
         self._batches.append(TrainedBatch(tuple(dropped_steps(groups)), traces))
 
     async def save(self, state: LoopState, finished: bool) -> LoopState:
-        """Save a checkpoint; return the state with the seconds so far. finished: nothing will be trained any more.
+        """Save a checkpoint; return the state with the elapsed seconds. finished: whether training is complete.
 
         Raises CheckpointError.
         """
@@ -206,8 +206,8 @@ class Checkpointer:
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again. calls: of
-    unfinished attempts, that they go on with.
+    """Where a run starts or resumes. restored: group index -> group with attempts that are not sampled again. calls:
+    recorded calls of unfinished attempts, which continue with them.
     """
 
     state: LoopState = field(default_factory=LoopState)
@@ -230,7 +230,7 @@ def make_loop(
 ) -> Loop:
     """Return the loop that trains on `train`; `loop.run(start.state)` runs it.
 
-    weight_sync: makes the engines that `runner` plays with serve the trainer's weights. shaper: of rewards.
+    weight_sync: publishes the trainer's weights to the engines used by `runner`. shaper: shaper of rewards.
     """
     reporter, state = Reporter(plan.grading, callbacks, start.clock), start.state
     times_sampled = store.ledger.times_sampled()

@@ -1,4 +1,4 @@
-"""Playing groups: which are started when, and what is tried again. What becomes of them: `sampling.groups`."""
+"""Playing groups: starts and retries. For their further states, see `groups.py`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from treadle.rollout.attempt import RolloutRunner, user_code
 from treadle.rollout.rewards import RewardShaper, with_measured
 from treadle.rollout.session import Address
 
-_MEMORY = 100  # trajectories after which one counts 1/e as much
+_MEMORY = 100  # number of trajectories after which an observation's weight decays to 1/e
 
 
 @dataclass(slots=True)
 class ConcurrencyController:
-    """Follows how much of their time attempts spend in the engine.
+    """Tracks the share of time that attempts spend in the engine.
 
-    capacity: sequences that the engine decodes together. An attempt has (seconds in the engine) / (seconds it takes)
-    calls there on average (Little's law), so that capacity divided by that many attempts fill it. Fewer leave it idle;
-    the calls of more would wait in its queue, while their attempts' first tokens grow old. Waiting counts as being in
-    the engine: too many attempts become fewer.
+    capacity: sequences that the engine decodes together. An attempt has (seconds in the engine) / (its total seconds)
+    calls there on average (Little's law), so capacity divided by that number is the number of attempts that fill it.
+    Fewer leave it idle; with more, calls wait in its queue while their attempts' first tokens grow old. Waiting counts
+    as time in the engine, so that too many attempts become fewer.
     """
 
     capacity: int
@@ -42,7 +42,7 @@ class ConcurrencyController:
     _seconds: float = 0.0
 
     def observe(self, trajectory: Trajectory) -> None:
-        """Learn from a finished attempt. The longer it took, the more it counts: it is found running more often."""
+        """Learn from a finished attempt, weighted by its duration: longer ones are found running more often."""
         decay = 1 - 1 / _MEMORY
         in_engine = sum(t.engine_seconds for t in (trajectory, *trajectory.copies))
         self._in_engine = decay * self._in_engine + in_engine
@@ -50,7 +50,7 @@ class ConcurrencyController:
 
     @property
     def engine_share(self) -> float:
-        """Calls that one attempt has in the engine at a time, on average; 1 before any attempt was observed."""
+        """Mean number of concurrent calls per attempt in the engine; 1 before any attempt was observed."""
         return self._in_engine / self._seconds if self._in_engine > 0 and self._seconds > 0 else 1.0
 
     @property
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An attempt of a group that is being played."""
+    """An attempt of a group being played."""
 
     group: Group
     address: Address
@@ -71,11 +71,11 @@ class _Attempt:
 
 
 class RolloutScheduler:
-    """Keeps as many groups under way as staleness allows, and as many attempts as fill the engine (`concurrency`).
+    """Keeps as many groups in progress as staleness allows, and as many attempts as fill the engine (`concurrency`).
 
-    (1 + max_staleness) * groups_per_batch groups are under way: at max_staleness 0 exactly the next batch, all of it
-    sampled by the version that will be trained. Such groups start only when none is being sampled: then what an engine
-    in lock-step samples together does not depend on timing.
+    (1 + max_staleness) * groups_per_batch groups are in progress: at max_staleness 0 exactly the next batch, all
+    sampled by the version to be trained. Such groups start only when none is being sampled, so that the composition of
+    an engine's lock-step waves does not depend on timing.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class RolloutScheduler:
         self._group_size = plan.group_size
         self._version = self._playing = 0
         self._tasks = asyncio.TaskGroup()
-        self._running: set[asyncio.Task[None]] = set()  # one a group; synchronously, one for all
+        self._running: set[asyncio.Task[None]] = set()  # one per group; synchronously, one for all
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Within, groups can be started; on leaving, those that are being sampled are cancelled.
+        """Allow groups to start inside the block; on leaving, cancel those being sampled.
 
-        Nothing is being recorded any more then: checkpoints and the end of the run find a ledger that stays as it is.
-        Raises what playing one of them raised, which also cancels what is inside.
+        Afterwards nothing is being recorded: checkpoints and the end of the run see an unchanging ledger. Raises errors
+        of playing, which also cancel the block.
         """
         try:
             async with self._tasks:
@@ -112,17 +112,17 @@ class RolloutScheduler:
                 raise several.exceptions[0] from several.exceptions[0].__cause__
             raise
         finally:
-            await self.groups.store.settled()  # also if those who waited for it were cancelled
+            await self.groups.store.settled()  # even if its awaiters were cancelled
 
     def status(self) -> list[ComponentStatus]:
-        """Return what is being sampled, and how many groups wait to be trained; from any thread."""
+        """Return the groups being sampled and the number waiting to be trained; thread-safe."""
         return [
             ComponentStatus("rollout", "groups", running=self.groups.sampling, waiting=self.groups.ready),
             ComponentStatus("rollout", "attempts", running=self._playing),
         ]
 
     def note(self, state: LoopState) -> LoopState:
-        """Return the state with where sampling stands: what was started, what of it was not taken, what has failed."""
+        """Add the position of sampling to the state: started groups, those not taken, failed tasks."""
         return replace(
             state,
             cursor=self._queue.next_index,
@@ -131,7 +131,7 @@ class RolloutScheduler:
         )
 
     async def next_batch(self, state: LoopState) -> Batch:
-        """Wait for enough groups; for those that are dropped others are started. Raises StopConditionMet."""
+        """Wait for enough groups, starting replacements for dropped ones. Raises StopConditionMet."""
         while (batch := self.groups.next_batch(state)) is None:
             if not self.start_groups(state.version):
                 raise StopConditionMet(
@@ -142,7 +142,7 @@ class RolloutScheduler:
         return batch
 
     def start_groups(self, version: int) -> bool:
-        """Start what this policy version admits; return whether any group is being sampled then."""
+        """Start the groups that this policy version admits; return whether any group is then being sampled."""
         self._version = version
         if not (self._synchronous and self.groups.sampling):
             wave: dict[int, Group] = {}
@@ -170,7 +170,8 @@ class RolloutScheduler:
         if (calls := self.groups.store.calls) is not None:
             versions.append(calls.oldest_version(group))
         self.groups.start(group, min([self._version, *(v for v in versions if v is not None)]))
-        missing, size = [], self._group_size  # the next attempt of each place: the first, or the retry of one on record
+        # the next attempt of each place: the first, or the retry of a recorded one
+        missing, size = [], self._group_size
         for place in range(0 if self._is_rewarded(group) else size):
             made = [t for t in group.trajectories if t.attempt % size == place]
             if not made:
@@ -194,16 +195,16 @@ class RolloutScheduler:
         def ended(task: asyncio.Task[None]) -> None:
             self._running.discard(task)
             for attempt in attempts:
-                attempt.running.cancel()  # of no effect but where the task was cancelled before it waited for them
+                attempt.running.cancel()  # only matters if the task was cancelled before it awaited them
 
         task = self._tasks.create_task(self._finish(wave, attempts))
         self._running.add(task)
         task.add_done_callback(ended)
 
     async def _finish(self, wave: dict[int, Group], attempts: list[_Attempt]) -> None:
-        """Play groups to their end, and have them judged, in order.
+        """Play groups to their end, and judge them, in order.
 
-        Synchronously, all attempts of all groups are one round, so that nothing depends on which of them ends first.
+        Synchronously, all attempts of all groups form one round, so that nothing depends on which of them ends first.
         """
         rounds = [attempts] if self._synchronous else [[attempt] for attempt in attempts]
         by_group = {index: list(group.trajectories) for index, group in wave.items()}
@@ -215,11 +216,11 @@ class RolloutScheduler:
         self.start_groups(self._version)
 
     def _is_rewarded(self, restored: Group) -> bool:
-        """Whether a group on record has the rewards of `rewards.group`: its attempts are recorded with them."""
+        """Return whether a recorded group has the rewards of `rewards.group`: its attempts are recorded with them."""
         return self._shaper.group is not None and any(map(has_not_failed, restored.trajectories))
 
     async def _rewarded(self, group: Group, played: list[Trajectory]) -> Group:
-        """The group with all attempts, and what `rewards.group` gives them, shaped and on record."""
+        """Apply `rewards.group` to the finished attempts, then shape and record them."""
 
         async def reward(graded: Sequence[Trajectory]) -> list[Trajectory]:
             made = await self._shaper.reward_group(group.task, group.group_id, graded)
@@ -240,9 +241,9 @@ class RolloutScheduler:
         return with_measured(await self._shaper.shape(group.task.copy(), trajectory, user), user)
 
     async def _rounds(self, attempts: list[_Attempt]) -> list[tuple[int, Trajectory]]:
-        """Play attempts, and once all have ended those that are retried, together, until none is.
+        """Play attempts, and once all have ended retry failed ones together, until none is left.
 
-        Returns all that were played, each with the index of its group.
+        Returns all played attempts, each with the index of its group.
         """
         played: list[tuple[int, Trajectory]] = []
         while attempts:
@@ -270,7 +271,7 @@ class RolloutScheduler:
         return played
 
     async def _ended(self, attempt: _Attempt) -> Trajectory:
-        """Wait for an attempt; whether a failed one is the last in its place is decided later, as are group rewards."""
+        """Wait for an attempt; whether a failed one is retried is decided later, as are group rewards."""
         trajectory = await attempt.running
         if self._plan.pinned:
             trajectory = of_one_version(trajectory)
@@ -280,7 +281,7 @@ class RolloutScheduler:
         return trajectory
 
     def _judged(self, attempt: _Attempt, trajectory: Trajectory) -> tuple[Trajectory, float | None]:
-        """The attempt as it is recorded, and the seconds before another one takes its place; None if none does."""
+        """Return the attempt for recording, and the seconds before its retry; None without one."""
         pause = self._failures.retry_delay(trajectory, attempt.address.attempt // self._group_size + 1)
         return (self._failures.final(trajectory) if pause is None else trajectory), pause
 
@@ -289,12 +290,12 @@ class RolloutScheduler:
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order; where one raises, the others are cancelled and waited for."""
+    """Return the results, in order; if one raises, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
     except Exception:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)  # nothing is sampled any more when the run ends
+        await asyncio.wait(tasks)  # nothing may be sampling when the run ends
         raise

@@ -1,6 +1,6 @@
-"""What a run computes with, each part replaceable: where another trainer, engine or event loop goes in.
+"""The replaceable parts of a run: trainer, engine and event loop.
 
-`placement.kind` chooses what makes the parts: here, all of them are of this machine.
+`placement.kind` chooses their factories; here, all of them are on this machine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.training.start import MakeTrainer, make_trainer
 
 CheckEngine = Callable[[Engine, WeightSync, Trainer, ChatRenderer, float], Awaitable[object]]
-"""Raises EngineError if the engine cannot be trained with: `setup.engines.check_engine`, or your own."""
+"""Raises EngineError if the engine is unsuitable for training: `loop.engines.check_engine`, or your own."""
 
 
 class CheckedRunner(RolloutRunner, Protocol):
-    """Plays attempts, and checks beforehand that it can."""
+    """Plays attempts, after checking that it can."""
 
     async def check(self, tasks: Sequence[Task]) -> None: ...  # raises ConfigError or EngineError
 
-    def status(self) -> Sequence[ComponentStatus]: ...  # what its own processes do now; called from any thread
+    def status(self) -> Sequence[ComponentStatus]: ...  # current load of its own processes; thread-safe
 
 
 OpenRollouts = Callable[
@@ -44,9 +44,9 @@ OpenRollouts = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What makes the parts of a run; the default is what the configuration says.
+    """Factories of a run's parts; by default as configured.
 
-    open_rollouts: opens what plays attempts; as `rollout.attempt.open_rollouts`.
+    open_rollouts: opens the runner of attempts; as `rollout.attempt.open_rollouts`.
     new_event_loop: for example `treadle.testing.VirtualLoop`; default: asyncio's own.
     """
 
@@ -58,10 +58,10 @@ class Runtime:
 
 
 OpenRuntime = Callable[[RuntimePlan, Path, Callable[[str], None]], AbstractContextManager[Runtime]]
-"""What is registered as a placement (entry points `treadle.placements`, chosen by `placement.kind`).
+"""A registered placement (entry points `treadle.placements`, chosen by `placement.kind`).
 
-It is called with the settings of places, the run's directory (which may not exist yet) and what takes lines for the
-run's output, before anything is loaded. The runtime is used within the context. Raises ConfigError or PlacementError.
+Called with the plan of places, the run's directory (which may not exist yet) and a log function for the run's output,
+before anything is loaded. The runtime is used inside the context. Raises ConfigError or PlacementError.
 """
 
 

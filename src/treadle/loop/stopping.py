@@ -1,4 +1,4 @@
-"""Why a run ends before its last update: a request (Ctrl-C, SIGTERM, a callback), or a limit of `failures`."""
+"""Reasons to end a run before its last update: a request (Ctrl-C, SIGTERM, a callback), or a limit of `failures`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from treadle.rollout.isolation.event_loop import handled
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """Request a stop at the first Ctrl-C or SIGTERM, interrupt at once at the second; on leaving, restore the handlers.
+    """Request a stop at the first Ctrl-C or SIGTERM, interrupt immediately at the second; restore the handlers on leaving.
 
     They are plain handlers rather than the event loop's, which would wait for an update to end.
     """
 
     def ask() -> None:
         stop.request()
-        # a signal may come in the middle of a print, which must not be entered again
+        # A signal may arrive in the middle of a print, which must not be reentered.
         os.write(2, b"\nstopping: finishing this update, then saving a checkpoint (once more: stop at once)\n")
 
     with handled(ask, signal.SIGINT, signal.SIGTERM):
@@ -33,24 +33,25 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
 
 
 class StopConditionMet(TrainingStopped):
-    """A limit is exceeded. The trainer's weights are whole: a checkpoint can be made before the run ends."""
+    """Raised when a limit is exceeded. The trainer's weights are consistent: a checkpoint can be made before the run ends."""
 
 
 @dataclass(slots=True)
 class WindowStats:
-    """What has finished since the last batch was taken; of an attempt and its retries, the last one."""
+    """Attempts finished since the last batch was taken; of an attempt and its retries, only the last one."""
 
     trajectories: int = 0
     groups: int = 0
     failures: Counter[Failure] = field(default_factory=Counter)
-    bad_requests: Counter[str] = field(default_factory=Counter)  # trajectories with some, by their warnings
+    # trajectories with malformed requests, by their warnings
+    bad_requests: Counter[str] = field(default_factory=Counter)
     discarded: Counter[DropReason] = field(default_factory=Counter)
 
 
 def check_failure_rate(window: WindowStats, plan: LoopPlan, update: int) -> None:
     """Raise StopConditionMet if too many trajectories failed, or sent malformed requests.
 
-    That may be before a batch's worth has finished, if it is certain by then. update: the one that is waited for.
+    Raised before a batch's worth has finished if it is certain by then. update: the one being waited for.
     """
     everyone = max(window.trajectories, plan.groups_per_batch * plan.group_size)
     _check_failures(window, everyone, plan, f"of update {update} failed")
@@ -60,7 +61,7 @@ def check_failure_rate(window: WindowStats, plan: LoopPlan, update: int) -> None
 
 
 def check_evaluation(groups: Sequence[Group], plan: LoopPlan) -> None:
-    """Raise StopConditionMet if all attempts at held-out tasks failed, unless failures are never to end the run."""
+    """Raise StopConditionMet if all attempts at held-out tasks failed, unless failures should never end the run."""
     everyone = [trajectory for group in groups for trajectory in group.trajectories]
     window = WindowStats(failures=Counter(t.failure for t in everyone if t.failure is not None))
     if window.failures.total() == len(everyone):
@@ -68,22 +69,23 @@ def check_evaluation(groups: Sequence[Group], plan: LoopPlan) -> None:
 
 
 def check_refusal_rate(refused: Mapping[str, str], plan: LoopPlan, update: int) -> None:
-    """Raise StopConditionMet if the trainer could not train too many. refused: trajectory_id -> why, of a batch."""
+    """Raise StopConditionMet if the trainer refused too many. refused: trajectory_id -> reason, for a batch."""
     if refused:
-        trajectories = plan.groups_per_batch * plan.group_size  # whatever was retried before
+        trajectories = plan.groups_per_batch * plan.group_size  # independent of retries
         what, why = f"of update {update} could not be trained", f"for example {min(refused.values())}"
         _check_share(len(refused), trajectories, plan, what, why)
 
 
 def check_discard_rate(window: WindowStats, plan: LoopPlan, update: int) -> None:
-    """Raise StopConditionMet if too many groups were sampled in vain. update: that is waited for."""
+    """Raise StopConditionMet if too many sampled groups were discarded. update: the one being waited for."""
     limit, batch = plan.failures.max_sampled, plan.groups_per_batch
-    if window.groups < limit * batch or window.discarded.total() <= (limit - 1) * batch:  # others wait for a straggler
+    # the others wait for a straggler
+    if window.groups < limit * batch or window.discarded.total() <= (limit - 1) * batch:
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in window.discarded.most_common())
     raise StopConditionMet(
         f"{window.groups} groups were sampled for update {update}, which needs {batch}; discarded: {reasons} "
-        f"(failures.max_sampled is {limit:g} times what is needed)"
+        f"(failures.max_sampled is {limit:g} times the required number)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which group is started next: `TaskOrder`, an endless sequence of tasks, and `TaskQueue`, where a run stands in it."""
+"""The order of groups: `TaskOrder`, an endless sequence of tasks, and `TaskQueue`, a run's position in it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from treadle.data.tasks import Mixture
 
 
 class TaskOrder:
-    """Orders the training tasks, for ever: a pure function of tasks, seed and index.
+    """Orders the training tasks, endlessly: a pure function of tasks, seed and index.
 
-    Each source of a `Mixture` gets its share of the groups, as evenly as can be: of the first n, its share of n to
+    Each source of a `Mixture` gets its share of the groups, as evenly as possible: of the first n groups, its share of
+    n to within about one. It goes through its own tasks epoch by epoch. Tasks outside a mixture form one source.
     about one group. It goes through its own tasks epoch by epoch. Tasks of no mixture are one source.
     """
 
@@ -28,7 +29,7 @@ class TaskOrder:
             raise DataError("there are no training tasks")
         parts, weights = (tasks.parts, tasks.weights) if isinstance(tasks, Mixture) else ([tasks], [1.0])
         self.tasks, self._weights = tasks, weights
-        self._turns: list[tuple[int, int]] = []  # source of each group so far, and how many before it were of that one
+        self._turns: list[tuple[int, int]] = []  # source of each group so far, and the number of earlier groups from it
         self._counts = [0] * len(weights)
         self._starts = [0, *accumulate(map(len, parts))]
         self._orders = [_SourceOrder(len(part), seed, shuffle, number) for number, part in enumerate(parts)]
@@ -36,7 +37,7 @@ class TaskOrder:
             math.ceil(len(part) * sum(weights) / weight) + len(parts) - 1
             for part, weight in zip(parts, weights, strict=True)
         )
-        """Groups among which every task comes up at least once."""
+        """Number of consecutive groups that include every task at least once."""
 
     def at(self, index: int) -> tuple[int, int, Task]:
         """Return (epoch of its source, position in the dataset, task) of the group with this submission index."""
@@ -46,7 +47,7 @@ class TaskOrder:
         return epoch, position, self.tasks[position]
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """The source that is furthest behind its share, the first of several, and its groups before this one."""
+        """Return the source furthest behind its share, the first of several, and its number of groups before this one."""
         if len(self._weights) == 1:
             return 0, index
         while len(self._turns) <= index:
@@ -59,7 +60,7 @@ class TaskOrder:
 class _SourceOrder:
     """Orders the tasks of one source: each epoch has its own shuffle, a pure function of seed, source and epoch.
 
-    No epoch has the order of the one before it: where chance would have it so, it is turned by one.
+    No epoch repeats the order of the previous one: should that happen by chance, it is rotated by one.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool, source: int) -> None:
@@ -82,12 +83,12 @@ class _SourceOrder:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Where a run stood when it was left; the default is a new run.
+    """Position of a run when it was left; the default is a new run.
 
-    next_index: of the first group that was never started. requeued: indices of earlier ones that were not trained, and
-    are sampled again. restored: index -> group of which some attempts are on record; only the others are played.
-    times_sampled: index -> how often a group of it is on record, so that the next one gets a name of its own.
-    failed_tasks: task_id -> groups in a row with too few graded attempts.
+    next_index: first group that was never started. requeued: indices of earlier ones that were not trained, and are
+    sampled again. restored: index -> group with some recorded attempts; only the others are played. times_sampled:
+    index -> number of recorded groups with it, so that the next one gets a new name.
+    failed_tasks: task_id -> consecutive groups with too few graded attempts.
     """
 
     next_index: int = 0
@@ -98,10 +99,10 @@ class Backlog:
 
 
 class TaskQueue:
-    """Hands out groups to be played: those of the backlog that are sampled again, then the order of tasks.
+    """Hands out groups to play: first the backlog's requeued ones, then the order of tasks.
 
-    task_limit: failed groups in a row after which a task is passed over. next_index, requeued, failed_tasks: as in
-    `Backlog`, now.
+    task_limit: consecutive failed groups after which a task is skipped. next_index, requeued, failed_tasks: current
+    values of the fields of `Backlog`.
     """
 
     def __init__(self, order: TaskOrder, task_limit: int, backlog: Backlog | None = None) -> None:
@@ -112,9 +113,9 @@ class TaskQueue:
         self._restored, self._times_sampled = dict(backlog.restored), backlog.times_sampled
 
     def pop(self) -> Group | None:
-        """Return the next group, with the attempts it has on record; None if all tasks are left out.
+        """Return the next group, with its recorded attempts; None if all tasks are left out.
 
-        A group on record is handed out although its task is left out: otherwise its steps would count as trained.
+        A recorded group is handed out even if its task is left out; otherwise its steps would count as trained.
         """
         if self.requeued:
             return self._group(self.requeued.popleft())

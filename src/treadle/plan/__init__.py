@@ -1,1 +1,1 @@
-"""What is decided before anything is sampled: the configuration, checked, and what follows from it."""
+"""Decisions before anything is sampled: the checked configuration and its consequences."""

@@ -1,4 +1,4 @@
-"""What a dry run found: each part that was tried, and the memory that a run needs."""
+"""Results of a dry run: each part it tried, and the memory that a run needs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MemoryPart:
 
     Letters: P weights of the model, A of its adapters, R of the reference, D of the teacher; T tokens of a micro-batch,
     L layers, a of them with attention, m with an MLP, h hidden and i intermediate size, q and k widths of all query and
-    of all key heads, V vocabulary. Of layers with states, in all (the largest) of them: S (s) bytes of a sequence's
-    states, C (c) bytes that autograd keeps of a token.
+    of all key heads, V vocabulary. For layers with states, in total (the largest one): S (s) bytes of a sequence's
+    states, C (c) bytes kept by autograd per token.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Check:
 
 @dataclass(slots=True)
 class DryRun:
-    """The result of a dry run. renderer, prompt: None where they could not be made; agents make their own prompts.
+    """The result of a dry run. renderer, prompt: None if they could not be made; agents make their own prompts.
 
-    tell: takes each check when it is made.
+    tell: called with each check when it is made.
     """
 
     tell: Callable[[Check], object]
@@ -73,13 +73,13 @@ class DryRun:
             how = f"{error.name} is not installed; {how_to_install(error.name)}"
             self._add(Check(name, how, is_missing=True))
         else:
-            if text:  # else there is more to try of it
+            if text:  # otherwise more of this part will be tried
                 self._add(Check(name, text))
             return made
         return None
 
     def look(self, name: str, work: Callable[[], object]) -> None:
-        """Do the work, which raises if a part that is tried later is missing."""
+        """Do work that raises if a part needed later is missing."""
         self.attempt(name, lambda: (work(), ""))
 
     def _add(self, check: Check) -> None:

@@ -1,4 +1,4 @@
-"""The whole configuration of a run, composed of its layers' sections, and the recipes that ship with Treadle."""
+"""The whole configuration of a run, composed of its layers' sections, and the shipped recipes."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
         "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
         "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
-        "placement.learner.device": "set device, which learner and engine have in common",
-        "placement.restarts": "leave it out: a run goes on three times between two checkpoints",
-        "engine.vllm": "set engine.options, which are those of engine.kind",
-        "evaluation.concurrency": "leave it out: as many attempts are played as keep the engines full, or as "
+        "placement.learner.device": "set device, which learner and engine share",
+        "placement.restarts": "leave it out: a run is restarted up to three times between two checkpoints",
+        "engine.vllm": "set engine.options, the options of engine.kind",
+        "evaluation.concurrency": "leave it out: it follows from the engines' capacity, or as many as "
         "orchestration.max_concurrent_groups allows",
-        "orchestration.log_every": "leave it out: every update is a line where there is no terminal",
-        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed at once",
+        "orchestration.log_every": "leave it out: without a terminal, every update is a line",
+        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed immediately",
         **{
             f"placement.{name}.cpus": "leave it out: each process reserves one core"
             for name in ("learner", "engines", "rollout")
@@ -70,7 +70,7 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "override_timeout_sec there",
     }
 )
-"""Full path of a key -> what to do instead, for errors."""
+"""Full path of a removed key -> advice for the error message."""
 
 
 class RunConfig(Config):
@@ -79,11 +79,11 @@ class RunConfig(Config):
     removed_keys = REMOVED_KEYS
 
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
-    about: str = Field("", description="what the recipe does, in a line")
-    seed: int = Field(0, ge=0, lt=2**48, description="keys every random draw of the run")
+    about: str = Field("", description="description of the recipe in one line")
+    seed: int = Field(0, ge=0, lt=2**48, description="seed of every random draw of the run")
     device: Device = Field(
         "auto",
-        description="what learner and Treadle's own engine compute on: cuda is a GPU for each rank of the learner, mps "
+        description="device of the learner and of Treadle's own engine: cuda is one GPU per rank of the learner, mps "
         "Apple's; auto: cuda if this machine has it, else cpu (on a cluster cpu)",
     )
     environment: str = Field("", description="default environment, for tasks that name none")
@@ -92,7 +92,7 @@ class RunConfig(Config):
     )
     reward: str = Field(
         "",
-        description="instead of an environment: function that grades one reply, a registered name or module:function",
+        description="instead of an environment: function to grade one reply, a registered name or module:function",
     )
     agent: str = Field("", description="instead of an environment: agent program, module:function")
     driver: str = Field("", description="instead of either: attempt driver, a registered name or module:Class")
@@ -101,7 +101,7 @@ class RunConfig(Config):
     model: ModelConfig = Field(description="the trained model")
     models: dict[str, OtherModelConfig] = Field(
         default_factory=dict,
-        description="other models, which environments and agents call by name (docs/other-models.md)",
+        description="other models, called by environments and agents by name (docs/other-models.md)",
     )
     warm_start: WarmStartConfig | None = Field(None, description="supervised learning before RL")
     rollout: RolloutConfig = Field(RolloutConfig(), description="how an agent plays")
@@ -113,14 +113,14 @@ class RunConfig(Config):
     evaluation: EvaluationConfig = Field(EvaluationConfig(), description="held-out evaluation")
     orchestration: OrchestrationConfig = Field(OrchestrationConfig(), description="the loop")
     placement: PlacementConfig = Field(PlacementConfig(), description="processes")
-    callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks that follow the run")
+    callbacks: tuple[CallbackConfig, ...] = Field((), description="trackers and callbacks of the run")
 
     @model_validator(mode="after")
     def _players_fit(self) -> RunConfig:
         named = named_players(self) | ({"reward": self.reward} if self.reward else {})
         if len(named) > 1:
             both = " and ".join(f"{kind} {name!r}" for kind, name in named.items())
-            raise ValueError(f"{both} are both set; leave one out (a task may name another of its own)")
+            raise ValueError(f"{both} are both set; leave one out (single tasks may name another)")
         for kind in ("environment", "driver"):
             options = getattr(self, f"{kind}_options")
             if options and kind not in named:
@@ -131,7 +131,7 @@ class RunConfig(Config):
         for name in self.models:
             if name == POLICY or not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(
-                    f"models: {name!r} is no name for a model beside the policy; use letters, digits, . _ -"
+                    f"models: {name!r} is not a valid name for a model beside the policy; use letters, digits, . _ -"
                 )
         if self.algorithm.advantage == "maxrl" and self.rewards.length_penalty is not None:
             raise ValueError(
@@ -155,8 +155,8 @@ class RunConfig(Config):
             )
         if training.precision == "bfloat16_pure" and self.placement.learner.ranks == 1 and training.lora is None:
             raise ValueError(
-                "training.precision 'bfloat16_pure' is of weights that several ranks gather, or "
-                "of the base of adapters, and placement.learner.ranks is 1 and training.lora is not set; set "
+                "training.precision 'bfloat16_pure' applies to weights gathered by several ranks, or "
+                "to the base of adapters, but placement.learner.ranks is 1 and training.lora is not set; set "
                 "training.precision to bfloat16"
             )
         least, size = training.min_group_size, training.group_size
@@ -170,7 +170,7 @@ class RunConfig(Config):
             )
         if not staleness and policy != "mask_steps":
             raise ValueError(
-                f"orchestration.stale_policy is {policy!r}, but with max_staleness 0 nothing is ever stale; leave it "
+                f"orchestration.stale_policy is {policy!r}, but with max_staleness 0 nothing becomes stale; leave it "
                 "out"
             )
         return self
@@ -180,13 +180,13 @@ class RunConfig(Config):
         if self.placement.learner.loading == "sharded" and (self.training.lora or self.model.adapter):
             name = "training.lora" if self.training.lora else "model.adapter"
             raise ValueError(
-                f"{name} and placement.learner.loading 'sharded' do not go together yet; set loading to broadcast"
+                f"{name} and placement.learner.loading 'sharded' cannot be combined yet; set loading to broadcast"
             )
         if self.training.lora is None:
             return self
         if self.model.build is not None:
             raise ValueError(
-                "training.lora needs a model that has learned something: give model.path, and null for model.build "
+                "training.lora needs a trained model: give model.path, and null for model.build "
                 "(`treadle sft RECIPE --out DIR` makes one of a recipe's warm start)"
             )
         if self.training.lora.pin_attempts and not self.orchestration.max_staleness:
@@ -203,13 +203,13 @@ class RunConfig(Config):
 
     @property
     def pinned(self) -> int | None:
-        """Return how many versions an attempt that keeps its first one may be behind; None: it does not keep it."""
+        """Return how many versions a pinned attempt may be behind the newest; None without pinning."""
         lora = self.training.lora
         return self.orchestration.max_staleness if lora is not None and lora.pin_attempts else None
 
     @property
     def player(self) -> tuple[str, str]:
-        """Return what plays the tasks that name nothing themselves: (kind, name), as `Task.player`."""
+        """Return the player of tasks that name none: (kind, name), as `Task.player`."""
         return next(iter(named_players(self).items()), ("environment", self.reward))
 
     @property
@@ -229,23 +229,23 @@ class RunConfig(Config):
         )
 
     def engine_in_training(self, may_wait: bool) -> EngineConfig:
-        """The `engine` section with lock_step resolved: by default it is on in a synchronous run.
+        """Return the `engine` section with lock_step resolved: on by default in a synchronous run.
 
-        may_wait: whether attempts may wait for others to end (`Players.may_wait`): then it is off.
+        may_wait: whether attempts may wait for others to end (`Players.may_wait`), which turns it off.
         """
         return self.engine_in_evaluation(may_wait or self.orchestration.max_staleness > 0)
 
     def repeats(self, may_wait: bool) -> bool:
-        """Whether a resumed run samples an interrupted batch again, whole, because the same bits come of it.
+        """Return whether a resumed run samples an interrupted batch again, in full, to get the same bits.
 
-        They depend on the shapes of all of the batch's lock-step waves and on the KV cache that these leave: recorded
-        answers bring neither back. may_wait: as in `engine_in_training`.
+        The bits depend on the shapes of all of the batch's lock-step waves and on the resulting KV cache, which
+        recorded answers cannot restore. may_wait: as in `engine_in_training`.
         """
         engine = self.engine_in_training(may_wait)
         return self.orchestration.max_staleness == 0 and engine.kind != "vllm" and engine.lock_step is not False
 
     def engine_in_evaluation(self, may_wait: bool) -> EngineConfig:
-        """The `engine` section with lock_step resolved: by default it is on, unless attempts may wait."""
+        """Return the `engine` section with lock_step resolved: on by default, unless attempts may wait."""
         lock_step = not may_wait if self.engine.lock_step is None else self.engine.lock_step
         return self.engine.model_copy(update={"lock_step": lock_step})
 
@@ -255,9 +255,9 @@ class RunConfig(Config):
 
     @property
     def evaluated_together(self) -> int:
-        """Attempts of an evaluation that are played side by side: enough to keep the engines full.
+        """Return the number of concurrent attempts of an evaluation: enough to keep the engines full.
 
-        `orchestration.max_concurrent_groups` bounds them as it bounds those of training.
+        `orchestration.max_concurrent_groups` bounds them as in training.
         """
         groups, enough = self.orchestration.max_concurrent_groups, max(256, self.engine_capacity)
         return enough if groups is None else min(enough, groups * self.training.group_size)
@@ -315,7 +315,7 @@ class RunConfig(Config):
 
     @property
     def min_group_size(self) -> int:
-        """Graded attempts that a group needs to be trained; by default 2 with a group baseline, else 1."""
+        """Graded attempts that a group needs for training; by default 2 with a group baseline, otherwise 1."""
         return self.training.least_graded(estimators.needs_group(self.algorithm))
 
 
@@ -326,9 +326,9 @@ def recipe_names() -> list[str]:
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a shipped recipe by name or any by path, with `key.path=value` overrides. Raises ConfigError.
 
-    A recipe with `extends: OTHER` holds only what differs from that one, a shipped name or a path relative to the
-    recipe's directory (`core.config.merge`; null takes a key away). A file of tasks, there or in an override, begins
-    without the `options` of the source that it replaces. What is returned, and saved, is whole.
+    A recipe with `extends: OTHER` contains only its differences from that one, a shipped name or a path relative to the
+    recipe's directory (`core.config.merge`; null removes a key). A file of tasks, there or in an override, drops the
+    `options` of the source it replaces. The returned, and saved, configuration is complete.
     """
     data = {"recipe": Path(recipe).stem, **read_recipe(recipe)}
     return build(RunConfig, without_source_options(data, overrides), recipe, overrides)
@@ -340,9 +340,9 @@ def config_of(run: RunDirectory, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def with_model_of_run(config: RunConfig) -> RunConfig:
-    """Return the configuration with the checkpoint that `model.path` addresses (`RUN`, `RUN@best`, `RUN@40`), if any.
+    """Resolve `model.path` if it addresses a checkpoint (`RUN`, `RUN@best`, `RUN@40`).
 
-    Raises RunError for one that is not there.
+    Raises RunError for a missing one.
     """
     address = None if config.model.path is None or config.model.adapter else find_address(config.model.path)
     if address is None or (Path(config.model.path or "") / "config.json").is_file():
@@ -358,23 +358,23 @@ PLAYER_OVERRIDES = "reward=module:function, agent=module:function, environment=m
 
 
 def without_player(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a run's data without what plays, and without its options, if the overrides name another kind."""
+    """Return a run's data without its player and the player's options, if the overrides name another kind."""
     kinds = {override.partition("=")[0].strip() for override in overrides}.intersection(_PLAYERS)
     others = {kind for kind in _PLAYERS if kinds and kind not in kinds}
     return {key: value for key, value in data.items() if key.removesuffix("_options") not in others}
 
 
 def without_source_options(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the data without the options of sources of tasks that the overrides replace by files."""
+    """Return the data without the options of task sources that the overrides replace by files."""
     named = [o for o in overrides if o.partition("=")[0].strip() in ("data.train.source", "data.held_out.source")]
     return _without_source_options(data, apply_overrides({}, named))
 
 
 def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below` without the options of the sources that are files in `above`, which take none.
+    """Return `below` without the options of sources that are files in `above`, which take none.
 
     `{"data": {"train": {"source": "lookup", "options": {"count": 9}}}}` below `{"data": {"train": {"source":
-    "my.jsonl"}}}` is without the count.
+    "my.jsonl"}}}` loses the count.
     """
     sections, others = below.get("data"), above.get("data")
     if not isinstance(sections, Mapping) or not isinstance(others, Mapping):
@@ -394,13 +394,13 @@ def _without_source_options(below: Mapping[str, Any], above: Mapping[str, Any]) 
 
 
 def is_registered(config: RunConfig) -> bool:
-    """Whether what plays is named as a recipe can name it: not one that was made in Python."""
+    """Return whether a recipe can name the player: not one made in Python."""
     kind, name = config.player
     return bool(config.reward) or ":" in name or not name or name in registry.names(f"{kind}s")
 
 
 def read_recipe(recipe: str) -> dict[str, Any]:
-    """Return what a recipe and those that it extends say, as plain data. Raises ConfigError."""
+    """Return the plain data of a recipe and those it extends. Raises ConfigError."""
     return _read(_recipe_path(recipe), ())
 
 
@@ -422,7 +422,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _recipe_path(recipe: str, extending: Path | None = None) -> Path:
-    """Find a recipe. extending: the recipe that extends it, whose directory a path is relative to."""
+    """Find a recipe. extending: the recipe that extends it; paths are relative to its directory."""
     names = recipe_names()
     if recipe in names:
         return Path(str(files("treadle.recipes") / f"{recipe}.yaml"))

@@ -1,4 +1,4 @@
-"""Conversations that a warm start learns from: found, or played at random."""
+"""Conversations for a warm start: found, or played at random."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from treadle.training.demonstrations import (
 
 
 class Opened(NamedTuple):
-    """Demonstrations by number, and the hash of what they are made of. about: a line about those that were played."""
+    """Demonstrations by number, and the hash of their sources. about: a line about played ones."""
 
     row: Demonstrations
     sha256: str
@@ -37,14 +37,14 @@ class Opened(NamedTuple):
 
 
 def check_demonstrations(config: RunConfig, inputs: Inputs, renderer: ChatRenderer) -> None:
-    """Raise ConfigError or DataError if there are no demonstrations to learn from, or the first cannot be rendered."""
+    """Raise ConfigError or DataError if there are no demonstrations, or the first cannot be rendered."""
     if config.warm_start is not None:
         first = asyncio.run(open_demonstrations(config, inputs, most=64)).row(0)
         demonstrated_calls(first.messages, renderer, first.tools)
 
 
 async def open_demonstrations(config: RunConfig, inputs: Inputs, most: int | None = None) -> Opened:
-    """Find the configured demonstrations, or have them played. most: attempts to play; default: as configured."""
+    """Find the configured demonstrations, or play them. most: maximum number of attempts; default: as configured."""
     section = config.warm_start
     assert section is not None, "the configuration has a warm start"
     if section.demonstrations != RANDOM_CALLS:
@@ -58,7 +58,7 @@ async def open_demonstrations(config: RunConfig, inputs: Inputs, most: int | Non
         tasks = [replace(task, environment=name, agent="", driver="") for task in inputs.train]
     if not tasks:
         raise ConfigError(
-            f"warm_start.demonstrations is {RANDOM_CALLS}, and no environment plays, whose tools could be called; set "
+            f"warm_start.demonstrations is {RANDOM_CALLS}, but no environment with tools plays; set "
             "warm_start.options.environment to one with the agent's tools, module:Class, or warm_start to null if the "
             "model can call them"
         )
@@ -66,5 +66,5 @@ async def open_demonstrations(config: RunConfig, inputs: Inputs, most: int | Non
     played = await play_all_at_random(tasks, environments, config.rollout, config.seed, count)
     rows = [Demonstration(attempt.messages, attempt.tools) for attempt in played]
     calls = ", ".join(f"{name} {number:,}" for name, number in calls_of_tools(played).items())
-    about = f"random calls that worked, in {len(rows):,} attempts: {calls}"
+    about = f"successful random calls, in {len(rows):,} attempts: {calls}"
     return Opened(reshuffled(rows, config.seed), hashlib.sha256(json.dumps(rows).encode()).hexdigest(), about)

@@ -1,7 +1,7 @@
-"""Which device a run computes on, in which precision, and which GPUs it leaves unused.
+"""The device and precision of a run, and GPUs it leaves unused.
 
-device: auto                            -> cuda, if there is a GPU for each rank; else cpu
-training.precision, engine.dtype: null  -> bfloat16, where such a GPU has it; else float32
+device: auto                            -> cuda, if there is a GPU per rank; otherwise cpu
+training.precision, engine.dtype: null  -> bfloat16, if such a GPU supports it; otherwise float32
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from treadle.core.errors import ConfigError
 from treadle.engines.config import Device, EngineConfig
 from treadle.plan.config import RunConfig
 
-_NVIDIA = Path("/proc/driver/nvidia/gpus")  # a directory for each GPU, with any torch
+_NVIDIA = Path("/proc/driver/nvidia/gpus")  # one directory per GPU, independent of torch
 
 
 def settled(config: RunConfig, before: RunConfig | None = None) -> RunConfig:
     """Return the configuration with device and precisions filled in, as it is stored.
 
-    before: of the run that goes on, which keeps its own where no others are configured.
-    Raises ConfigError for a device that is not there (`check_device`).
+    before: configuration of the run to continue, whose values are kept unless others are configured.
+    Raises ConfigError for a missing device (`check_device`).
     """
     device: Device = before.device if before is not None and config.device == "auto" else config.device
     precision, dtype = config.training.precision, config.engine.dtype
@@ -40,25 +40,25 @@ def settled(config: RunConfig, before: RunConfig | None = None) -> RunConfig:
 
 
 def settled_engine(config: EngineConfig, device: Device) -> EngineConfig:
-    """Return the section with `dtype` filled in. device: of Treadle's own engine; vLLM's is a GPU if one is here."""
+    """Return the section with `dtype` filled in. device: device of Treadle's own engine; vLLM uses a GPU if present."""
     half = torch.cuda.is_available() and has_bfloat16("cuda") if config.kind == "vllm" else has_bfloat16(device)
     return config.model_copy(update={"dtype": config.dtype or ("bfloat16" if half else "float32")})
 
 
 def chosen(device: Device, ranks: int = 1) -> Device:
-    """Return the device: `auto` is cuda if there is a GPU for each rank, else cpu."""
+    """Return the device: `auto` becomes cuda if there is a GPU per rank, otherwise cpu."""
     return device if device != "auto" else "cuda" if torch.cuda.device_count() >= ranks else "cpu"
 
 
 def has_bfloat16(device: Device) -> bool:
-    """Whether the device computes in bfloat16 by default. A GPU that is not here is taken for one that can."""
+    """Return whether the device computes in bfloat16 by default. A GPU elsewhere is assumed to support it."""
     return device == "cuda" and (
         not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     )
 
 
 def check_device(device: Device, ranks: int = 1) -> None:
-    """Raise ConfigError if this machine does not have the device, for each rank."""
+    """Raise ConfigError if this machine lacks the device, for each rank."""
     here = f"this torch ({torch.__version__})"
     if device == "cuda" and ranks > (count := torch.cuda.device_count()):
         fewer = f", or placement.learner.ranks={count}" if count else ""
@@ -82,7 +82,7 @@ def describe_device(config: RunConfig) -> str:
 
 
 def unused_gpus(device: Device, engine: EngineConfig, ranks: int = 1) -> str:
-    """Return a line about GPUs that nothing of the run computes on, and the key that changes it; "" without any."""
+    """Return a line about GPUs that the run does not use, and the key to change that; "" without any."""
     count = torch.cuda.device_count()
     if not count:
         return _invisible_gpus(device)
@@ -109,7 +109,7 @@ def _invisible_gpus(device: Device) -> str:
 
 
 def _gpus_of_vllm(engine: EngineConfig) -> set[int]:
-    """The GPUs of servers that are started here, by number."""
+    """Return the GPUs of servers started here, by number."""
     if engine.kind != "vllm" or engine.vllm.urls:
         return set()
     visible = engine.vllm.environment.get("CUDA_VISIBLE_DEVICES")

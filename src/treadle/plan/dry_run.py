@@ -1,9 +1,9 @@
-"""A dry run tries each part that a recipe needs by itself, trains, writes and downloads nothing, and estimates memory.
+"""A dry run tries each part of a recipe, without training, writing or downloading anything, and estimates memory.
 
     settings -> data -> callbacks -> files of models, engine, demonstrations      in a second, without torch
     -> device -> tokenizer -> model, reference, teacher -> engine -> drivers -> prompt -> demonstrations -> memory, disk
 
-A part that is missing is named at once; parts that need it are left out, and all others are tried.
+A missing part is reported at once; parts that need it are skipped, and all others are tried.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from treadle.report.callbacks import load_callbacks
 
 
 def dry_run(config: RunConfig, runs: Path, log: Log, tell: Callable[[Check], object] = lambda check: None) -> DryRun:
-    """Try all that a run of this configuration needs before its first rollout.
+    """Try everything that a run of this configuration needs before its first rollout.
 
-    runs: directory that would hold the run's. log: takes lines about environments that block the event loop. tell:
-    takes each check when it is made.
+    runs: parent of the run's directory. log: receives lines about environments that block the event loop. tell:
+    receives each check when it is made.
     """
     result = DryRun(tell)
     result.attempt("settings", lambda: _settings(config))
@@ -43,7 +43,7 @@ def _settings(config: RunConfig) -> tuple[object, str]:
 
 
 def _data(config: RunConfig) -> tuple[Inputs, str]:
-    """Load tasks and what plays them; the other inputs are checks of their own."""
+    """Load tasks and players; the other inputs are checked separately."""
     inputs = load_inputs(config.model_copy(update={"warm_start": None, "callbacks": ()}))
     players = inputs.players
     names = [*players.environments, *players.agents, *players.drivers]
@@ -52,7 +52,7 @@ def _data(config: RunConfig) -> tuple[Inputs, str]:
 
 
 def _look_for_files(result: DryRun, config: RunConfig) -> None:
-    """Look for what other checks need, before they import what takes seconds."""
+    """Look for files needed by later checks, before slow imports."""
     model, kl, distillation = config.model, config.algorithm.kl, config.algorithm.distillation
     result.look("tokenizer", lambda: require_template(model.chat_template, "model.chat_template"))
     result.look("tokenizer", lambda: tokenizer_directory(model))

@@ -42,11 +42,11 @@ from treadle.training.frozen import make_reference
 from treadle.training.lm_head import CHUNK_BYTES
 from treadle.training.make import reach_teacher
 
-_LOOKED_AT = 1000  # tasks of which the longest prompt is sought
+_LOOKED_AT = 1000  # tasks to search for the longest prompt
 
 
 def try_parts(result: DryRun, config: RunConfig, inputs: Inputs | None, runs: Path, log: Log) -> None:
-    """Try what `dry_run` has not tried yet.
+    """Try the parts that `dry_run` has not tried yet.
 
     inputs: None if they are missing.
     """
@@ -85,11 +85,11 @@ def _device(config: RunConfig) -> tuple[object, str]:
 
 
 def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRenderer | None) -> int | None:
-    """Tokens of the longest prompt among the first tasks, where an attempt is one reply to it; None if unknown."""
+    """Return the length of the longest prompt among the first tasks, if an attempt is one reply to it; None if unknown."""
     if not config.reward or inputs is None or renderer is None:
         return None
     longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)
-    with suppress(TreadleError):  # which the first prompt tells of
+    with suppress(TreadleError):  # reported with the first prompt
         return min(len(Conversation(renderer).render(longest.prompt).ids), config.rollout.max_input_tokens)
     return None
 
@@ -163,7 +163,7 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
 
 
 def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:
-    """Open the attempt drivers, have each say what plays the first of its tasks, and close them again."""
+    """Open the attempt drivers, have each describe the player of its first task, and close them again."""
     only = Players(drivers=inputs.players.drivers)
 
     async def opened() -> list[str]:
@@ -175,7 +175,7 @@ def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log
 
 async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
     played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
-    describe = getattr(driver, "describe", None)  # a driver need not inherit
+    describe = getattr(driver, "describe", None)  # a driver need not inherit the method
     return (played and describe and await describe(played)) or f"{name} can be started"
 
 
@@ -195,7 +195,7 @@ def _demonstrations(
 
 
 def _memory(parts: list[MemoryPart], ranks: int) -> tuple[object, str]:
-    """Compare what is needed with what is here: of this machine, and of the GPUs, if they are."""
+    """Compare needed and available memory: of this machine, and of its GPUs, if used."""
     texts: list[str] = []
     lacking: MemoryPart | None = None
     for on_gpu in (True, False):
@@ -243,13 +243,12 @@ def estimate_memory(
     teacher: PreTrainedModel | None = None,
     prompt: int | None = None,
 ) -> list[MemoryPart]:
-    """Estimate what the run's own processes need at their peak, in bytes; servers of vLLM are not among them.
+    """Estimate the peak memory of the run's own processes, in bytes; vLLM's servers are not included.
 
-    model, reference, teacher: shapes suffice. prompt: tokens of the longest one, if an attempt is a reply to it.
-    Weights and optimizer, of all ranks together, are exact, the engine's
-    cache is what it may grow to, micro-batches are as large as settings allow, and activations are an estimate for
-    decoders with gated MLPs (those of Llama and Qwen:
-    2% below to 25% above what autograd keeps). Layers with states are measured (`states.state_memory`).
+    model, reference, teacher: shapes suffice. prompt: length of the longest one in tokens, if an attempt is a reply to
+    it. Weights and optimizer, of all ranks together, are exact, the engine's cache is its maximum size, micro-batches
+    are as large as settings allow, and activations are an estimate for decoders with gated MLPs (for Llama and Qwen: 2%
+    below to 25% above the memory kept by autograd). Layers with states are measured (`states.state_memory`).
     """
     moved = sum(p.numel() for _, p in trained(model)) * _FLOAT32
     served = sum(t.numel() for _, t in published(model)) * _FLOAT32
@@ -259,13 +258,13 @@ def estimate_memory(
         base //= 2
     weights, letter = base + served, "A" if lora else "P"
     ranks, resident = config.placement.learner.ranks, _resident_bytes()
-    host = [MemoryPart("Python and libraries", resident, "of this process now")]
+    host = [MemoryPart("Python and libraries", resident, "this process now")]
     if ranks > 1:
-        host.append(MemoryPart("those of the ranks", ranks * resident, f"{ranks} x as much as this process now"))
+        host.append(MemoryPart("the ranks' own", ranks * resident, f"{ranks} x as much as this process now"))
     if on_gpu := config.device == "cuda":
         host.append(MemoryPart("weights while they are read", 2 * weights, "2 x the learner's, before they are moved"))
     parts = [
-        MemoryPart("weights", weights, "of the base, and 4 bytes x A" if lora else "4 bytes x P"),
+        MemoryPart("weights", weights, "the base's, and 4 bytes x A" if lora else "4 bytes x P"),
         MemoryPart("gradients", moved, f"4 bytes x {letter}"),
         MemoryPart("AdamW's moments", 2 * moved, f"8 bytes x {letter}"),
     ]
@@ -284,7 +283,7 @@ def estimate_memory(
 
 
 def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTrainedModel | None) -> int:
-    """About how many bytes a checkpoint takes on disk: weights, two moments, the reference and teacher that it has."""
+    """Return the approximate size of a checkpoint on disk: weights, two moments, and its reference and teacher."""
     beside = () if config.algorithm.kl is None else (model if reference is None else reference,)
     modules = (model, *beside, *([model] * _keeps_teacher(config)))
     moments = 2 * sum(parameter.numel() for _, parameter in trained(model))
@@ -293,7 +292,7 @@ def checkpoint_size(config: RunConfig, model: PreTrainedModel, reference: PreTra
 
 
 def _keeps_teacher(config: RunConfig) -> bool:
-    """Whether the teacher is an earlier policy, which memory and checkpoints hold."""
+    """Return whether the teacher is an earlier policy, kept in memory and in checkpoints."""
     section = config.algorithm.distillation
     return section is not None and section.teacher is None and section.weights != "current"
 
@@ -301,13 +300,13 @@ def _keeps_teacher(config: RunConfig) -> bool:
 def machine_memory() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # not there, or "max"
+        with suppress(OSError, ValueError):  # missing, or "max"
             limits.append(int(file.read_text()))
     return min(limits)
 
 
 def gpu_memory(number: int) -> int | None:
-    """Bytes of so many GPUs of this machine together; None if it has fewer."""
+    """Return the total bytes of this many GPUs on this machine; None if it has fewer."""
     if torch.cuda.device_count() < number:
         return None
     return sum(int(torch.cuda.get_device_properties(n).total_memory) for n in range(number))
@@ -321,9 +320,9 @@ def _resident_bytes() -> int:
 def _engine_parts(
     config: RunConfig, model: PreTrainedModel, base: int, served: int, prompt: int | None, states: StateMemory
 ) -> tuple[list[MemoryPart], list[MemoryPart]]:
-    """Return what is where the engine computes, and what is in this machine's memory in any case.
+    """Return the memory where the engine computes, and the memory in this machine in any case.
 
-    base: of adapters, which an engine in the learner's process shares if it has the same type.
+    base: size of an adapter's base, which an engine in the learner's process shares if it has the same dtype.
     """
     engine, size = config.engine, 4 if config.engine.dtype_name == "float32" else 2
     letter, copy = "A" if base else "P", served * size // _FLOAT32
@@ -348,7 +347,7 @@ def _engine_parts(
 
 
 def _open_attempts(config: RunConfig) -> int:
-    """The most attempts at a time: in training or an evaluation."""
+    """Return the maximum number of concurrent attempts, in training or an evaluation."""
     size, groups = config.training.group_size, config.orchestration.max_concurrent_groups
     evaluated = 0 if config.data.held_out is None else config.evaluated_together
     wanted = config.groups_per_batch * size
@@ -357,9 +356,9 @@ def _open_attempts(config: RunConfig) -> int:
 
 
 def _tokens_of_pass(config: RunConfig, prompt: int | None) -> int:
-    """The most tokens that one pass can have: a full micro-batch, or all attempts of an update or of the warm start."""
+    """Return the maximum tokens of one pass: a full micro-batch, or all attempts of an update or of the warm start."""
     training, rollout = config.training, config.rollout
-    if config.agent or config.driver:  # makes as many calls as it likes
+    if config.agent or config.driver:  # the number of calls is unknown
         return training.max_tokens_per_microbatch
     if prompt is None:
         group = training.group_size * rollout.max_steps * rollout.longest_call
@@ -397,7 +396,7 @@ def _activations(
 
 
 def _ends_of_pass(config: RunConfig, tokens: int) -> int:
-    """Return how many calls a pass has whose states others begin with, if completions are as long as they may be."""
+    """Return the number of calls in a pass with states that others begin with, for completions of maximum length."""
     training, rollout = config.training, config.rollout
     calls = training.tasks_per_update * training.group_size * rollout.max_steps
     return min(calls, max(1, tokens // rollout.max_completion_tokens))
@@ -415,7 +414,7 @@ class _Widths:
 
     @property
     def cached(self) -> int:
-        """Numbers that the engine's cache has of a token."""
+        """Return the numbers per token in the engine's cache."""
         return sum(2 * keys for _, keys in self.attention)
 
 
@@ -427,7 +426,7 @@ def _widths(config: PretrainedConfig) -> _Widths | None:
     attention = [each for each in heads if each is not None]
     if layers is None or hidden is None or (intermediate is None and attending) or len(attention) < len(attending):
         return None
-    blocks = [kind for kind in layer_kinds(text) if kind in ("mlp", "moe")]  # of Nemotron-H: an MLP alone
+    blocks = [kind for kind in layer_kinds(text) if kind in ("mlp", "moe")]  # Nemotron-H's blocks with only an MLP
     expert = _number(text, "moe_intermediate_size") or (_number(text, "num_local_experts") and intermediate)
     if expert and set(blocks) != {"mlp"}:
         shared = _number(text, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size") or 0
@@ -436,7 +435,7 @@ def _widths(config: PretrainedConfig) -> _Widths | None:
 
 
 def _heads(layer: PretrainedConfig) -> tuple[int, int] | None:
-    """Return q and k of a layer, whose configuration may differ from the others'."""
+    """Return q and k of a layer; its configuration may differ from the others'."""
     heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size") or 0
     if not heads:
         return None
@@ -445,6 +444,6 @@ def _heads(layer: PretrainedConfig) -> tuple[int, int] | None:
 
 
 def _number(config: PretrainedConfig, *names: str) -> int | None:
-    """Return the first of these that a configuration has."""
+    """Return the first of these in a configuration."""
     first: Any = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
     return first if isinstance(first, int) else None

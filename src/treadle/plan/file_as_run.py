@@ -1,4 +1,4 @@
-"""A file of recorded trajectories as a run, so that what shows runs shows it too."""
+"""A file of recorded trajectories as a run, for commands that show runs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _UNREWARDED = (UNREWARDED.cause, UNREWARDED.message)
 
 
 def file_as_run(file: Path) -> Path:
-    """Return a run directory, removed at exit, with the trajectories that a .jsonl file has now.
+    """Return a run directory, removed at exit, with the current trajectories of a .jsonl file.
 
-    Its state is `recorded`. Those to which no reward was given have not failed: their status is `unrated`.
+    Its state is `recorded`. Trajectories without a reward have not failed: their status is `unrated`.
 
-    Raises DataError for a file that is malformed, empty, has text without ids, or an id twice.
+    Raises DataError for a file that is malformed or empty, has text without ids, or a repeated id.
     """
     records = list(read_records(file))
     if not records:
@@ -70,11 +70,11 @@ def _check_distinct(records: Iterable[RecordedTrajectory]) -> None:
     for recorded in records:
         ident = recorded.trajectory.trajectory_id
         if (place := places.setdefault(ident, recorded.source)) != recorded.source:
-            raise DataError(f"{recorded.source}: trajectory {ident} is at {place}, too; give each an id of its own")
+            raise DataError(f"{recorded.source}: trajectory {ident} is at {place}, too; give each its own id")
 
 
 def _groups(records: Iterable[RecordedTrajectory]) -> Iterator[Group]:
-    """The attempts at each task, as a group, in the file's order."""
+    """Yield the attempts at each task as a group, in the file's order."""
     by_group: dict[str, list[RecordedTrajectory]] = {}
     for recorded in records:
         by_group.setdefault(recorded.group_id, []).append(recorded)

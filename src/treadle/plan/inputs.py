@@ -1,4 +1,4 @@
-"""What a run is given: tasks, environments, agents, callbacks; checked before anything expensive starts."""
+"""Inputs of a run: tasks, environments, agents, callbacks; checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 _NOBODY = Players()
 
 IN_MEMORY = "in memory"
-"""`data.train.source` of a run whose tasks were made in Python: no recipe can name them."""
+"""`data.train.source` of a run with tasks made in Python, which no recipe can name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The tasks, the environments, agents and drivers that they name, and the callbacks by name."""
+    """The tasks, their environments, agents and drivers by name, and the callbacks."""
 
     train: Sequence[Task]
     held_out: Sequence[Task]
@@ -58,27 +58,26 @@ class Inputs:
 
 
 def is_in_memory(section: SourceConfig | tuple[SourceConfig, ...] | None) -> bool:
-    """Whether the tasks of a section were made in Python."""
+    """Return whether the tasks of a section were made in Python."""
     return section is not None and sources_of(section)[0].source == IN_MEMORY
 
 
 def is_of_python(config: RunConfig) -> bool:
-    """Whether no recipe can name the training tasks, or what plays them: they were made in Python."""
+    """Return whether no recipe can name the training tasks or their player, as they were made in Python."""
     return is_in_memory(config.data.train) or not is_registered(config)
 
 
 def has_held_out(config: RunConfig) -> bool:
-    """Whether there are held-out tasks that can be loaded and played by what the configuration names."""
+    """Return whether there are held-out tasks that can be loaded and played by configured players."""
     held_out = config.data.held_out
     return held_out is not None and not is_in_memory(held_out) and is_registered(config)
 
 
 def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
-    """Return the configuration with which a run goes on, from the latest checkpoint or the one that is named, or is
-    begun anew, if it has none.
+    """Return the configuration for resuming a run from its latest or a named checkpoint, or for restarting it without one.
 
-    Raises RunError for a run that is finished or has no such checkpoint, or whose tasks only a program can make;
-    ConfigError for what may not change.
+    Raises RunError for a run that is finished or has no such checkpoint, or with tasks that only a program can make;
+    ConfigError for a setting that may not change.
     """
     run = RunDirectory.open(path)
     if run.has_summary and not overrides and checkpoint is None:
@@ -87,9 +86,9 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
             "give it more orchestration.updates, or --resume-from an earlier checkpoint"
         )
     config = config_of(run, overrides)
-    if checkpoint is not None or not run.is_unsaved:  # which is begun anew
+    if checkpoint is not None or not run.is_unsaved:  # it is restarted
         check_changes(changes(config_of(run), config))
-        find_checkpoint(path, checkpoint or "latest")  # or an error, before torch is loaded
+        find_checkpoint(path, checkpoint or "latest")  # fails early, before torch is loaded
     if is_in_memory(config.data.train):
         raise RunError(
             f"run {str(path)!r} was started from Python; continue with treadle.train(..., resume=True) there"
@@ -104,7 +103,7 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
 
 
 def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks, what plays them, and callbacks as configured, and check the first demonstration. Needs no torch.
+    """Load tasks, players and callbacks as configured, and check the first demonstration. Needs no torch.
 
     Raises ConfigError or DataError.
     """
@@ -115,13 +114,13 @@ def load_inputs(config: RunConfig) -> Inputs:
 
 
 def check_demonstration(config: RunConfig) -> None:
-    """Make the first demonstration of the warm start, if there is one. Raises ConfigError or DataError."""
+    """Make the first demonstration of the warm start, if any. Raises ConfigError or DataError."""
     if config.warm_start is not None and config.warm_start.demonstrations != RANDOM_CALLS:
         load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
 
 
 def load_held_out(config: RunConfig) -> Inputs:
-    """Load only what an evaluation needs. Needs no torch. Raises ConfigError or DataError."""
+    """Load only the inputs of an evaluation. Needs no torch. Raises ConfigError or DataError."""
     if config.data.held_out is None:
         raise ConfigError("the configuration has no held-out tasks; add data.held_out.source=...")
     configured = configured_players(config)
@@ -129,7 +128,7 @@ def load_held_out(config: RunConfig) -> Inputs:
 
 
 def configured_players(config: RunConfig) -> Players:
-    """Return what the recipe names to play its tasks, by name, and the other models. Raises ConfigError."""
+    """Return the recipe's players by name, and the other models. Raises ConfigError."""
     kind, name = config.player
     return Players(
         _environments(config),
@@ -152,10 +151,10 @@ def make_inputs(
     named: Players = _NOBODY,
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
 ) -> Inputs:
-    """Return the inputs of tasks; environments, agents and drivers not in `named` are looked up in the registry.
+    """Return the inputs of tasks; players not in `named` are looked up in the registry.
 
-    The one in `named`, if any, plays the tasks that name nothing. Raises DataError for no training tasks or a held-out
-    task that is a training task too, ConfigError for what cannot play, or would play nothing.
+    The one in `named`, if any, plays the tasks that name none. Raises DataError for no training tasks or a held-out
+    task that is a training task too, ConfigError for an invalid player, or one that would play no task.
     """
     if not train:
         raise DataError("there are no training tasks; give some (data.train, or tasks= in Python)")
@@ -173,7 +172,7 @@ def make_held_out(held_out: Sequence[Task], named: Players = _NOBODY) -> Inputs:
 
 
 def _played(tasks: Sequence[Task], named: Players, split: Split) -> Sequence[Task]:
-    """Return the tasks, each with something that plays it. Raises ConfigError if what is named would play none."""
+    """Return the tasks, each with a player. Raises ConfigError if the named player would play none."""
     by_kind = {"environment": named.environments, "agent": named.agents, "driver": named.drivers}
     player = next(((kind, name) for kind, them in by_kind.items() for name in them), None)
     tasks = with_players(tasks, player or ("environment", ""))
@@ -188,7 +187,7 @@ def _played(tasks: Sequence[Task], named: Players, split: Split) -> Sequence[Tas
 
 
 def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
-    """Load the environments, agents and drivers that the tasks name, but for those in `loaded`. Raises ConfigError."""
+    """Load the tasks' environments and agents, except those in `loaded`. Raises ConfigError."""
     named = sorted(set[Player]().union(*map(players, tasks)))
     if ("environment", "") in named:
         raise ConfigError(
@@ -205,7 +204,7 @@ def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
     copies = [name for name, make in loaded.models.items() if make is PolicyCopy]
     if copies and (other := next(((kind, name) for kind, name in named if kind != "environment"), None)):
         raise ConfigError(
-            f"models.{copies[0]} is a copy of the policy, which environments alone may call, and the {other[0]} "
+            f"models.{copies[0]} is a copy of the policy, which only environments may call, but the {other[0]} "
             f"{other[1]!r} plays tasks; write an environment for it, or leave policy: true out"
         )
     return Players(environments, agents, of_kind("driver", loaded.drivers, load_driver), loaded.models)
@@ -214,7 +213,7 @@ def load_players(*tasks: Sequence[Task], loaded: Players = _NOBODY) -> Players:
 def load_split(
     config: RunConfig, split: Split, environments: Mapping[str, EnvironmentFactory] | None = None
 ) -> Sequence[Task]:
-    """Return the tasks of `data.train` or `data.held_out`, none if it is not set.
+    """Return the tasks of `data.train` or `data.held_out`; empty if not set.
 
     environments: by name, instead of the recipe's. Raises ConfigError or DataError.
     """
@@ -223,7 +222,7 @@ def load_split(
 
 
 def load_context(config: RunConfig, environments: Mapping[str, EnvironmentFactory] | None = None) -> LoadContext:
-    """What all sources of a run have in common. Raises ConfigError for what does not exist."""
+    """Return the settings common to all sources of a run. Raises ConfigError for unknown names."""
     known = _environments(config) if environments is None else environments
     return LoadContext(config.data.columns, config.player, known, config.seed)
 
@@ -245,7 +244,7 @@ def check_first_prompts(
 
 
 def check_drivers(players: Players, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Open the attempt drivers and close them again; raises what they lack before a warm start or an engine's start."""
+    """Open the attempt drivers and close them again, to raise their errors before a warm start or an engine's start."""
     if not players.drivers:
         return
 
@@ -259,12 +258,12 @@ def check_drivers(players: Players, renderer: ChatRenderer, config: RunConfig, l
 def first_prompt(
     inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]
 ) -> FirstPrompt | None:
-    """Return the prompt of the first task whose environment can be reset; None where only agents and drivers play, or
-    where another role of the policy begins.
+    """Return the prompt of the first task whose environment resets; None if an agent, a driver or another role of the
+    policy makes it.
 
-    log: takes lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
+    log: receives lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
     three can be reset, if one refuses its options, may wait longer than `rollout.environment_timeout` or needs more
-    calls than `rollout.max_steps`, or if that prompt is longer than `rollout.max_input_tokens` or the mark of
+    calls than `rollout.max_steps`, or if the prompt is longer than `rollout.max_input_tokens` or the mark of
     `rollout.compaction`. Agents are not started: their first prompt is unknown.
     """
     problems = []
@@ -286,7 +285,7 @@ def first_prompt(
                 log(line)
             if config.rollout.conversation == "single_message":
                 raise ConfigError(
-                    f"environment {name!r} has tools, whose answers are messages of their own, and "
+                    f"environment {name!r} has tools, with answers as separate messages, but "
                     "rollout.conversation is 'single_message'; leave it out"
                 )
         try:
@@ -295,7 +294,7 @@ def first_prompt(
             if not tools:
                 raise
             raise ConfigError(
-                f"environment {task.environment!r} has tools, but {error}; take a model that reads about them: with "
+                f"environment {task.environment!r} has tools, but {error}; use a model that supports tools: with "
                 "model.chat_template=qwen3_keep_thoughts any of ChatML, or the recipe tools-small, a small one from "
                 "scratch"
             ) from error
@@ -307,7 +306,7 @@ def first_prompt(
         if config.rollout.compaction is not None and len(ids) > (mark := config.rollout.compaction_mark):
             raise ConfigError(
                 f"the first prompt of task {task.task_id} has {len(ids)} tokens, and rollout.compaction.at is {mark}: "
-                "every turn would be summed up; raise it"
+                "every turn would be summarized; raise it"
             )
         check_turns(renderer, messages, several=config.rollout.max_steps > 1 and config.rollout.conversation == "turns")
         return FirstPrompt(task.task_id, ids)
@@ -319,9 +318,9 @@ def first_prompt(
 async def _first(
     players: Players, task: Task, config: RunConfig, log: Callable[[str], None]
 ) -> tuple[list[Message], Sequence[Tool], bool] | None:
-    """The messages that the first attempt at the task starts from, its tools, and whether it takes parsed replies.
+    """Return the first messages of an attempt at the task, its tools, and whether it takes parsed replies.
 
-    None if they depend on what the policy says in another role.
+    None if they depend on the policy in another role.
     """
     user = user_code(task, "as a check")
     factory, models = players.environments[task.environment], {name: make() for name, make in players.models.items()}
@@ -337,14 +336,14 @@ async def _first(
                 return None
             raise
         finally:
-            await environment.close()  # what that raises is only a warning, as in an attempt
+            await environment.close()  # its errors are only warnings, as in an attempt
             user.release()
             for model in models.values():
                 await model.close()
 
 
 async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) -> None:
-    """Make it. Raises ConfigError for options that its constructor refuses, and for a time limit too short for it."""
+    """Construct it. Raises ConfigError for options refused by its constructor, and for a time limit too short for it."""
     try:
         await environment.make()
     except TrajectoryFailure as failure:
@@ -362,7 +361,7 @@ async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) 
 
 
 DATA = "data.json"
-"""The run's file with number and SHA-256 of its tasks: of the files for Parquet, of the tasks themselves otherwise."""
+"""File of the run with number and SHA-256 of its tasks: of the files for Parquet, otherwise of the tasks themselves."""
 
 
 def record_data(run: RunDirectory, inputs: Inputs) -> None:
@@ -370,7 +369,7 @@ def record_data(run: RunDirectory, inputs: Inputs) -> None:
 
 
 def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
-    """Raise DataError unless the tasks are those on record, which the cursor counts; DamageError for a damaged file."""
+    """Raise DataError unless the tasks are the recorded ones, which the cursor counts; DamageError for a damaged file."""
     sha256 = run.ledger().file_sha256(DATA)
     recorded = json.loads(read_proven(run.path / DATA, sha256 or "", "restore it from a copy"))
     for split, identity in _identity(inputs).items():
@@ -378,7 +377,7 @@ def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
             before, now = recorded[split]["tasks"], identity["tasks"]
             counts = f"{before} tasks, now {now}" if before != now else f"{now} other tasks"
             raise DataError(
-                f"data.{split} is not what the run was started with ({counts}), and the run's cursor counts its tasks; "
+                f"data.{split} has changed since the run was started ({counts}), and the run's cursor counts its tasks; "
                 "restore the data, or start a new run (model.path may be an export of this one)"
             )
 

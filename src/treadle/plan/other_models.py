@@ -1,4 +1,4 @@
-"""From `models` of a recipe to models beside the policy (`rollout.other_models`)."""
+"""Makes models beside the policy from a recipe's `models` (`rollout.other_models`)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from treadle.rendering.replies import AUTO, ReplyParser, Tool, plain
 from treadle.rollout.other_models import POLICY, RUN_MODELS, Chat, MakeModel, OtherModelConfig, PolicyCopy, UrlModel
 from treadle.rollout.session import Address, CallOptions, OtherReply, Session, SessionSpec
 
-_ANY_LENGTH = 2**31  # of a prompt: the engine knows its context
+_ANY_LENGTH = 2**31  # no limit of prompts here: the engine knows its context
 
 
 def check_models(config: RunConfig) -> None:
-    """Raise ConfigError for a model that is not there, a key that is not set, or packages that are not installed."""
+    """Raise ConfigError for a missing model, key or package."""
     for name, model in config.models.items():
         if model.policy:
             if config.rewards.group is not None:
                 raise ConfigError(
-                    f"models.{name} is a copy of the policy, and rewards.group rewards one role alone; have the "
+                    f"models.{name} is a copy of the policy, but rewards.group rewards only one role; have the "
                     "environment reward both (Finish.rewards)"
                 )
         elif model.path is not None:
@@ -52,7 +52,7 @@ def check_models(config: RunConfig) -> None:
 
 
 def make_models(models: Mapping[str, OtherModelConfig]) -> dict[str, MakeModel]:
-    """Return what makes the models, by name."""
+    """Return factories of the models, by name."""
     return {name: _maker(model) for name, model in models.items()}
 
 
@@ -63,7 +63,7 @@ def _maker(model: OtherModelConfig) -> MakeModel:
 
 
 class LocalModel:
-    """A model in this process. Each call is computed by itself, so that equal calls get the same bits."""
+    """A model in this process. Each call is computed separately, so that equal calls get the same bits."""
 
     renderer: ChatRenderer | None = None
 
@@ -112,13 +112,13 @@ class LocalModel:
 
 @runtime_checkable
 class ComputesAlone(Engine, Protocol):
-    """An engine that can compute a call by itself: `TorchEngine`."""
+    """An engine that can compute a call separately: `TorchEngine`."""
 
     async def alone(self, prompt_ids: Ids, sampling: SamplingParams) -> Completion: ...
 
 
 class Alone:
-    """An engine that computes each call by itself, so that equal calls get the same bits."""
+    """An engine that computes each call separately, so that equal calls get the same bits."""
 
     def __init__(self, engine: ComputesAlone) -> None:
         self._engine = engine
@@ -145,7 +145,7 @@ class Alone:
 class JudgingModels:
     """Answers judges without a URL (`rollout.other_models.RunModels`).
 
-    engine: serves the policy. lock_step: whether it waits for all open sessions, so that a judge may open none.
+    engine: serves the policy. lock_step: whether it waits for all open sessions, so that a judge may not open one.
     """
 
     def __init__(self, engine: Engine, renderer: ChatRenderer, lock_step: bool) -> None:
@@ -155,7 +155,7 @@ class JudgingModels:
 
     async def chat(self, model: str, messages: Sequence[Message], options: Mapping[str, Any], seed: int) -> OtherReply:
         if asyncio.get_running_loop() is not self._loop:
-            raise EngineError("it is of the run's event loop; await it in an async function")
+            raise EngineError("it belongs to the run's event loop; await it in an async function")
         name, address = f"judge#{next(self._numbers)}", Address(seed, Stream.OTHER_MODEL, 0, 0, 0)
         if model == POLICY:
             session = self._policy_session(name, address)
@@ -175,7 +175,7 @@ class JudgingModels:
         if self._lock_step:
             if not isinstance(engine, ComputesAlone):
                 raise EngineError(
-                    "engines in processes of their own, in lock-step, would wait for all open sessions before they "
+                    "engines in separate processes, in lock-step, would wait for all open sessions before they "
                     "answer a judge; set engine.lock_step=false"
                 )
             engine = Alone(engine)
@@ -189,7 +189,7 @@ class JudgingModels:
 
 @asynccontextmanager
 async def judging_models(engine: Engine, renderer: ChatRenderer, config: EngineConfig) -> AsyncIterator[None]:
-    """Let judges ask model directories, and the policy that the engine serves. config: of the engine."""
+    """Let judges call model directories, and the policy served by the engine. config: configuration of the engine."""
     models = JudgingModels(engine, renderer, config.kind != "vllm" and config.lock_step is not False)
     before = RUN_MODELS.set(models)
     try:

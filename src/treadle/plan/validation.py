@@ -1,4 +1,4 @@
-"""What can be checked of a configuration by itself, and what may change in it when a run is resumed. Needs no torch."""
+"""Checks of a configuration by itself, and of changes when a run is resumed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def check_settings(config: RunConfig) -> None:
-    """Raise ConfigError for settings that do not fit together, unknown names, or an address that is not free."""
+    """Raise ConfigError for inconsistent settings, unknown names, or an address that is not free."""
     if config.placement.colocate:
         if staleness := config.orchestration.max_staleness:
             raise ConfigError(
@@ -57,7 +57,7 @@ def check_settings(config: RunConfig) -> None:
         load_context(section.context)
     if section is not None and section.is_served and config.rollout.temperature != 1:
         raise ConfigError(
-            f"rollout.temperature is {config.rollout.temperature:g}, and a vLLM server scores prompts at 1 alone; set "
+            f"rollout.temperature is {config.rollout.temperature:g}, but a vLLM server scores prompts only at 1; set "
             "it to 1, or give algorithm.distillation.teacher as a directory"
         )
     if config.rewards.shaping is not None:
@@ -72,7 +72,7 @@ def check_playing(config: RunConfig) -> None:
 
 
 def check_rollout(config: RunConfig) -> None:
-    """Raise ConfigError for unknown names, other models that cannot be asked, or an address that is not free."""
+    """Raise ConfigError for unknown names, other models that cannot be called, or an address that is not free."""
     if config.rewards.group is not None:
         load_group_reward(config.rewards.group)
     if config.rollout.reply_parser != AUTO:
@@ -102,7 +102,7 @@ def check_context(config: RunConfig, context: int) -> None:
 def check_engine_config(config: EngineConfig, routing: bool = False) -> None:
     """Raise ConfigError for a configuration with which no engine could be started.
 
-    routing: it is to report the experts it chose.
+    routing: whether it must report chosen experts.
     """
     check_name("engines", config.kind, "engine.kind")
     if config.kind != "vllm":
@@ -116,7 +116,7 @@ def check_engine_config(config: EngineConfig, routing: bool = False) -> None:
 
 
 LEARNING_RATE = tuple(f"training.optimizer.{name}" for name in ("learning_rate", "warmup", "decay_from", "final_lr"))
-"""What the learning rate of each update follows from, with `orchestration.updates`."""
+"""Settings that, with `orchestration.updates`, determine the learning rate of each update."""
 
 CHANGEABLE = (
     "orchestration.updates",
@@ -152,28 +152,28 @@ CHANGEABLE = (
     "placement.*",
     "device",
 )
-"""Paths, and sections with all below them: pace, cost, what is stored and shown; how fast is trained, never what."""
+"""Paths and whole sections that may change: pace, cost, storage and display; how fast is trained, never what."""
 
 _REASONS = {
     "seed": "it keys every draw",
     "data": "the data cursor counts its tasks",
-    "model": "the checkpoint is of that model",
+    "model": "the checkpoint belongs to that model",
     "algorithm": "a run has one objective",
     "training": "the optimizer's state belongs to it",
-    "rewards": "rewards on record would no longer compare",
+    "rewards": "recorded rewards would no longer compare",
 }
 
 
 def check_changes(changed: Sequence[Change], updates_done: int = 0) -> None:
     """Raise ConfigError, naming the first one, for changes that would make it another run.
 
-    updates_done: of the checkpoint; 0 if unknown so far.
+    updates_done: number of updates in the checkpoint; 0 if unknown so far.
     """
     for path, old, new in changed:
         if path == "algorithm.distillation.teacher" and is_url(old) and is_url(new):
             continue  # a server may move
         if not _may_change(path):
-            reason = _REASONS.get(path.partition(".")[0], "what is sampled depends on it")
+            reason = _REASONS.get(path.partition(".")[0], "sampling depends on it")
             raise ConfigError(
                 f"{path} is {as_override(new)}, the run was started with {as_override(old)}: {reason}; start a new run "
                 f"(model.path may be an export of this one). What may change: {', '.join(CHANGEABLE)}"

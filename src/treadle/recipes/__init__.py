@@ -1,1 +1,1 @@
-"""The recipes shipped with Treadle: YAML files and the small assets they name. No module imports them."""
+"""Recipes shipped with Treadle: YAML files and the small assets they name. No module imports them."""

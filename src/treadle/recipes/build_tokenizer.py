@@ -1,14 +1,14 @@
 """Build a recipe's tokenizer: byte-level BPE, ChatML, one token for each name of its world.
 
-    python -m treadle.recipes.build_tokenizer DIR             that of the demo
+    python -m treadle.recipes.build_tokenizer DIR             the demo's
     python -m treadle.recipes.build_tokenizer DIR sql-small   (or search-small, tools-small)
 
 writes the three files that `transformers.AutoTokenizer.from_pretrained(DIR)` reads. The copies in `recipes/*tokenizer`
-are frozen, because their ids are what a checkpoint means; this script is how they came about, and a test builds them
-anew.
+are frozen, because checkpoints depend on their ids; this script shows how they were made, and a test rebuilds them.
 
-A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word
-of the training text into one token: training ends by itself, somewhat below it.
+
+A word with its leading space is the unit of byte-level BPE, and `VOCABULARY` leaves room to merge every word of the
+training text into one token: training ends by itself, somewhat below it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from treadle.envs.sql import small as sql_small
 from treadle.envs.sql.environment import INVALID, render_table
 
 VOCABULARY = 1200
-"""Most tokens; the training text has fewer distinct words, so the tokenizer ends up smaller."""
+"""Upper bound; the training text has fewer distinct words, so the tokenizer ends up smaller."""
 
 PAD, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<search>", "</search>", "<answer>", "</answer>")
@@ -39,7 +39,7 @@ SQL_TAGS = tuple(
 )
 SEARCH_TAGS = (*TAGS, "<information>", "</information>")
 TOOL_TAGS = (
-    # the parts that `templates/qwen3_keep_thoughts.jinja` writes around tools, calls and answers
+    # Text that `templates/qwen3_keep_thoughts.jinja` writes around tools, calls and answers.
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
     "signatures within <tools></tools> XML tags:\n<tools>\n",
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
@@ -50,7 +50,7 @@ TOOL_TAGS = (
     "}}\n</tool_call>",
     "<tool_response>\n",
     "\n</tool_response>",
-    # and the parts of a tool's schema
+    # Text of a tool's schema.
     '{"type": "function", "function": {"name": "',
     '", "description": "',
     '", "parameters": {"additionalProperties": false, "properties": {',
@@ -61,7 +61,7 @@ TOOL_TAGS = (
     '"}}\n</tool_call>',
     '", "',
 )
-"""Texts of which each is one token: a model of 0.2M parameters then has prompts of some 50 tokens, not 600."""
+"""Texts that become one token each: a model of 0.2M parameters then has prompts of some 50 tokens, not 600."""
 
 CHAT_TEMPLATE = """\
 {%- for tool in tools or [] -%}
@@ -83,8 +83,8 @@ CHAT_TEMPLATE = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-"""ChatML; a tool call as the demo writes a search: `<search> Anna</search>`. The whitespace control keeps it the same
-under any Jinja trimming options."""
+"""ChatML, with tool calls in the demo's syntax of a search: `<search> Anna</search>`. The whitespace control makes it
+independent of Jinja's trimming options."""
 
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
@@ -97,18 +97,18 @@ PLAIN_TEMPLATE = """\
 """ChatML."""
 
 KEEP_THOUGHTS = (files("treadle.recipes") / "templates" / "qwen3_keep_thoughts.jinja").read_text(encoding="utf-8")
-"""ChatML with tools, as Qwen 3 has them."""
+"""ChatML with tools, as in Qwen 3."""
 
 WORDS = (files("treadle.recipes") / "words.txt").read_text(encoding="utf-8")
-"""Words that become one token each: common ones, and names of what small tools are asked about."""
+"""Words that become one token each: common ones, and names for small tools."""
 
 _CORPUS = 1500  # demonstrations; enough for every name to occur hundreds of times
 
 
 class Plan(NamedTuple):
-    """What a tokenizer is trained on, its tags, and its chat template.
+    """Training text of a tokenizer, its tags, and its chat template.
 
-    apart: spaces and digits are tokens of their own, so that a word is the same token wherever it stands.
+    apart: whether spaces and digits are separate tokens, so that a word is the same token in any position.
     """
 
     texts: Callable[[], Iterator[str]]
@@ -118,7 +118,7 @@ class Plan(NamedTuple):
 
 
 def build(plan: Plan) -> Tokenizer:
-    """Train a tokenizer: equal to the shipped one, byte for byte."""
+    """Train a tokenizer, identical to the shipped one byte for byte."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     apart = pre_tokenizers.Split(Regex(r"[ \d]"), "isolated")
@@ -130,7 +130,7 @@ def build(plan: Plan) -> Tokenizer:
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tags = re.compile("|".join(map(re.escape, plan.tags)))  # tokens of their own
+    tags = re.compile("|".join(map(re.escape, plan.tags)))  # separate tokens
     tokenizer.train_from_iterator((tags.sub("", text) for text in plan.texts()), trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in plan.tags])
     return tokenizer
@@ -187,7 +187,7 @@ PLANS: Mapping[str, Plan] = {
     "search-small": Plan(_search_texts, SEARCH_TAGS, PLAIN_TEMPLATE),
     "tools-small": Plan(_tools_texts, TOOL_TAGS, KEEP_THOUGHTS, apart=True),
 }
-"""By the name that `model.tokenizer` knows it by."""
+"""Plans by name in `model.tokenizer`."""
 
 
 if __name__ == "__main__":

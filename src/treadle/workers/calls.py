@@ -17,13 +17,13 @@ from treadle.core.errors import TreadleError
 Request = tuple[int, str, tuple[Any, ...]]
 """Number, method and arguments of a call; an empty method cancels the call of that number."""
 Answer = tuple[int, Any, TreadleError | str | None]
-"""Number, value and error of a call; a text describes an error that is not one of Treadle's."""
+"""Number, value and error of a call; a text describes an error other than Treadle's."""
 
 
 class Calls:
     """The caller's end.
 
-    send: carries a request to the `Service`. failure: makes an error of the text of one that is not Treadle's.
+    send: carries a request to the `Service`. failure: makes an error from the text of one that is not Treadle's.
     """
 
     def __init__(self, send: Callable[[Request], None], failure: Callable[[str], TreadleError]) -> None:
@@ -49,7 +49,7 @@ class Calls:
 
     def take(self, number: int, value: Any, error: TreadleError | str | None) -> None:
         answer = self._answers.get(number)
-        if answer is None or answer.done():  # cancelled, or posted
+        if answer is None or answer.done():  # cancelled, or not awaited
             return
         if error is None:
             answer.set_result(value)
@@ -57,13 +57,13 @@ class Calls:
             answer.set_exception(self._failure(error) if isinstance(error, str) else error)
 
     def fail(self, error: TreadleError) -> None:
-        """Fail all calls that wait."""
+        """Fail all waiting calls."""
         for number in self._answers:
             self.take(number, None, error)
 
 
 class Service:
-    """The end that is called: runs the object's asynchronous methods, and sends each answer when it is ready."""
+    """The called end: runs the object's asynchronous methods, and sends each answer when it is ready."""
 
     def __init__(self, served: Any, send: Callable[[Answer], None]) -> None:
         self._served, self._send = served, send
@@ -81,7 +81,7 @@ class Service:
             self._send((number, await getattr(self._served, method)(*arguments), None))
         except TreadleError as error:
             self._send((number, None, error))
-        except Exception as error:  # noqa: BLE001  # a boundary: the caller gets it, also of a value without a pickle
+        except Exception as error:  # noqa: BLE001  # a boundary: the caller gets it, including errors of pickling
             traceback.print_exception(error)
             self._send((number, None, f"{type(error).__name__}: {error}"))
         finally:

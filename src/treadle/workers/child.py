@@ -1,8 +1,8 @@
-"""Child processes of Treadle's Python on this machine, which end with this one, however it ends.
+"""Child processes in Treadle's Python on this machine that never outlive this one.
 
 ChildProcess.call(method, *arguments) --pickle--> serve: await object.method(*arguments)
 
-`python -m treadle.workers.child FD` is such a process.
+`python -m treadle.workers.child FD` runs such a process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from treadle.core.errors import PlacementError, TreadleError, WorkerLost
 from treadle.workers.calls import Calls, Service
 
 _MODULE = "treadle.workers.child"
-_PATIENCE = 20.0  # seconds for a process that closed its channel to end
+_PATIENCE = 20.0  # seconds for a process to end after closing its channel
 _GRACE = 5.0  # seconds to exit after the parent has ended
-_TAIL, _READ = 15, 2**16  # lines of its output that an error shows, and bytes that they are looked for in
+_TAIL, _READ = 15, 2**16  # lines of its output shown in an error, and bytes searched for them
 _BUFFER = 2**20  # bytes read ahead
 
 
 class Pickled:
-    """An object that is pickled once, however often it is sent; it arrives as the object itself."""
+    """An object pickled once, however often it is sent; it arrives as the object itself."""
 
     def __init__(self, value: Any) -> None:
         self._data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -54,7 +54,7 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER))
 
     def send(self, message: Any) -> None:
-        """Queue a message for the other end. Does nothing once the channel is closed."""
+        """Queue a message for the other end. No-op once the channel is closed."""
         if not self._writer.is_closing():
             data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
             self._writer.writelines((len(data).to_bytes(8), data))
@@ -72,16 +72,16 @@ class Channel:
 
 
 class ChildProcess:
-    """A process that makes an object and answers calls of its asynchronous methods (a `Worker`).
+    """A process that creates an object and answers calls of its asynchronous methods (a `Worker`).
 
-    name: for errors. make: creates the object there; picklable, and must not raise. log: file to which the process's
-    output is appended; default: one without a name.
+    name: for errors. make: creates the object in the process; picklable, and must not raise. log: file to append the
+    process's output to; default: an unnamed one.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], log: Path | None = None) -> None:
         self.process: ProcessId | None = None
         self._name, self._make, self._log = name, make, log
-        self._ended = ""  # how, once it has
+        self._ended = ""  # description of the end, once it has ended
         self._output: IO[bytes]
         self._child: Popen[bytes] | None = None
         self._channel: Channel
@@ -96,7 +96,7 @@ class ChildProcess:
             try:
                 self._output = tempfile.TemporaryFile() if self._log is None else self._log.open("a+b")  # noqa: SIM115
                 self._child = _start(theirs, self._output)
-            except OSError as error:  # no such directory, or no process left
+            except OSError as error:  # no such directory, or out of processes
                 self._channel.close()
                 raise PlacementError(f"could not start {self._name}: {error}") from error
         self.process = ProcessId(socket.gethostname(), self._child.pid)
@@ -175,7 +175,7 @@ def _exit_in_words(code: int) -> str:
 
 
 async def serve(end: socket.socket) -> None:
-    """Answer calls until the channel closes. The first message makes the object."""
+    """Answer calls until the channel closes. The first message creates the object."""
     channel = await Channel.open(end)
     with suppress(EOFError):
         make = await channel.receive()
@@ -203,7 +203,7 @@ def main() -> None:
     _end_with_parent()
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
     sys.stdout.flush()
-    os._exit(0)  # libraries would wait for processes that have ended as well
+    os._exit(0)  # libraries would wait for processes that have also ended
 
 
 if __name__ == "__main__":

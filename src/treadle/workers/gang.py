@@ -3,7 +3,7 @@
     call(method, *arguments) --> worker 0 .. W-1: await object.method(*arguments) --> all answers, or the first error
 
 Learner ranks wait for each other in collectives. One that fails alone leaves the others waiting, and cannot be
-replaced: all of them are then ended at once, and its own error is what the caller gets.
+replaced: all of them are then ended, and the caller gets its error.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _GRACE = 2.0  # seconds for the others to fail, too, before all are ended
 
 
 class Gang(Generic[W]):
-    """Opens the workers, and makes one call after the other of all of them, each from the thread that wants it.
+    """Opens the workers, and makes each call on all of them, one call at a time, from the caller's thread.
 
-    over: why no call is answered any more. busy: a call waits for its answers, perhaps on another thread.
+    over: why no further call is answered. busy: whether a call waits for its answers, perhaps on another thread.
 
-    Raises the error of the worker that failed first: its own if it is Treadle's, else a `RankError`.
+    Raises the error of the first worker to fail: its own if it is Treadle's, otherwise a `RankError`.
     """
 
     def __init__(self, workers: Sequence[W]) -> None:
         self.over: str | None = None
         self.busy = False
         self._workers = workers
-        self._loop = asyncio.new_event_loop()  # a caller may have one of its own, which it blocks
+        self._loop = asyncio.new_event_loop()  # callers may have a loop of their own, which they block
         self._thread = threading.Thread(target=self._loop.run_forever, name="treadle-gang", daemon=True)
         self._thread.start()
         self._together(self._workers, lambda worker: worker.open())
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return every worker's answer. All of them failing with Treadle's own errors leaves them as they are."""
+        """Return every worker's answer. If all fail with Treadle's own errors, they stay open."""
         return self._together(self._workers, lambda worker: worker.call(method, *arguments))
 
     def call_first(self, method: str, *arguments: Any) -> Any:
@@ -49,7 +49,7 @@ class Gang(Generic[W]):
         return answer
 
     def kill(self) -> None:
-        """End the workers at once, also while a call waits for them, which then fails."""
+        """End the workers immediately, even while a call waits for them, which then fails."""
         for worker in self._workers:
             worker.kill()
 
@@ -69,7 +69,7 @@ class Gang(Generic[W]):
         try:
             return self._run(self._answers(workers, call))
         except BaseException as error:
-            if not isinstance(error, TreadleError):  # interrupted: the workers are in the middle of it
+            if not isinstance(error, TreadleError):  # interrupted: the workers are in an undefined state
                 self.over = "a call of the ranks was interrupted"
             if self.over is not None:
                 self.close()
@@ -81,7 +81,7 @@ class Gang(Generic[W]):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _answers(self, workers: Sequence[W], call: Callable[[W], Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Return the answers of all; after a first failure, wait for `_GRACE` seconds at most."""
+        """Return all answers; after a first failure, wait for at most `_GRACE` seconds."""
         calls = [asyncio.ensure_future(call(worker)) for worker in workers]
         waiting, errors = set(calls), list[TreadleError]()
         loop, deadline = asyncio.get_running_loop(), float("inf")
@@ -92,14 +92,14 @@ class Gang(Generic[W]):
             deadline = loop.time() + _GRACE if errors and patience is None else deadline
         if not errors:
             return [each.result() for each in calls]
-        # a worker that ended makes the others fail, perhaps before its end is seen
+        # A worker that ended makes the others fail, perhaps before its end is noticed.
         first = min(errors, key=lambda error: not isinstance(error.__cause__, WorkerLost))
         if len(errors) < len(calls) or any(isinstance(error, RankError) for error in errors):
             self.over = str(first)
         raise first
 
     async def _close(self) -> None:
-        """End the workers, and what waits for them."""
+        """End the workers, and everything that waits for them."""
         await asyncio.gather(*(worker.close() for worker in self._workers))
         if calls := asyncio.all_tasks() - {asyncio.current_task()}:
             for each in calls:
@@ -108,7 +108,7 @@ class Gang(Generic[W]):
 
 
 def _as_rank_error(error: BaseException) -> TreadleError:
-    """Return a Treadle error that the worker raised, or a RankError caused by one of placement."""
+    """Return a Treadle error raised by the worker, or a RankError caused by an error of placement."""
     if isinstance(error, TreadleError) and not isinstance(error, PlacementError):
         return error
     if not isinstance(error, PlacementError):

@@ -1,4 +1,4 @@
-"""Restart worker processes that end or stop answering.
+"""Restarts of worker processes that end or stop answering.
 
 Supervised: make -> Worker -> prepare -> (ended, or silent) -> make ...
 """
@@ -14,10 +14,10 @@ from treadle.core.errors import PlacementError, TreadleError, WorkerLost
 from treadle.workers.worker import Worker
 
 _PERIOD = 5.0  # seconds between pings
-SILENCE = 60.0  # seconds without an answer to a ping after which a worker is replaced
-_PARTS = 4  # into which the wait for a ping is cut
-_STARTING = 600.0  # seconds for a worker to start and be prepared
-_FRUITLESS = 3  # workers in a row that end before they have answered a call, after which no other is started
+SILENCE = 60.0  # seconds without an answer to a ping before a worker is replaced
+_PARTS = 4  # number of parts of the wait for a ping
+_STARTING = 600.0  # seconds for starting and preparing a worker
+_FRUITLESS = 3  # consecutive workers that end before answering a call, before giving up
 
 
 W = TypeVar("W", bound=Worker)
@@ -26,10 +26,10 @@ W = TypeVar("W", bound=Worker)
 class Supervised(Generic[W]):
     """Keeps one worker running: starts another when it ends, or leaves a ping unanswered for `silence` seconds.
 
-    make: creates a worker. open: prepares it once it runs. notify: gets a line at each restart. Gives up when a worker
-    cannot be opened, or when the third in a row ends before it has answered a call.
+    make: creates a worker. open: prepares it once it runs. notify: receives a line at each restart. Gives up when a
+    worker cannot be opened, or when the third in a row ends before it has answered a call.
 
-    last_ping: the latest answer to a ping. error: why it has given up, or that it was closed; "" until then.
+    last_ping: the latest answer to a ping. error: why it has given up or was closed; "" until then.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Supervised(Generic[W]):
         return self._worker.result().process if self.is_up else None
 
     async def ready(self) -> W:
-        """Return the worker once it is ready. Raises what opening it raised, and PlacementError."""
+        """Return the worker once it is ready. Raises PlacementError, and passes on errors of opening it."""
         return await asyncio.shield(self._worker)
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -105,7 +105,7 @@ class Supervised(Generic[W]):
                 await self._watch(worker)
                 fruitless = 0 if self._answered else fruitless + 1
                 ending = self._ending.result()
-            except WorkerLost as error:  # its node may be lost, which Ray has not noticed yet
+            except WorkerLost as error:  # its node may be lost without Ray having noticed
                 fruitless, ending = fruitless + 1, str(error)
             except TreadleError as error:
                 refusal = error
@@ -125,11 +125,11 @@ class Supervised(Generic[W]):
             raise PlacementError(f"{self._name} did not start within {_STARTING:g} s{worker.tail()}") from error
 
     async def _watch(self, worker: W) -> None:
-        """Ping the worker; return once it has ended or does not answer."""
+        """Ping the worker; return once it has ended or stopped answering."""
         while not self._ending.done():
             ping = asyncio.ensure_future(worker.call("ping"))
             try:
-                for _ in range(_PARTS):  # one part may pass while this event loop is blocked and cannot read the answer
+                for _ in range(_PARTS):  # in parts: one may pass while this event loop is blocked
                     if not ping.done():
                         await asyncio.wait([ping, self._ending], timeout=self._silence / _PARTS)
             finally:

@@ -1,4 +1,4 @@
-"""`Worker`: a process that answers calls, whatever carries them."""
+"""`Worker`: a process that answers calls, over any carrier."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Worker(Protocol):
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the answer; cancelling this cancels the call.
 
-        Raises Treadle's errors as they were raised there, PlacementError for any other exception, and WorkerLost.
+        Reraises Treadle's errors; raises PlacementError for any other exception there, and WorkerLost.
         """
 
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method without waiting for its answer."""
 
     def kill(self) -> None:
-        """End it at once, from any thread; its calls fail. Idempotent."""
+        """End it immediately, from any thread; its calls fail. Idempotent."""
 
     async def close(self) -> None:
         """Kill it, and wait for its end. Idempotent."""

@@ -1,4 +1,4 @@
-"""The same agent as a program of its own: any language would do, this one is `program.py` beside this file."""
+"""The same agent as a separate program in any language: `program.py` beside this file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A program that answers one question: the task on standard input, the reward as the last line of its output.
 
-It knows no SDK, only HTTP: whatever can post JSON to $OPENAI_BASE_URL can be trained.
+It uses only HTTP, no SDK: anything that can post JSON to $OPENAI_BASE_URL can be trained.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the three agents share: the demo's questions, a search tool over each question's own world, and how the demo's
-model writes its calls.
+"""Shared by the three agents: the demo's questions, a search tool over each question's own world, and the demo model's
+syntax of calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse_reply(text: str, tools: Sequence[Tool] = ()) -> Message:
 
 
 def read_arguments(text: str) -> Any:
-    """Return a tool call's arguments; None where the model did not write JSON."""
+    """Return a tool call's arguments; None if the model did not write JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -50,7 +50,7 @@ def read_arguments(text: str) -> Any:
 
 
 def search(task: Task, arguments: Any) -> str:
-    """Return the tool's answer; it never raises, whatever the model wrote as its arguments."""
+    """Return the tool's answer; never raises, whatever the model wrote as arguments."""
     name = arguments.get("name") if isinstance(arguments, dict) else None
     if not isinstance(name, str):
         return lookup.NOTHING
@@ -58,6 +58,6 @@ def search(task: Task, arguments: Any) -> str:
 
 
 def grade(task: Task, text: str | None) -> float:
-    """Return 1 for `<answer> lamps</answer>` where lamps are right, else 0."""
+    """Return 1 for `<answer> lamps</answer>` if lamps are right, otherwise 0."""
     answer = _ANSWER.fullmatch(text or "")
     return float(answer is not None and answer[1].strip() == task.ground_truth)

@@ -1,4 +1,4 @@
-"""An agent with the OpenAI SDK's tool calls, as one would write it for any model."""
+"""An agent with the OpenAI SDK's tool calls, written as for any model."""
 
 from __future__ import annotations
 

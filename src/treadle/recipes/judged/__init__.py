@@ -1,1 +1,1 @@
-"""The recipe `judge-smollm2`: answers to customers, a rubric for them, and rules in place of a judging model."""
+"""The recipe `judge-smollm2`: answers to customers, a rubric for them, and rules instead of a judging model."""

@@ -1,6 +1,6 @@
-"""`python -m treadle.recipes.judged.rules`: rules behind an OpenAI-compatible URL, in place of a judging model.
+"""`python -m treadle.recipes.judged.rules`: rules behind an OpenAI-compatible URL, instead of a judging model.
 
-They know the rubric of `support` alone, and count words as tokens.
+They know only the rubric of `support`, and count words as tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from treadle.recipes.judged.support import RUBRIC
 
 
 def judge(messages: Sequence[Mapping[str, str]]) -> str:
-    """Answer a question of the rubric about the task and the reply that are quoted."""
+    """Answer a question of the rubric about the quoted task and reply."""
     system, user = (message["content"] for message in messages)
     [boundary] = re.findall(r'"BEGIN (\w+)"', system)
     task, reply = re.findall(rf"^BEGIN {boundary}\n(.*?)^END {boundary}$", user, re.MULTILINE | re.DOTALL)
@@ -32,7 +32,7 @@ def judge(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers chat completions, whatever the path."""
+    """Answers chat completions on any path."""
 
     def do_POST(self) -> None:
         messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]

@@ -23,7 +23,7 @@ ITEMS = {
     ),
     "held_out": words("radio rug scooter sofa speaker tent toaster umbrella vase watch"),
 }
-"""Split -> what is ordered, disjoint."""
+"""Split -> its items, disjoint."""
 
 _PROBLEMS = (
     "arrived broken",
@@ -41,16 +41,16 @@ RUBRIC = (
 
 @cache
 def _judge(url: str, model: str, path: str | None, policy: bool, api_key_env: str | None, replies: str | None) -> Judge:
-    """All attempts share one, and with it its limits."""
+    """Return a judge shared by all attempts, including its limits."""
     if path is not None or policy:
         return Judge(rubric=RUBRIC, path=path, policy=policy, api_key_env=api_key_env, cache=replies)
     return Judge(url, model, RUBRIC, api_key_env=api_key_env, cache=replies)
 
 
 class Support(Environment):
-    """One reply to a customer; its reward is the judge's.
+    """One reply to a customer, rewarded by the judge.
 
-    url and model, or path, or policy; api_key_env, cache: of the judge, see `Judge`.
+    url and model, or path, or policy; api_key_env, cache: arguments of `Judge`.
     """
 
     def __init__(

@@ -20,16 +20,16 @@ class Die(treadle.Environment):
 
 
 def tasks(split: str, count: int) -> list[treadle.Task]:
-    """Return the tasks of a split, `train` or `held_out`, which is what `data.train` and `data.held_out` name."""
+    """Return the tasks of a split, `train` or `held_out`, for `data.train` and `data.held_out`."""
     draw = random.Random(split)
     return [treadle.Task(f"{split}-{i}", [QUESTION], ground_truth=str(draw.choice(SIDES))) for i in range(count)]
 
 
 def demonstration(index: int, seed: int) -> list[treadle.Message]:
-    """Return a conversation of an agent that looks half the time, and then answers right every other time.
+    """Return a conversation of an agent that looks half the time, and then answers correctly every other time.
 
-    It shows what replies there are; which are good is for RL to find out. Only a model that is built from nothing needs
-    this: with another one, remove `warm_start` from the recipe.
+    It shows the possible replies; RL finds out which are good. Only a model built from scratch needs this: with another
+    one, remove `warm_start` from the recipe.
     """
     draw = random.Random(f"{seed} {index}")
     shown, answer = str(draw.choice(SIDES)), str(draw.choice(SIDES))

@@ -1,4 +1,4 @@
-"""A shop with two tools, and its tasks: what does a thing cost, and what does a customer pay for what she buys?"""
+"""A shop with two tools, and its tasks: the price of an item, and the amount a customer pays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ITEMS = ["apple", "bread", "cheese", "coffee", "milk", "pear", "soap", "tea"]
 
 
 class Shop(treadle.ToolEnvironment):
-    """The reply that calls no tool is the answer, worth 1 if it is right."""
+    """A reply without a tool call is the answer, worth 1 if it is right."""
 
     def bought(self, customer: str) -> str:
         """Look up what a customer buys."""
