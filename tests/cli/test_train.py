@@ -215,7 +215,7 @@ def test_a_run_killed_in_its_warm_start_is_begun_anew(place: Place) -> None:
     assert (place.runs / "new" / "config.yaml").is_file()
     done = place.train("--resume", "warm_start.steps=10", "orchestration.updates=1")
     assert done.status == 0, done.err
-    assert "has no checkpoint yet: it is begun anew" in done.out
+    assert "has no checkpoint yet: it starts over" in done.out
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "sft tiny.yaml --out new warm_start=null": ("has no warm_start section", "add one"),
     "eval demo": ("'demo' is a recipe: add --model DIR",),
     "eval tiny.yaml --model /nowhere": ("--model: no directory '/nowhere'",),
-    "eval tiny.yaml --model model model.tokenizer=null model.path=x": ("the model is that of the run; name another",),
+    "eval tiny.yaml --model model model.tokenizer=null model.path=x": ("the model is the run's; name another",),
     "eval tiny.yaml --model model data.held_out=null": ("has no held-out tasks; add data.held_out.source=",),
     "eval tiny.yaml --model model --dump no/where": ("--dump: cannot write 'no/where': No such file or directory",),
     "train RUN@40 --resume": ("a run continues from its latest checkpoint; to go back to this one: treadle train RUN",),

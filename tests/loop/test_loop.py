@@ -430,7 +430,7 @@ def test_a_run_without_a_checkpoint_is_begun_anew_or_says_so(tmp_path: Path, ref
     path, progress = tmp_path / "run", Quiet()
     RunDirectory.create(path, tiny()).close()
     assert resume(path, progress=progress)["weights_sha256"] == reference[1]["weights_sha256"]
-    assert progress.lines[0] == f"run {str(path)!r} has no checkpoint yet: it is begun anew"
+    assert progress.lines[0] == f"run {str(path)!r} has no checkpoint yet: it starts over"
     RunDirectory.create(tmp_path / "played", tiny()).close()
     (tmp_path / "played" / "rollouts" / "evaluation-e000000.parquet").touch()
     with pytest.raises(RunError, match="has recorded nothing yet: it is, or was stopped, in its warm start"):
@@ -461,7 +461,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew(
     assert [file.name for file in (path / "rollouts").iterdir()] and (path / "metrics.jsonl").is_file()
     assert any((path / "checkpoints").iterdir()) is (left == "checkpoint")
     assert again(path, progress=progress)["weights_sha256"] == reference[1]["weights_sha256"]
-    assert progress.lines[0] == f"run {str(path)!r} has no checkpoint yet: it is begun anew"
+    assert progress.lines[0] == f"run {str(path)!r} has no checkpoint yet: it starts over"
     check_finished(path)
 
 

@@ -83,7 +83,7 @@ def test_a_server_may_move_and_its_model_may_not_change() -> None:
     with pytest.raises(ConfigError, match=r"models\.user\.model is n, the run was started with m"):
         check_changes(changes(served(), served(model="n")))
     for name in ("policy", "a/b"):
-        with pytest.raises(ConfigError, match="is no name for a model"):
+        with pytest.raises(ConfigError, match="is not a valid name for a model"):
             tiny(f"models={json.dumps({name: {'url': 'http://a/v1', 'model': 'm'}})}")
     with pytest.raises(ConfigError, match=r"models\.critic\.path"):
         check_models(tiny("models.critic.path=/no/such/directory"))

@@ -65,8 +65,8 @@ def test_a_model_without_experts_is_refused_before_there_is_a_run(tmp_path: Path
 
 LIES: dict[str, tuple[Callable[[Routing], Routing | None], str]] = {
     "none": (lambda told: None, "TorchEngine does not report the experts it chose; use an engine that does"),
-    "the next token's": (lambda told: np.roll(told, -1, 0), "reports experts of which the learner chooses only "),
-    "layers mixed up": (lambda told: told[:, ::-1], "reports experts of which the learner chooses only "),
+    "the next token's": (lambda told: np.roll(told, -1, 0), "reports experts, "),
+    "layers mixed up": (lambda told: told[:, ::-1], "reports experts, "),
     "too few layers": (lambda told: told[:, :1], r"shape \(8, 1, 1\), the learner chooses \(8, 2, 1\)"),
     "too few tokens": (lambda told: told[1:], r"shape \(7, 2, 1\), the learner chooses \(8, 2, 1\)"),
     "nothing": (lambda told: told, ""),

@@ -192,7 +192,7 @@ def test_what_is_dropped_is_dropped_in_all_roles() -> None:
     [
         ("models.rival.path=a", "exactly one of url, path and policy"),
         ("models.rival.options={temperature: 0.5}", "options is for other models"),
-        ("rewards.group=tests.loop.test_group_rewards:unique", "rewards.group rewards one role alone"),
+        ("rewards.group=tests.loop.test_group_rewards:unique", "rewards.group rewards only one role"),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(override: str, message: str) -> None:
@@ -204,7 +204,7 @@ def test_agent_programs_cannot_call_a_copy() -> None:
     async def solve(task: Task, client: Any) -> float:
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"models\.rival is a copy .* environments alone may call, and the agent 'a'"):
+    with pytest.raises(ConfigError, match=r"models\.rival is a copy .* only environments may call, but the agent 'a'"):
         make_inputs([Task("t", HELLO)], [], Players(agents={"a": solve}, models=make_models(tiny(RIVAL).models)))
 
 

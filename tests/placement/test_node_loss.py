@@ -63,6 +63,6 @@ def test_a_run_goes_on_when_a_node_is_lost(nodes: Any, tmp_path: Path, title: st
     thread.join(0)
     assert not thread.is_alive() and not summary["stopped_early"]
     print(*progress.lines, sep="\n")
-    expected = "going on from the checkpoint" if title == "RankActor" else "restarting it"
+    expected = "continuing from the checkpoint" if title == "RankActor" else "restarting it"
     assert any(expected in line for line in progress.lines), progress.lines
     check_finished(run)

@@ -131,7 +131,7 @@ def play(run: Path, title: str, *more: str) -> tuple[str, list[str]]:
 
 def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
     digest, lines = play(tmp_path / "killed", "RankActor")
-    [line] = [line for line in lines if "going on from the checkpoint" in line]
+    [line] = [line for line in lines if "continuing from the checkpoint" in line]
     assert line.startswith("learner rank ") and line.endswith(("of update 2", "of update 4")), line
     assert digest == start(tmp_path / "straight", *KILLED)["weights_sha256"]
 
@@ -140,4 +140,4 @@ def test_a_run_goes_on_from_the_last_checkpoint_when_a_rank_is_killed(tmp_path: 
 def test_a_run_goes_on_when_an_engine_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
     _, lines = play(tmp_path / "killed", "EngineActor", *more)
     assert any(line.startswith("engine ") and "; restarting it" in line for line in lines), lines
-    assert not any("going on from the checkpoint" in line for line in lines)
+    assert not any("continuing from the checkpoint" in line for line in lines)

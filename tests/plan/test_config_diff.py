@@ -84,7 +84,7 @@ def test_what_may_change(override: str) -> None:
         ("orchestration.max_staleness=1", "orchestration.max_staleness is 1"),
         ("training.optimizer.weight_decay=0.1", "weight_decay is 0.1.* the optimizer's state belongs to it"),
         ("training.optimizer.betas=[0.9, 0.99]", "betas is .*0.99.* the optimizer's state belongs to it"),
-        ("rollout.max_steps=2", "what is sampled depends on it"),
+        ("rollout.max_steps=2", "sampling depends on it"),
         ("orchestration.updates=2", "orchestration.updates is 2, but the checkpoint has 3 updates"),
     ],
 )

@@ -164,10 +164,10 @@ def test_a_run_goes_on_with_the_same_data_and_with_no_other(tmp_path: Path, suff
     train(tmp_path / "other", first)
     expected = resume(tmp_path / "other", config=config)["weights_sha256"]
     questions(file, start=1)
-    with pytest.raises(DataError, match=r"data\.train is not what the run was started with \(6 other tasks\)"):
+    with pytest.raises(DataError, match=r"data\.train has changed since the run was started \(6 other tasks\)"):
         resume(tmp_path / "run", config=config)
     questions(file, count=7)
-    with pytest.raises(DataError, match=r"started with \(6 tasks, now 7\), and the run's cursor counts .*; restore"):
+    with pytest.raises(DataError, match=r"started \(6 tasks, now 7\), but the run's cursor counts .*; restore"):
         resume(tmp_path / "run", config=config)
     questions(file)
     assert resume(tmp_path / "run", config=config)["weights_sha256"] == expected

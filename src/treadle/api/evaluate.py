@@ -164,7 +164,7 @@ def check_subject(subject: Subject) -> None:
 
 
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
-    """Play the held-out tasks; return the evaluation. Raises ConfigError for anything that cannot work, like a damaged model.
+    """Play the held-out tasks; return the evaluation. Raises ConfigError if it cannot work, as with a damaged model.
 
     dump: file for all trajectories, one per line.
     """

@@ -118,7 +118,7 @@ def _train(
     clock, resumed = Clock(), None
     check_config(config)
     if checkpoint is None and RunDirectory(path).is_unsaved:
-        progress.log(f"run {str(path)!r} has no checkpoint yet: it is restarted")
+        progress.log(f"run {str(path)!r} has no checkpoint yet: it starts over")
         resume = False
     with ExitStack() as cleanup:
         if resume:
@@ -189,7 +189,7 @@ class _Resumed:
 def _find_checkpoint(
     run: RunDirectory, config: RunConfig, inputs: Inputs, name: str | None
 ) -> tuple[_Resumed, RunConfig]:
-    """Check that a locked run can continue with this configuration and tasks; return the checkpoint, and the configuration
+    """Check that a locked run can continue with this configuration and tasks; return checkpoint and configuration,
     with the original threads, device and precisions unless others are configured.
     """
     recover_ledger(run, config_of(run).orchestration.ledger_directory)

@@ -64,7 +64,7 @@ class OrchestrationConfig(Config):
     max_concurrent_groups: int | None = Field(
         None,
         ge=1,
-        description="limit on concurrently sampled groups, for example if each needs a container, and on attempts of an "
+        description="limit on concurrent groups, for example if each needs a container, and on attempts of an "
         "evaluation; default: enough to keep engine.batch full (synchronous: the whole batch)",
     )
     traced_groups: float = Field(

@@ -97,7 +97,7 @@ def _check_experts(facts: ProbeResult, chosen: Routing) -> None:
     agreement = float((reported[..., None] == chosen[..., None, :]).any(-1).mean())
     if agreement < _LEAST_AGREEMENT:
         raise EngineError(
-            f"{facts.engine} reports experts, only {agreement:.0%} of which the learner chooses; a row must belong to the "
+            f"{facts.engine} reports experts, {agreement:.0%} of them chosen by the learner; a row must belong to the "
             "token before the sampled one, and layers in the model's order"
         )
 

@@ -127,7 +127,7 @@ class Evaluator:
         self._store, self._reporter = store, reporter
 
     def pending(self, state: LoopState) -> list[float]:
-        """Return the temperatures at which the current weights still need an evaluation; none without held-out tasks."""
+        """Return the temperatures at which the current weights still need an evaluation; none without tasks."""
         return pending_evaluations(self._plan, state) if self._tasks else []
 
     async def evaluate(self, state: LoopState, stop: StopRequest) -> LoopState:

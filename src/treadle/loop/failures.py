@@ -60,7 +60,7 @@ class FailuresConfig(Config):
     max_sampled: float = Field(
         8.0,
         ge=1,
-        description="limit on groups sampled for one batch, as a multiple of the trained ones, before the run stops because "
+        description="limit on groups sampled for one batch, as a multiple of trained ones, before the run ends because "
         "too many are discarded (filtered, overlong, stale)",
     )
 
@@ -86,7 +86,7 @@ class FailuresConfig(Config):
 
 
 def of_one_version(trajectory: Trajectory) -> Trajectory:
-    """Return a pinned attempt unchanged, or failed if several policy versions sampled it: no step of it is ever trained,
+    """Return a pinned attempt unchanged, or failed if several policy versions sampled it: none of its steps is trained,
     even if its failure is graded.
     """
     views = [as_played(t) for t in (trajectory, *trajectory.copies)]

@@ -163,7 +163,7 @@ class Checkpointer:
         self._batches: list[TrainedBatch] = []  # batches since that checkpoint
 
     def is_due(self, state: LoopState) -> bool:
-        """Return whether to save: at multiples of `checkpoint_every` and `keep_every`, and after the best evaluation."""
+        """Return whether to save: by `checkpoint_every` and `keep_every`, and after the best evaluation."""
         kept, is_due = self._plan.retention, partial(self._plan.is_due, state.update)
         if is_due(self._plan.checkpoint_every) or is_due(kept.every):
             return True

@@ -18,7 +18,7 @@ from treadle.rollout.isolation.event_loop import handled
 
 @contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """Request a stop at the first Ctrl-C or SIGTERM, interrupt immediately at the second; restore the handlers on leaving.
+    """Request a stop at the first Ctrl-C or SIGTERM, interrupt at the second; restore the handlers on leaving.
 
     They are plain handlers rather than the event loop's, which would wait for an update to end.
     """
@@ -33,7 +33,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
 
 
 class StopConditionMet(TrainingStopped):
-    """Raised when a limit is exceeded. The trainer's weights are consistent: a checkpoint can be made before the run ends."""
+    """Raised when a limit is exceeded. The trainer's weights are consistent: a checkpoint can still be made."""
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ class TaskOrder:
         return epoch, position, self.tasks[position]
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """Return the source furthest behind its share, the first of several, and its number of groups before this one."""
+        """Return the source furthest behind its share, the first of several, and its earlier groups' number."""
         if len(self._weights) == 1:
             return 0, index
         while len(self._turns) <= index:

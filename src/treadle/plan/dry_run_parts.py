@@ -85,7 +85,7 @@ def _device(config: RunConfig) -> tuple[object, str]:
 
 
 def _longest_prompt(config: RunConfig, inputs: Inputs | None, renderer: ChatRenderer | None) -> int | None:
-    """Return the length of the longest prompt among the first tasks, if an attempt is one reply to it; None if unknown."""
+    """Return the length of the longest prompt of the first tasks, if attempts are single replies; None if unknown."""
     if not config.reward or inputs is None or renderer is None:
         return None
     longest = max(islice(inputs.train, _LOOKED_AT), key=_characters)

@@ -74,7 +74,7 @@ def has_held_out(config: RunConfig) -> bool:
 
 
 def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> RunConfig:
-    """Return the configuration for resuming a run from its latest or a named checkpoint, or for restarting it without one.
+    """Return the configuration for resuming a run from its latest or a named checkpoint, or restarting it without.
 
     Raises RunError for a run that is finished or has no such checkpoint, or with tasks that only a program can make;
     ConfigError for a setting that may not change.
@@ -343,7 +343,7 @@ async def _first(
 
 
 async def _make(environment: IsolatedEnvironment, name: str, config: RunConfig) -> None:
-    """Construct it. Raises ConfigError for options refused by its constructor, and for a time limit too short for it."""
+    """Construct it. Raises ConfigError for options refused by its constructor, and a time limit too short."""
     try:
         await environment.make()
     except TrajectoryFailure as failure:
@@ -369,7 +369,7 @@ def record_data(run: RunDirectory, inputs: Inputs) -> None:
 
 
 def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
-    """Raise DataError unless the tasks are the recorded ones, which the cursor counts; DamageError for a damaged file."""
+    """Raise DataError unless the tasks are the recorded ones, which the cursor counts; DamageError for damage."""
     sha256 = run.ledger().file_sha256(DATA)
     recorded = json.loads(read_proven(run.path / DATA, sha256 or "", "restore it from a copy"))
     for split, identity in _identity(inputs).items():
@@ -377,7 +377,7 @@ def check_same_data(run: RunDirectory, inputs: Inputs) -> None:
             before, now = recorded[split]["tasks"], identity["tasks"]
             counts = f"{before} tasks, now {now}" if before != now else f"{now} other tasks"
             raise DataError(
-                f"data.{split} has changed since the run was started ({counts}), and the run's cursor counts its tasks; "
+                f"data.{split} has changed since the run was started ({counts}), but the run's cursor counts them; "
                 "restore the data, or start a new run (model.path may be an export of this one)"
             )
 
