@@ -167,6 +167,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         model_type="falcon_h1", mamba_d_state=4, mamba_n_heads=4, mamba_d_head=8, mamba_d_ssm=32, mamba_chunk_size=8
     ),
     "mamba2": {"model_type": "mamba2", "state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "bailing-hybrid": {
+        **_LATENT,
+        "model_type": "bailing_hybrid",
+        "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
     "lfm2-moe": {
         "model_type": "lfm2_moe",

@@ -16,11 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models import FAMILIES, HYBRIDS, tiny
+from tests.models import FAMILIES, tiny
 from tests.sources import FixedWeights
-from treadle.core.errors import ConfigError, EngineError
+from treadle.core.errors import EngineError
 from treadle.engines.staging import StagedFile, WeightsFile, stage_file, temporary_directory
-from treadle.models.support import require_known_layers
 from treadle.models.weights import unique_weights, weights_sha256
 
 LEFT_BEHIND = """
@@ -143,10 +142,3 @@ def test_the_hash_sees_neither_order_nor_strides() -> None:
     one = {"a": square, "b": torch.ones(1)}
     other = {"b": torch.ones(1), "a": square.t().contiguous().t()}
     assert weights_sha256(one) == weights_sha256(other)
-
-
-def test_layers_that_cannot_go_on_from_a_cache_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'mamba' cannot be sampled here: its Mamba layers .*; sample it with vLLM"):
-        require_known_layers(tiny("mamba"))
-    for family in [*FAMILIES, *HYBRIDS]:
-        require_known_layers(tiny(family))

@@ -32,7 +32,7 @@ from tests.until import CEILING, until
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.draws import token_uniforms
 from treadle.core.engine import Completion, Engine
-from treadle.core.errors import ConfigError, EngineError
+from treadle.core.errors import EngineError
 from treadle.core.types import Group, Ids, SamplingParams, Step, StopReason
 from treadle.engines.torch import kv_cache
 from treadle.engines.torch.engine import TorchEngine
@@ -713,24 +713,6 @@ async def test_a_closed_engine_refuses_calls_and_fails_those_that_wait() -> None
     for call in calls:
         with pytest.raises(EngineError, match="closed"):
             await asyncio.wait_for(call(), CEILING)
-
-
-def test_layers_that_the_engine_does_not_continue_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="Mamba layers cannot continue from a state"):
-        make_engine(tiny("jamba"), stop_token_ids=[])
-
-
-@pytest.mark.parametrize(
-    ("family", "why"),
-    [
-        *((name, "layers of .* did not read the engine's cache") for name in ("bloom", "rwkv", "xlstm", "minimax")),
-        ("recurrent-gemma", "1 of 2 layers of RecurrentGemmaForCausalLM did not read the engine's cache"),
-        ("doge", "DogeAttention makes its own attention mask; sample it with vLLM"),
-    ],
-)
-def test_so_are_those_that_do_not_ask_its_cache(family: str, why: str) -> None:
-    with pytest.raises(EngineError, match=why):
-        make_engine(tiny(family), stop_token_ids=[])
 
 
 @pytest.mark.parametrize("family", ["gpt-oss-half-sliding", "gemma2-half-sliding"])

@@ -11,8 +11,7 @@ from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, ROW_FAMILIES, tiny
 from tests.rollout.families import TODAY, World, small_vocabulary
 from tests.training.test_families import end_breaks, thought_breaks, thoughts, tools_of
 from tests.worlds import ROOT
-from treadle.core.errors import ConfigError, EngineError
-from treadle.engines.torch.model import CachedModel
+from treadle.engines.torch.floor import RowModel, engine_model
 from treadle.models.lora import target_names
 from treadle.training.forward import Forward
 
@@ -48,11 +47,10 @@ def layers(family: str) -> str:
 
 
 def sampled(model: Any) -> str:
-    try:
-        CachedModel(model, torch.float32, 64).cache_bytes()
-    except (ConfigError, EngineError):
-        return "no"
-    return "yes"
+    served = engine_model(model, torch.float32, 64, routing=False, device=None)
+    if not isinstance(served, RowModel):
+        return "in batches"
+    return "one by one" if served.keeps else "one by one, anew for each token"
 
 
 CHAT = "| model | tools | thoughts | what breaks |"

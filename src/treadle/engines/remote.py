@@ -298,6 +298,7 @@ class RemoteEngine:
 
     async def _prepare(self, worker: Worker) -> None:
         self.limits = await worker.call("load", self._make)
+        self.limits.warn_of_slowness()
         rng = np.random.default_rng(0)
         self._probe = rng.integers(0, self.limits.vocabulary, min(_PROBE, self.limits.context)).astype(np.int32)
         if self._published is not None:

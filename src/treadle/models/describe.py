@@ -7,7 +7,7 @@ from pathlib import Path
 
 from treadle.models.model_files import ADAPTER_CONFIG, is_adapter, require_model
 from treadle.models.pretrained import load_pretrained
-from treadle.models.support import why_not_packable
+from treadle.models.support import context_of, why_not_packable
 from treadle.models.weights import rest_of
 
 
@@ -24,7 +24,7 @@ def describe_model(name: str, setting: str) -> list[tuple[str, str]]:
         ]
     model = load_pretrained(require_model(name, setting), setting, weights=False)
     text, rest = model.config.get_text_config(), rest_of(model)
-    of_text = f"{sum(p.numel() for p in model.parameters()):,} weights, context {text.max_position_embeddings:,}"
+    of_text = f"{sum(p.numel() for p in model.parameters()):,} weights, context {context_of(text):,}"
     rows = [("kind", f"{type(model).__name__} ({model.config.model_type})"), ("language model", f"{of_text}; trained")]
     if rest:
         size = sum(tensor.nbytes for tensor in rest.values()) / 1e6

@@ -110,7 +110,8 @@ def load_frozen(path: str, field: str, policy: PreTrainedModel, weights: bool = 
     refuse_randomness(model)
     mine, theirs = policy.config.get_text_config(), model.config.get_text_config()
     for name in ("vocab_size", "max_position_embeddings"):
-        needed, there = getattr(mine, name, 0), getattr(theirs, name, 0)
+        needed = getattr(mine, name, 0)
+        there = getattr(theirs, name, needed)  # one that names no context has no limit
         if there < needed:
             raise ConfigError(f"{field}: {name} of {path!r} is {there}, smaller than the model's {needed}")
     return model

@@ -12,13 +12,8 @@ from treadle.core.errors import ConfigError
 _ATTENTION = {"full_attention", "attention", "sliding_attention"}
 _STATEFUL = {"linear_attention", "mamba", "mamba2", "conv", "hybrid"}  # hybrid: attention and Mamba side by side
 _MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}  # transformers' layer restarts if given several tokens
+_UNBOUNDED = 2**20  # tokens
 _NO_MIXER = {"mlp", "moe"}  # blocks of Nemotron-H that see only one token
-
-
-def require_known_layers(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model with layers that the embedded engine cannot continue from a cache."""
-    if (why := why_not_packable(model.config)) is not None:
-        raise ConfigError(f"model type {model.config.model_type!r} cannot be sampled here: {why}; sample it with vLLM")
 
 
 def layer_kinds(text: PretrainedConfig) -> list[str]:
@@ -72,6 +67,11 @@ def why_not_packable(config: PretrainedConfig) -> str | None:
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         return "it has cross-attention"
     return None
+
+
+def context_of(config: PretrainedConfig) -> int:
+    """Return the most tokens of a sequence; 2**20 for a model that names no limit, as those without positions."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", _UNBOUNDED))
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from treadle.models.loading import load_frozen, load_teacher, make_model
 from treadle.models.model_files import base_directory, require_model, tokenizer_directory
 from treadle.models.routing import Routers
 from treadle.models.states import StateMemory, state_memory
-from treadle.models.support import attending_layers, layer_kinds, require_known_layers, why_not_packable
+from treadle.models.support import attending_layers, context_of, layer_kinds, why_not_packable
 from treadle.models.unused import unused_parts
 from treadle.models.weights import published, rest_of, trained, unique_weights
 from treadle.plan.checks import DryRun, Log, MemoryPart
@@ -114,7 +114,7 @@ def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrained
     if config.training.routing_replay:
         Routers.of(model)
     text = model.config.get_text_config()
-    check_context(config, int(text.max_position_embeddings))
+    check_context(config, context_of(text))
     where = "built from the seed" if config.model.build else str(base_directory(config.model))
     reason = why_not_packable(model.config)
     packing = f"; trained with packing 'step': {reason}" if reason else ""
@@ -124,7 +124,7 @@ def _model(config: RunConfig, renderer: ChatRenderer | None) -> tuple[PreTrained
     unused = "".join(f"; not used: {part}" for part in unused_parts(config.model, config.rollout.model_dump()))
     return (
         model,
-        f"{model.config.model_type}, {size}, context {text.max_position_embeddings:,}; {where}{packing}{unused}",
+        f"{model.config.model_type}, {size}, context {context_of(text):,}; {where}{packing}{unused}",
     )
 
 
@@ -157,9 +157,10 @@ def _engine(config: RunConfig, model: PreTrainedModel | None, log: Log) -> tuple
 
         longest = config.rollout.longest_call
         return None, run_event_loop(describe_servers(config.engine, longest), log)
-    if config.engine.kind == "torch" and model is not None:
-        require_known_layers(model)
-    return None, f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once"
+    reason = why_not_packable(model.config) if config.engine.kind == "torch" and model is not None else None
+    slower = f"; call by call, which is slower: {reason}" if reason else ""
+    text = f"{config.engine.kind}, {config.engine.dtype_name}, up to {config.engine.batch} sequences at once"
+    return None, text + slower
 
 
 def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log) -> tuple[object, str]:

@@ -14,6 +14,7 @@ from treadle.models.chat import load_chat
 from treadle.models.config import LoraConfig, ModelConfig
 from treadle.models.loading import load_frozen, load_teacher, load_tokenizer, make_model
 from treadle.models.model_files import require_model, tokenizer_directory
+from treadle.models.support import context_of
 from treadle.training.checkpoint_shards import read_sharded
 from treadle.training.config import TrainerSpec
 from treadle.training.frozen import make_reference, make_teacher
@@ -45,7 +46,7 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
     elif distillation is not None and distillation.teacher is not None:
         teacher = load_teacher(distillation.teacher, spec.model, model, first)
     if distillation is not None and distillation.context is not None:
-        limit = int((teacher or model).config.get_text_config().max_position_embeddings)
+        limit = context_of((teacher or model).config)
         limit = limit if server is None else server.context
         prompts = TeacherPrompts(distillation.context, load_chat(spec.model, spec.began)[1], limit)
     if spec.placement.ranks == 1:

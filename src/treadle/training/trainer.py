@@ -17,7 +17,7 @@ from treadle.core.files import Manifest
 from treadle.core.trainer import Conversation, ModelInfo, UpdateResult, WeightsDestination
 from treadle.core.types import Floats, Group, Ids, Routing
 from treadle.engines.compute import Compute
-from treadle.models.support import decoding_gap
+from treadle.models.support import context_of, decoding_gap
 from treadle.models.weights import described, gathered, published, saved, weights_digest
 from treadle.training.checkpoint import checkpoint_bytes, export_model, load_checkpoint, save_checkpoint
 from treadle.training.config import WarmStartConfig
@@ -50,7 +50,7 @@ class EmbeddedSource:
         text = module.config.get_text_config()
         self.model = ModelInfo(
             vocabulary=int(text.vocab_size),
-            context=int(text.max_position_embeddings),
+            context=context_of(text),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             shapes={name: tuple(tensor.shape) for name, tensor in described(module).items()},
             expert_layers=None if forward is None else forward.expert_layers,

@@ -218,7 +218,8 @@ class Batch:
         stop = call.sampling.stop
         stops = StopStrings(stop, self._decode) if stop and self._decode is not None else None
         waited = time.perf_counter() - call.made
-        return _Row(call, Cached(call.session, call.salt, call.prompt), stops, [(self.version, 0)], waited)
+        cached = Cached(call.session, call.salt, call.prompt, exact=self._model.reuses)
+        return _Row(call, cached, stops, [(self.version, 0)], waited)
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ class Batch:
         """
         first = rows[0].call.prompt
         length = min(min(common_prefix(first, row.call.prompt), len(row.call.prompt) - 1) for row in rows)
-        if prompts == 1 or length < _PREFIX:
+        if prompts == 1 or length < _PREFIX or not self._model.reuses:
             return 0
         once = KVCache(1, length + 1)
         self._model.extend(once, slice(0, 1), [first[:length]], [0])

@@ -11,6 +11,7 @@ same bits, however slow the environments are in between.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from treadle.core.errors import EngineError
 from treadle.core.types import Floats, Ids, SamplingParams
 from treadle.engines.compute import Compute
 from treadle.engines.torch.batch import Batch, Call, Decode, EngineCounters
-from treadle.engines.torch.model import CachedModel
+from treadle.engines.torch.floor import engine_model
 from treadle.engines.torch.options import TorchEngineOptions
 
 P = ParamSpec("P")
@@ -37,11 +38,17 @@ T = TypeVar("T")
 class Limits:
     """Checks calls against a model's limits.
 
-    vocabulary: exclusive bound of ids. context: maximum number of tokens of prompt and completion together.
+    vocabulary: exclusive bound of ids. context: maximum number of tokens of prompt and completion together. slow: why
+    calls are computed one by one; None: they are not.
     """
 
     vocabulary: int
     context: int
+    slow: str | None = None
+
+    def warn_of_slowness(self) -> None:
+        if self.slow is not None:
+            warnings.warn(self.slow, stacklevel=1)  # one place: several engines of a model say it once
 
     def check_ids(self, ids: Ids, what: str) -> None:
         if not len(ids) or ids.min() < 0 or ids.max() >= self.vocabulary:
@@ -67,11 +74,10 @@ class _Request:
 class TorchEngine:
     """Decodes concurrent sessions in one batch, with a KV cache kept from turn to turn.
 
-    model: any Hugging Face decoder with full or sliding-window attention, or layers with a state. It is copied:
-    publication copies weights, and never races with the optimizer. decode: ids -> text, for stop strings.
-    own_thread: whether to compute beside the event loop, so that environments keep stepping; otherwise inline
-    (`Compute`). Raises ConfigError for other layers, and with `options.routing` if the choice of experts cannot be
-    observed.
+    model: any causal LM of Hugging Face. It is copied: publication copies weights, and never races with the optimizer.
+    One whose layers cannot use the cache is computed call by call, with a warning (`RowModel`). decode: ids -> text,
+    for stop strings. own_thread: whether to compute beside the event loop, so that environments keep stepping;
+    otherwise inline (`Compute`). Raises ConfigError with `options.routing` if the choice of experts cannot be observed.
 
     Invariant: a call reuses only keys and values of the current weights, of a prefix of its prompt, computed for the
     same session and salt, or for calls of the same salt that were admitted together.
@@ -86,8 +92,9 @@ class TorchEngine:
         own_thread: bool = True,
     ) -> None:
         dtype = model.dtype if options.dtype is None else getattr(torch, options.dtype)
-        self._model = CachedModel(model, dtype, options.prefill_tokens, options.routing, options.device)
-        self.limits = Limits(self._model.vocabulary, self._model.context)
+        self._model = engine_model(model, dtype, options.prefill_tokens, options.routing, options.device)
+        self.limits = Limits(self._model.vocabulary, self._model.context, self._model.slow)
+        self.limits.warn_of_slowness()
         self._make_batch = partial(Batch, self._model, stop_token_ids=options.stop_token_ids, decode=decode)
         self._batch = self._make_batch(max_batch=options.max_batch, cache_bytes=int(options.cache_gib * 2**30))
         self._can_decode = decode is not None

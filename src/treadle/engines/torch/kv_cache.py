@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -106,7 +107,8 @@ class StateRows:
 class KVCache:
     """Keys and values of every layer: layer -> (K, V), each [R, K, T, D]. Layers are allocated at their first write.
 
-    states: states of layers that have them instead.
+    states: states of layers that have them instead. pasts: by row, what a model keeps that uses nothing of this
+    (`RowModel`).
 
     Memory is zero-initialized: masked positions are still multiplied by 0, and must be finite.
     """
@@ -115,6 +117,7 @@ class KVCache:
     capacity: int
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     states: StateRows = field(init=False)
+    pasts: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.states = StateRows(self.rows)
@@ -143,6 +146,8 @@ class KVCache:
 
     def move(self, sources: Mapping[int, int], length: int) -> None:
         """Simultaneously copy the first `length` positions between rows. sources: target row -> source row."""
+        moving = {row: self.pasts.pop(source) for row, source in sources.items() if source in self.pasts}
+        self.pasts |= moving
         if not sources or not length:
             return
         for pair in self.layers.values():
@@ -153,6 +158,10 @@ class KVCache:
     def copy_rows(self, other: KVCache, sources: Tensor, rows: Tensor, length: int) -> None:
         """Copy to row rows[i] the first `length` positions of `other`'s row sources[i], and its state."""
         self.states.copy_rows(other.states, sources, rows)
+        if other.pasts:
+            self.pasts |= {
+                row: deepcopy(other.pasts[source]) for row, source in zip(rows.tolist(), sources.tolist(), strict=True)
+            }
         for number, pair in other.layers.items():
             for target, origin in zip(self.layer(number, *pair), pair, strict=True):
                 target[:, :, :length].index_copy_(0, rows, origin[:, :, :length].index_select(0, sources))
@@ -225,7 +234,7 @@ def cached_attention(
     kv: KVCall = handed(module)
     # transformers makes no mask for attention implementations unknown to it.
     if attention_mask is not None:
-        raise EngineError(f"{type(module).__name__} makes its own attention mask; sample it with vLLM")
+        raise EngineError(f"{type(module).__name__} makes its own attention mask")
     keys, values = kv.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     mask = kv.mask(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -271,8 +280,9 @@ AttentionInterface.register(ATTENTION, cached_attention)
 class Cached:
     """Tokens with keys and values at the start of a row.
 
-    busy: whether a call still writes there. exact: whether all keys belong to the current weights. used: time of the
-    last use. marked: number of prompt tokens after which layers with a state kept theirs; 0: none.
+    busy: whether a call still writes there. exact: whether all keys belong to the current weights, and later calls may
+    reuse them. used: time of the last use. marked: number of prompt tokens after which layers with a state kept theirs;
+    0: none.
     """
 
     session: int
@@ -349,6 +359,7 @@ class CachedRows:
         sequence.ids, sequence.busy, sequence.used = ids, False, next(self._clock)
         if not sequence.exact:
             self._held.remove(sequence)
+            self.cache.pasts.pop(sequence.row, None)
 
     def forget(self, sessions: Iterable[int]) -> None:
         """Drop the idle sequences of closed sessions. The last one frees the memory, which training may need."""

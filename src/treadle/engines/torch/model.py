@@ -19,7 +19,7 @@ from treadle.engines.torch.kv_cache import ATTENTION, KVCache, KVCall
 from treadle.models.passing import Passing, handed
 from treadle.models.routing import Routers
 from treadle.models.states import States, stateful_layers
-from treadle.models.support import decoder_of, mixing_layers, require_known_layers
+from treadle.models.support import context_of, decoder_of, mixing_layers
 from treadle.models.weights import adapter_weights, saved
 
 Span = tuple[int, int, int]  # row, first and last position + 1 of tokens to compute
@@ -47,9 +47,13 @@ class CachedModel:
 
     dtype: dtype of weights and cache; logits are always float32.
     prefill_tokens: maximum number of (padded) tokens per pass. routing: whether to report chosen experts. device:
-    device to compute on; None: the model's. Raises ConfigError for layers other than attention, and with routing if the
-    choice of experts cannot be observed.
+    device to compute on; None: the model's. slow: why the model is computed call by call (`RowModel`); None: it is not.
+    reuses: whether calls can start from cached sequences. Raises ConfigError with routing if the choice of experts
+    cannot be observed.
     """
+
+    slow: str | None = None
+    reuses = True
 
     def __init__(
         self,
@@ -59,13 +63,15 @@ class CachedModel:
         routing: bool = False,
         device: str | None = None,
     ) -> None:
-        require_known_layers(model)
         adapted = bool(adapter_weights(model))
-        shared = {
+        shared: dict[int, Tensor] = {
             id(p): nn.Parameter(p.detach(), requires_grad=False)
             for name, p in model.named_parameters()
             if adapted and ".lora_" not in name
         }
+        # layers of RecurrentGemma hold the states of their last pass, with a gradient if the learner made it
+        left = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+        shared |= {id(value): value.detach() for value in left if not value.is_leaf}
         self.model = copy.deepcopy(model, shared).requires_grad_(False).eval()
         # Not registered as buffers: rounded rotary frequencies would misplace late tokens.
         for name, parameter in self.model.named_parameters():
@@ -73,24 +79,29 @@ class CachedModel:
                 parameter.data = parameter.data.to(dtype)
         if device is not None:
             self.model.to(device)
-        decoder_of(self.model).set_attn_implementation(ATTENTION)
-        self._passing = Passing[KVCall]()
-        self._passing.hang(self.model)
-        self.stateful = bool(layers := stateful_layers(self.model))
-        for layer, argument in layers.items():
-            vars(layer)["forward"] = _with_cached_state(layer, layer.forward, argument)
         self._routers = Routers.of(self.model) if routing else None
         self.prefill_tokens = prefill_tokens
         self.device = self.model.device
         self.samples_on = torch.device("cpu") if self.device.type == "mps" else self.device  # Apple's has no float64
         text = self.model.config.get_text_config()
-        self.vocabulary, self.context = int(text.vocab_size), int(text.max_position_embeddings)
+        self.vocabulary, self.context = int(text.vocab_size), context_of(text)
+        self.stateful = self._prepare()
+
+    def _prepare(self) -> bool:
+        """Have the layers use the engine's cache; return whether any keeps a state."""
+        decoder_of(self.model).set_attn_implementation(ATTENTION)
+        self._passing = Passing[KVCall]()
+        self._passing.hang(self.model)
+        layers = stateful_layers(self.model)
+        for layer, argument in layers.items():
+            vars(layer)["forward"] = _with_cached_state(layer, layer.forward, argument)
+        return bool(layers)
 
     @torch.inference_mode()
     def cache_bytes(self) -> tuple[int, int]:
         """Compute one cached position; return its size and the size of a row's states, in bytes.
 
-        Raises EngineError for unsupported attention.
+        Raises EngineError, or ConfigError, for layers that do not use the engine's cache.
         """
         cache = KVCache(1, 1)
         self.extend(cache, slice(0, 1), [np.zeros(1, np.int32)], [0])
@@ -98,7 +109,7 @@ class CachedModel:
         if missing := len(mixing - cache.layers.keys() - cache.states.layers.keys()):
             raise EngineError(
                 f"{missing} of {len(mixing)} layers of {type(self.model).__name__} did not read the engine's cache, "
-                "but attend or keep states in their own way; sample it with vLLM"
+                "but attend or keep states in their own way"
             )
         return cache.position_bytes(), cache.states.row_bytes()
 
@@ -129,15 +140,18 @@ class CachedModel:
     def forward(self, call: KVCall, ids: Tensor) -> Predicted:
         """Return the predictions after the last column. ids: int64[B, C]."""
         self._passing.current = call
+        return self._predict(ids, position_ids=call.positions, use_cache=False, logits_to_keep=1)[0]
+
+    def _predict(self, ids: Tensor, **named: Any) -> tuple[Predicted, Any]:
+        """Return the predictions after the last column of int64[B, C], and all that the model answers."""
         ids = ids.to(self.device)
         with nullcontext(list[Tensor]()) if self._routers is None else self._routers.choosing() as chosen:
-            logits: Tensor = self.model(
-                input_ids=ids, position_ids=call.positions, use_cache=False, logits_to_keep=1
-            ).logits
+            answer = self.model(input_ids=ids, **named)
+        logits = answer.logits[:, -1].float()
         if not chosen:
-            return Predicted(logits[:, -1].float())
+            return Predicted(logits), answer
         last = [layer.view(*ids.shape, -1)[:, -1] for layer in chosen]
-        return Predicted(logits[:, -1].float(), torch.stack(last, 1).to(torch.int16))
+        return Predicted(logits, torch.stack(last, 1).to(torch.int16)), answer
 
     def parts(self, spans: Sequence[Span]) -> list[list[Span]]:
         """Cut spans into parts of at most `prefill_tokens` padded tokens, in computation order.
@@ -169,11 +183,16 @@ class CachedModel:
     def score(self, ids: Ids, temperature: float) -> Floats:
         """Return the log-probability of ids[1:] in one pass without cache: int32[T] -> float32[T - 1]."""
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)
-        positions = torch.arange(len(ids), device=self.device)[None]
-        self._passing.current = KVCall(KVCache(1, len(ids)), slice(0, 1), positions, len(ids), begins=True)
-        logits = self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, :-1].float()
+        logits = self._logits(tokens)[:-1].float()
         logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        """Return the logits [T, V] of int64[1, T], computed in one pass without cache."""
+        positions = torch.arange(ids.shape[1], device=self.device)[None]
+        self._passing.current = KVCall(KVCache(1, ids.shape[1]), slice(0, 1), positions, ids.shape[1], begins=True)
+        logits: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        return logits
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
