@@ -80,7 +80,9 @@ def test_tokens_are_the_shards(get: Get, recorded: Path) -> None:
             assert sequence(view, step) == row["prompt_ids"] + row["completion_ids"]
             assert step["prompt_tokens"] == len(row["prompt_ids"])
             assert step["columns"]["logprob"] == pytest.approx(row["logprobs"], abs=1e-6)
-            assert step["columns"]["mask"] == row["mask"] and step["columns"]["version"] == row["policy_versions"]
+            assert (
+                step["columns"]["mask"] == row["mask"] and step["columns"]["policy_version"] == row["policy_versions"]
+            )
             spans = step["spans"]
             assert [s["end"] for s in spans[:-1]] == [s["start"] for s in spans[1:]] and spans[0]["start"] == 0
             assert spans[-1]["end"] == len(row["prompt_ids"]) + len(row["completion_ids"])
@@ -109,21 +111,23 @@ def test_what_is_not_recorded_is_named(get: Get) -> None:
         r"log-prob, learner, ratio, clipped, entropy: kept for [\d.]+% of groups \(\S+traced_groups\)", why
     )
     assert get(f"{RUN}/trajectories/g000001.0")["not_kept"] == ""
-    assert shown == dict.fromkeys(("logprob", "advantage", "mask", "version"), True) | dict.fromkeys(missing, False)
+    assert shown == dict.fromkeys(("logprob", "advantage", "mask", "policy_version"), True) | dict.fromkeys(
+        missing, False
+    )
     held_out = get(f"{RUN}/trajectories/e000001-0002.0")["columns"]
-    assert {c["name"] for c in held_out} == {"logprob", "mask", "version"}
+    assert {c["name"] for c in held_out} == {"logprob", "mask", "policy_version"}
 
 
 def test_values_of_the_learner_are_the_traces(get: Get, recorded: Path) -> None:
     view = get(f"{RUN}/trajectories/g000001.0")
     rows = pq.read_table(recorded / "traces").to_pylist()
     last = next(row for row in rows if row["update"] == 2)
-    assert [step["traced_in"] for step in view["steps"]] == [None, 2]
+    assert [step["update"] for step in view["steps"]] == [None, 2]
     names = {"learner_logprob": "logprobs", "entropy": "entropy", "advantage": "advantage", "ratio": "ratio"}
     for column, name in names.items():
         assert view["steps"][1]["columns"][column] == pytest.approx(last[name], abs=1e-6)
     assert view["steps"][1]["columns"]["clipped"] == last["clipped"]
-    assert view["steps"][0]["columns"].keys() == {"logprob", "mask", "version", "advantage"}
+    assert view["steps"][0]["columns"].keys() == {"logprob", "mask", "policy_version", "advantage"}
 
 
 def test_a_damaged_trace_hides_nothing_else(copy: Path) -> None:

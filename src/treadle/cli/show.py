@@ -13,18 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.cli.console import Console, Part, Table, indented, make_table
-from treadle.core.outcomes import NOT_PLAYED, rejection
+from treadle.core.outcomes import NOT_PLAYED
 from treadle.core.types import PLAYERS, role_of
 from treadle.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from treadle.core.engine import ProcessId
     from treadle.core.trainer import StepTrace
     from treadle.core.types import Step
-    from treadle.packing.breaks import Relation
-    from treadle.record.run_directory import RunDirectory
     from treadle.rendering.texts import TokenTexts
 
 _NEWEST = 20
@@ -52,11 +48,12 @@ def run_show(options: argparse.Namespace) -> int:
             console.table(table) if rows else console.line("no trajectories yet")
         return 0
     from treadle.record.rollout_store import load_run_tokenizer, load_traces, load_trajectory
+    from treadle.rendering.texts import MessageTexts, TokenTexts
 
     row, steps = load_trajectory(run_path, options.trajectory)
     traces = load_traces(run_path, options.trajectory)
-    tokenizer = None if all(step.chat for step in steps) else load_run_tokenizer(run_path)
-    trajectory = as_json(row, steps, tokenizer, traces)
+    is_text = all(step.chat for step in steps)
+    trajectory = as_json(row, steps, MessageTexts() if is_text else TokenTexts(load_run_tokenizer(run_path)), traces)
     console.json(trajectory) if options.json else _print_trajectory(console, trajectory)
     return 0
 
@@ -66,96 +63,30 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def as_json(
-    row: dict[str, Any], steps: list[Step], tokenizer: Tokenizer | None, traces: Sequence[StepTrace] = ()
+    row: dict[str, Any], steps: Sequence[Step], texts: TokenTexts, traces: Sequence[StepTrace] = ()
 ) -> dict[str, Any]:
-    """Return everything recorded about a trajectory as plain data; the last of several traces of a step counts.
-
-    tokenizer: None for text-only steps.
-    """
-    from treadle.packing.compactions import compactions, recorded_calls
-    from treadle.record.rollout_store import step_relations
-    from treadle.rendering.texts import MessageTexts, TokenTexts
+    """Return everything recorded about a trajectory as plain data; the last of several traces of a step counts."""
+    from treadle.record.describe import shown_steps
 
     internal = {"task", "shard", "oldest_version", "steps", "trained_version", "checksum"}
     head = {key: value for key, value in row.items() if key not in internal}
     head["task"], head["components"] = json.loads(row["task"]), json.loads(row["components"])
-    texts = MessageTexts() if tokenizer is None else TokenTexts(tokenizer)
-    related = step_relations(steps, texts)
-    found = compactions(recorded_calls(steps), related) if tokenizer else []
-    traced = {trace.step: trace for trace in traces}
-    steps_json = [
-        _step(number, step, relation, row["advantage"], tokenizer, traced.get(number))
-        | _new_prompt(step, relation, texts)
-        for number, (step, relation) in enumerate(zip(steps, related, strict=True))
-    ]
-    for step in steps_json:
-        step["segment"] = sum(compaction.step <= step["step"] for compaction in found)
-    return {**head, "compactions": [asdict(compaction) for compaction in found], "steps": steps_json}
+    shown, compacted = shown_steps(steps, texts, row["advantage"], traces)
+    for step, facts in zip(steps, shown, strict=True):
+        (ids, length), new = texts.call(step), facts["relation"]["shared"]
+        facts["new_prompt_tokens"] = None if step.chat else length - new
+        facts["new_prompt_text"], facts["reply_text"] = texts.decode(ids[new:length]), texts.decode(ids[length:])
+        facts["tokens"] = _tokens(step, facts.pop("columns"), texts)
+        facts["segment"] = sum(compaction.step <= facts["step"] for compaction in compacted)
+    return {**head, "compactions": [asdict(compaction) for compaction in compacted], "steps": shown}
 
 
-def _step(
-    number: int,
-    step: Step,
-    relation: Relation,
-    advantage: float | None,
-    tokenizer: Tokenizer | None,
-    trace: StepTrace | None,
-) -> dict[str, Any]:
-    return {
-        "step": number,
-        "prompt_tokens": step.prompt_tokens,
-        "chat": step.chat and asdict(step.chat),
-        "relation": asdict(relation),
-        "stop_reason": str(step.stop_reason),
-        "temperature": step.sampling.temperature,
-        "dropped": None if step.dropped is None else str(step.dropped),
-        "rejection": rejection(step),
-        "components": step.given.by_name,
-        "calls": [asdict(call) for call in step.calls],
-        **{
-            name: getattr(step, name)
-            for name in ("reward", "shaping", "state_key", "started", "seconds", "waited", "summary", "withheld")
-        },
-        "update": None if trace is None else trace.update,
-        "tokens": [] if tokenizer is None else _tokens(step, None if step.dropped else advantage, tokenizer, trace),
-    }
-
-
-def _new_prompt(step: Step, relation: Relation, texts: TokenTexts) -> dict[str, Any]:
-    ids, length = texts.call(step)
-    text = texts.decode(ids[relation.shared : length])
-    if step.chat is not None:
-        return {"new_prompt_tokens": None, "new_prompt_text": text, "reply_text": texts.decode(ids[length:])}
-    return {"new_prompt_tokens": length - relation.shared, "new_prompt_text": text}
-
-
-def _tokens(step: Step, advantage: float | None, tokenizer: Tokenizer, trace: StepTrace | None) -> list[dict[str, Any]]:
-    ids, mask = step.completion_ids.tolist(), step.mask.tolist()
-    unknown = [None] * len(ids)
-    columns: dict[str, list[Any]] = {
-        "id": ids,
-        "text": [_token_text(tokenizer, ident) for ident in ids],
-        "mask": mask,
-        "logprob": [round(value, 6) for value in step.logprobs.tolist()],
-        "advantage": [advantage if trained else None for trained in mask],
-        "policy_version": step.policy_versions.tolist(),
-        **dict.fromkeys(("learner_logprob", "entropy", "ratio", "clipped"), unknown),
-    }
-    if trace is not None:
-        columns["advantage"] = [
-            a if trained else None for a, trained in zip(trace.advantage.tolist(), mask, strict=True)
-        ]
-        columns["learner_logprob"] = [round(value, 6) for value in trace.logprobs.tolist()]
-        columns["entropy"] = [round(value, 6) for value in trace.entropy.tolist()]
-        columns["ratio"] = unknown if trace.ratio is None else trace.ratio.tolist()
-        columns["clipped"] = unknown if trace.clipped is None else trace.clipped.tolist()
-    return [dict(zip(columns, token, strict=True)) for token in zip(*columns.values(), strict=True)]
-
-
-def _token_text(tokenizer: Tokenizer, ident: int) -> str:
-    """Return a token's text; for a piece of a character, the vocabulary's entry."""
-    text: str = tokenizer.decode([ident], skip_special_tokens=False)
-    return text if text and "\ufffd" not in text else str(tokenizer.id_to_token(ident))
+def _tokens(step: Step, columns: dict[str, list[Any]], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return a row for each sampled token."""
+    ids = step.completion_ids.tolist()
+    unknown = dict.fromkeys(("advantage", "learner_logprob", "entropy", "ratio", "clipped"), [None] * len(ids))
+    whole = {"id": ids, "text": [texts.piece(ident) for ident in ids], **unknown, **columns}
+    return [dict(zip(whole, token, strict=True)) for token in zip(*whole.values(), strict=True)]
 
 
 def _print_trajectory(console: Console, row: dict[str, Any]) -> None:
@@ -206,7 +137,8 @@ def ending(row: dict[str, Any]) -> str:
 
 
 def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
-    from treadle.record.rollout_store import load_run_tokenizer, load_trajectory, step_relations
+    from treadle.record.describe import step_relations
+    from treadle.record.rollout_store import load_run_tokenizer, load_trajectory
     from treadle.rendering.texts import TokenTexts
 
     row, steps = load_trajectory(run, trajectory_id)
@@ -221,7 +153,7 @@ def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
 
 def _print_step(console: Console, step: dict[str, Any]) -> None:
     chat = step["chat"]
-    versions = sorted({token["policy_version"] for token in step["tokens"]})
+    versions = step["versions"]
     version = "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "none"
     parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())
     trained = f"; {step['reward'] + step['shaping']:g} in training" if step["shaping"] else ""

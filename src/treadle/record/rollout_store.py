@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ from tokenizers import Tokenizer
 
 from treadle.core.errors import DataError, RunError
 from treadle.core.files import WrittenFile, read_proven, refusal, write_atomically
-from treadle.core.outcomes import was_played
 from treadle.core.rewards import Reward
 from treadle.core.trainer import StepTrace
 from treadle.core.types import BreakCause, DropReason, Group, ModelCall, SamplingParams, Step, StopReason
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import tokenizer_directory
-from treadle.packing.breaks import Decode, Relation, relations
-from treadle.packing.flat import PackedCall
+from treadle.packing.breaks import Decode
 from treadle.record.checkpoint_retention import read_checkpoint
+from treadle.record.describe import describe
 from treadle.record.ledger_reader import trace_file
 from treadle.record.run_directory import RunDirectory
-from treadle.rendering.texts import TokenTexts
 
 _STEP = {  # columns that are attributes of the step
     "prompt_ids": pa.list_(pa.int32()),
@@ -148,17 +145,13 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 def step_row(step: Step) -> dict[str, Any]:
     """Return a step as a row of `STEP_SCHEMA`; `step_of` reads it."""
-    routing = step.routing
-    return {
-        **{name: getattr(step, name) for name in _STEP},
-        **{name: getattr(step.sampling, name) for name in _SAMPLING},
+    facts, routing = describe(step), step.routing
+    return facts | {
         "routing": None if routing is None else routing.astype("<i2").tobytes(),
         "routing_shape": None if routing is None else routing.shape,
-        "components": list(step.given.components.items()),
-        "token_rewards": step.given.tokens,
-        "calls": [json.dumps(asdict(call)) for call in step.calls],
-        "withheld": step.withheld,
-        "chat": None if step.chat is None else json.dumps(asdict(step.chat)),
+        "components": list(facts["components"].items()),
+        "calls": [json.dumps(call) for call in facts["calls"]],
+        "chat": facts["chat"] and json.dumps(facts["chat"]),
     }
 
 
@@ -260,8 +253,3 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
 
 def decoder(tokenizer: Tokenizer) -> Decode:
     return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
-
-
-def step_relations(steps: Sequence[Step], texts: TokenTexts) -> list[Relation]:
-    calls = [PackedCall(*texts.call(step), first=0) for step in steps]
-    return relations(calls, texts.decode, [step.break_cause for step in steps], [was_played(step) for step in steps])

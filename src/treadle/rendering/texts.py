@@ -41,13 +41,17 @@ class TokenTexts:
         self.special = {int(ident) for ident, token in added.items() if token.special}
 
     def of(self, ident: int) -> str:
-        """Return the text of one token; for part of a character, its vocabulary entry; without one, its id."""
+        """Return `piece`, escaped."""
         if ident not in self._cache:
-            text = self.raw(ident)
-            if not text or _PIECE in text:
-                text = (self._tokenizer and self._tokenizer.id_to_token(ident)) or f"[{ident}]"
-            self._cache[ident] = escape_text(_writable(text))
+            self._cache[ident] = escape_text(_writable(self.piece(ident)))
         return self._cache[ident]
+
+    def piece(self, ident: int) -> str:
+        """Return the text of one token; for part of a character, its vocabulary entry; without one, its id."""
+        text = self.raw(ident)
+        if not text or _PIECE in text:
+            return (self._tokenizer and self._tokenizer.id_to_token(ident)) or f"[{ident}]"
+        return text
 
     def raw(self, ident: int) -> str:
         if self._tokenizer is None:

@@ -6,13 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from treadle.core.text import escape_text
-from treadle.core.trainer import StepTrace
-from treadle.core.types import Step
 from treadle.packing.flat import PackedCall
 from treadle.packing.tree import depth_first
 
@@ -80,7 +76,7 @@ COLUMNS = (
     ("clipped", "clipped", "flag", "whether the loss bounded the ratio"),
     ("advantage", "advantage", "diverging", "weight of the token in the loss; none if masked"),
     ("mask", "mask", "flag", "whether the token may be trained"),
-    ("version", "version", "steps", "version of the policy that sampled the token"),
+    ("policy_version", "version", "steps", "version of the policy that sampled the token"),
     ("entropy", "entropy", "high", "entropy of the learner's distribution for the token, in nats"),
     ("reward", "token reward", "diverging", "reward for this token alone"),
 )
@@ -91,29 +87,6 @@ both signs; steps: distinct whole numbers; flag: yes.
 """
 
 OF_TRACES = ("learner_logprob", "ratio", "clipped", "entropy")
-
-
-def step_columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
-    """Return name -> values of all sampled tokens, for the recorded columns. advantage: the trajectory's mean."""
-    mask = step.mask.tolist()
-    columns: dict[str, list[Any]] = {
-        "logprob": _rounded(step.logprobs),
-        "mask": mask,
-        "version": step.policy_versions.tolist(),
-    }
-    if trace is not None:
-        columns["learner_logprob"] = _rounded(trace.logprobs)
-        columns["entropy"] = _rounded(trace.entropy)
-        columns["advantage"] = [a if m else None for a, m in zip(_rounded(trace.advantage), mask, strict=True)]
-        if trace.ratio is not None:
-            columns["ratio"] = _rounded(trace.ratio)
-        if trace.clipped is not None:
-            columns["clipped"] = trace.clipped.tolist()
-    elif advantage is not None:
-        columns["advantage"] = [advantage if m else None for m in mask]
-    if step.given.tokens is not None:
-        columns["reward"] = step.given.tokens.tolist()
-    return columns
 
 
 def columns_of(recorded: Iterable[str], split: str) -> list[Json]:
@@ -127,7 +100,3 @@ def columns_of(recorded: Iterable[str], split: str) -> list[Json]:
         for name, label, scale, text in COLUMNS
         if name in names or (split == "train" and name != "reward")
     ]
-
-
-def _rounded(values: NDArray[np.float32]) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]

@@ -13,17 +13,16 @@ from fastapi import Query
 from treadle.core.errors import DamageError, RunError, TreadleError
 from treadle.core.text import escape_text
 from treadle.core.trainer import StepTrace
-from treadle.core.types import Ids, ModelCall, Step, StepState, common_prefix, role_of
-from treadle.packing.breaks import Relation
-from treadle.packing.compactions import compactions, recorded_calls
+from treadle.core.types import Ids, Step, StepState, common_prefix, role_of
 from treadle.packing.flat import PackedCall
+from treadle.record.describe import shown_steps, step_relations
 from treadle.record.group_search import Split
-from treadle.record.rollout_store import read_shard, read_steps, read_traces, step_relations
+from treadle.record.rollout_store import read_shard, read_steps, read_traces
 from treadle.rendering.texts import MessageTexts, Span, TokenTexts, extended_spans, message_spans
 from treadle.report.report import PackingCount
 from treadle.view.groups import Attempt, GroupRow, fate, group_rows, groups_of_task
 from treadle.view.recorded_run import Key, Number, RecordedRun, Run
-from treadle.view.texts import OF_TRACES, Json, clipped, columns_of, prefix_segments, step_columns
+from treadle.view.texts import OF_TRACES, Json, clipped, columns_of, prefix_segments
 
 _SNIPPET = 60  # characters on either side of a match
 _MAX_FOUND = 200
@@ -87,42 +86,29 @@ def _tokens(
     texts, no_texts = _texts(run, steps)
     traces, no_traces = _traces(run, row["trajectory_id"], group.version if group.split == "train" else None)
     first_call = min((step.started for step in steps if step.started is not None), default=0.0)
-    calls, related = _calls(steps, texts), step_relations(steps, texts)
+    calls, (shown, compacted) = _calls(steps, texts), shown_steps(steps, texts, row["advantage"], traces)
     tree, ends = _tree(calls, texts)
     spans: list[list[Span]] = []
     views: list[Json] = []
-    for number, (step, call, relation) in enumerate(zip(steps, calls, related, strict=True)):
-        ids = call.token_ids.tolist()
-        base = spans[relation.base] if relation.base is not None else []
-        spans.append(extended_spans(base, relation.shared, ids, texts) if base else message_spans(ids, texts))
-        trace = traces.get(number)
+    for number, (step, call, facts) in enumerate(zip(steps, calls, shown, strict=True)):
+        ids, relation, chat = call.token_ids.tolist(), facts["relation"], facts.pop("chat")
+        del facts["state_key"]  # any text
+        base = spans[relation["base"]] if relation["base"] is not None else []
+        spans.append(extended_spans(base, relation["shared"], ids, texts) if base else message_spans(ids, texts))
         views.append(
             {
-                "step": number,
+                **facts,
                 "segment": ends[number],  # the segment in which its tokens end; its ancestors have the earlier tokens
                 "prompt_tokens": call.prompt_length,
                 "completion_tokens": len(ids) - call.prompt_length,
                 # A text-only call has pieces in place of tokens here: report the tokens counted by its server.
-                "counted": step.chat and {"read": step.chat.prompt_tokens, "written": step.chat.completion_tokens},
+                "counted": chat and {"read": chat["prompt_tokens"], "written": chat["completion_tokens"]},
                 "relation": _relation(relation),
                 "fate": fate(rows[number], row, group.update, step),
-                "summary": step.summary,
-                "withheld": step.withheld,
                 "spans": spans[-1],
-                # name -> values of all sampled tokens
-                "columns": {} if step.chat else step_columns(step, None if step.dropped else row["advantage"], trace),
-                "traced_in": trace.update if trace else None,  # the update that computed the learner's columns
-                # seconds from the attempt's first call to this one, and from there to its sampling
+                # seconds from the attempt's first call to this one
                 "began": None if step.started is None else step.started - first_call,
-                "waited": step.waited,
-                "stop_reason": str(step.stop_reason),
-                "temperature": step.sampling.temperature,
-                "reward": step.reward,
-                "shaping": step.shaping,
-                "components": dict(step.given.by_name),
-                "calls": [_call(call) for call in step.calls],
-                "seconds": step.seconds,
-                "versions": sorted({int(version) for version in step.policy_versions}),
+                "calls": [_call(each) for each in facts["calls"]],
                 "has_experts": step.routing is not None,
             }
         )
@@ -130,24 +116,23 @@ def _tokens(
     trained = [call for call, step in zip(calls, rows, strict=True) if step["state"] in _COMPUTED]
     cost = _cost(run, [("", trained)]) if group.split == "train" and trained else None
     problem = "; ".join(filter(None, (no_texts, no_traces))) or None
-    made = [] if isinstance(texts, MessageTexts) else compactions(recorded_calls(steps), related)
-    shown = {**tree, "steps": views, "columns": columns, "cost": cost, "compactions": made}
-    return {**shown, "not_kept": _not_kept(run, columns, bool(traces)), "problem": problem}
+    page = {**tree, "steps": views, "columns": columns, "cost": cost, "compactions": compacted}
+    return {**page, "not_kept": _not_kept(run, columns, bool(traces)), "problem": problem}
 
 
-def _call(call: ModelCall) -> Json:
-    tokens = {"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens}
-    return {"model": call.model, **tokens, "seconds": call.seconds, "reply": clipped(call.reply["content"])}
+def _call(call: Json) -> Json:
+    of_call = {name: call[name] for name in ("model", "prompt_tokens", "completion_tokens", "seconds")}
+    return {**of_call, "reply": clipped(call["reply"]["content"])}
 
 
-def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[dict[int, StepTrace], str | None]:
-    """Return the traces of the last update that trained a trajectory, by step, and why they are unreadable, if so."""
+def _traces(run: RecordedRun, trajectory_id: str, version: int | None) -> tuple[list[StepTrace], str | None]:
+    """Return the traces of a trajectory in order of updates, and why they are unreadable, if so."""
     try:
         file = run.ledger.traces_of(version)
         traces = [] if file is None else read_traces(run.directory.traces, file, trajectory_id)
     except TreadleError as error:
-        return {}, str(error)
-    return {trace.step: trace for trace in sorted(traces, key=lambda trace: trace.update)}, None
+        return [], str(error)
+    return sorted(traces, key=lambda trace: trace.update), None
 
 
 def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[int]]:
@@ -159,9 +144,8 @@ def _tree(calls: Sequence[PackedCall], texts: TokenTexts) -> tuple[Json, list[in
     return {"segments": segments, "texts": shown, "special": sorted(shown.keys() & texts.special)}, ends
 
 
-def _relation(relation: Relation) -> Json:
-    was, now = (escape_text(side.text) if side else None for side in (relation.was, relation.now))
-    return {**asdict(relation), "was": was, "now": now}
+def _relation(relation: Json) -> Json:
+    return relation | {side: relation[side] and escape_text(relation[side]["text"]) for side in ("was", "now")}
 
 
 def _not_kept(run: RecordedRun, columns: list[Json], is_traced: bool) -> str:
@@ -245,7 +229,7 @@ def _attempts(run: RecordedRun, attempts: Sequence[Attempt]) -> tuple[Json, list
             if state in _COMPUTED:
                 trained[-1].append(call)
             names = {"trajectory_id": attempt.trajectory_id, "step": at, "prompt_tokens": call.prompt_length}
-            views.append({**names, "relation": _relation(relation), "state": state, "reason": reason})
+            views.append({**names, "relation": _relation(asdict(relation)), "state": state, "reason": reason})
         if own:
             whole[attempt.trajectory_id] = own[-1].token_ids
     tree, ends = _tree(calls, texts)

@@ -108,7 +108,7 @@ export function TrajectoryPage({run, id, query}) {
   if (!view) return error ? html`<${Problems} error=${error} />` : html`<${Waiting} />`;
   const attempt = view.attempt;
   const recorded = view.columns.filter((/** @type {any} */ c) => c.is_recorded);
-  const traced = view.steps.map((/** @type {any} */ s) => s.traced_in).filter((/** @type {any} */ update) => update !== null);
+  const traced = view.steps.map((/** @type {any} */ s) => s.update).filter((/** @type {any} */ update) => update !== null);
   const valid = pin && view.steps[pin.step] ? pin : null;
   const onToken = (/** @type {number} */ step, /** @type {number} */ token) => { go({step, token}); reread(); };
   const onStep = (/** @type {number} */ step) => { go({step}); select(step); show(step); };

@@ -1,0 +1,106 @@
+"""A recorded step as plain data: `describe` names each fact once, and all else is a projection of it.
+
+rollout_store.step_row                a row of a Parquet shard
+trajectory_files.as_record, atif      what `treadle export-traces` writes
+shown_steps                           what `treadle show` prints, and `treadle view` draws
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.core.outcomes import rejection, was_played
+from treadle.core.trainer import StepTrace
+from treadle.core.types import Step
+from treadle.packing.breaks import Relation, relations
+from treadle.packing.compactions import Compaction, compactions, recorded_calls
+from treadle.packing.flat import PackedCall
+from treadle.rendering.texts import MessageTexts, TokenTexts
+
+_SHOWN = (
+    *("stop_reason", "temperature", "dropped", "reward", "shaping", "state_key", "started", "seconds", "waited"),
+    *("summary", "withheld", "calls", "chat"),
+)
+
+
+def describe(step: Step) -> dict[str, Any]:
+    """Return all of a step by name, with its sampling parameters and reward components; arrays stay arrays."""
+    own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sampling", "given")}
+    return {
+        **own,
+        **asdict(step.sampling),
+        "components": dict(step.given.components),
+        "token_rewards": step.given.tokens,
+        "calls": [asdict(call) for call in step.calls],
+        "chat": None if step.chat is None else asdict(step.chat),
+    }
+
+
+def shown_steps(
+    steps: Sequence[Step], texts: TokenTexts, advantage: float | None, traces: Iterable[StepTrace] = ()
+) -> tuple[list[dict[str, Any]], list[Compaction]]:
+    """Return the steps of a trajectory as they are shown, and its compactions.
+
+    advantage: mean over the trajectory. traces: of its steps; the last one of a step counts.
+    """
+    related, traced = step_relations(steps, texts), {trace.step: trace for trace in traces}
+    shown = [
+        _shown(number, step, relation, advantage, traced.get(number))
+        for number, (step, relation) in enumerate(zip(steps, related, strict=True))
+    ]
+    return shown, [] if isinstance(texts, MessageTexts) else compactions(recorded_calls(steps), related)
+
+
+def step_relations(steps: Sequence[Step], texts: TokenTexts) -> list[Relation]:
+    calls = [PackedCall(*texts.call(step), first=0) for step in steps]
+    return relations(calls, texts.decode, [step.break_cause for step in steps], [was_played(step) for step in steps])
+
+
+def _shown(
+    number: int, step: Step, relation: Relation, advantage: float | None, trace: StepTrace | None
+) -> dict[str, Any]:
+    facts = describe(step)
+    return {
+        "step": number,
+        "prompt_tokens": step.prompt_tokens,
+        "completion_tokens": step.completion_tokens,
+        "relation": asdict(relation),
+        **{name: facts[name] for name in _SHOWN},
+        "components": step.given.by_name,  # with the sum of the token rewards
+        "rejection": rejection(step),
+        "versions": np.unique(step.policy_versions).tolist(),
+        "update": None if trace is None else trace.update,  # the update that computed the learner's columns
+        "columns": {} if step.chat else _columns(step, None if step.dropped else advantage, trace),
+    }
+
+
+def _columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
+    """Return name -> a value for each sampled token, for the recorded columns."""
+    mask = step.mask.tolist()
+    columns: dict[str, list[Any]] = {
+        "logprob": _rounded(step.logprobs),
+        "mask": mask,
+        "policy_version": step.policy_versions.tolist(),
+    }
+    if trace is not None:
+        columns["learner_logprob"] = _rounded(trace.logprobs)
+        columns["entropy"] = _rounded(trace.entropy)
+        columns["advantage"] = [a if m else None for a, m in zip(_rounded(trace.advantage), mask, strict=True)]
+        if trace.ratio is not None:
+            columns["ratio"] = _rounded(trace.ratio)
+        if trace.clipped is not None:
+            columns["clipped"] = trace.clipped.tolist()
+    elif advantage is not None:
+        columns["advantage"] = [advantage if m else None for m in mask]
+    if step.given.tokens is not None:
+        columns["reward"] = step.given.tokens.tolist()
+    return columns
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]
