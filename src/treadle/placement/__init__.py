@@ -1,4 +1,4 @@
-"""Processes on a Ray cluster: reserved together, checked, started, watched. The only layer that imports ray.
+"""Processes on a Ray cluster: reserved together, checked, started, monitored. The only layer that imports ray.
 
-Ray starts, places, watches and carries; what the processes compute is in the layers below, which know nothing of it.
+Ray starts, places, monitors and transports; the processes' computations are in the layers below, independent of it.
 """

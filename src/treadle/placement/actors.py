@@ -14,15 +14,15 @@ from ray.exceptions import RayError, RayTaskError
 from treadle.core.engine import ProcessId
 from treadle.core.errors import PlacementError, TreadleError, WorkerLost
 
-_CONCURRENCY = 1_000_000  # calls at a time
-_TAIL = 15  # lines of a log or traceback that an error shows
+_CONCURRENCY = 1_000_000  # concurrent calls
+_TAIL = 15  # lines of a log or traceback shown in an error
 
 
 class Placed:
     """Base of actor classes."""
 
     async def process(self) -> tuple[ProcessId, str]:
-        """Return which process this is, and the file that its output goes to; "" if the system does not tell."""
+        """Return this process, and its log file; "" if the system does not reveal it."""
         try:
             return ProcessId.own(), os.readlink("/proc/self/fd/2")
         except OSError:
@@ -33,10 +33,10 @@ class Placed:
 
 
 class Actor:
-    """Reaches one actor, from any process of the run (a `Worker`). process: where it runs, once opened."""
+    """Client of one actor, in any process of the run (a `Worker`). process: its process, once opened."""
 
     def __init__(self, name: str, kind: type[Placed], options: Mapping[str, Any], *arguments: Any) -> None:
-        """Start an actor. name: in errors. options: of its place."""
+        """Start an actor. name: for errors. options: options of its place."""
         made = ray.remote(kind).options(max_restarts=0, max_task_retries=0, max_concurrency=_CONCURRENCY, **options)
         self.name, self.handle = name, made.remote(*arguments)
         self.process: ProcessId | None = None
@@ -48,7 +48,8 @@ class Actor:
     async def call(self, method: str, *arguments: Any, cancel: bool = True) -> Any:
         """Return the actor's answer, or raise its error, WorkerLost or PlacementError.
 
-        cancel: it is cancelled with its caller. Ray cannot end an actor that is stopped and was asked to cancel a call.
+        cancel: whether to cancel the call with its caller. Ray cannot end a stopped actor that was asked to cancel a
+        call.
         """
         answer = getattr(self.handle, method).remote(*arguments)
         try:
@@ -73,14 +74,14 @@ class Actor:
         return PlacementError("\n".join([failure, *traceback[-_TAIL:]]))
 
     def kill(self) -> None:
-        """End the actor at once. Idempotent."""
+        """End the actor immediately. Idempotent."""
         ray.kill(self.handle)
 
     async def close(self) -> None:
         self.kill()
 
     def tail(self) -> str:
-        """Return the end of its output, or where that is, to end an error with."""
+        """Return the end of its output, or its location, for the end of an error."""
         if self.process is None:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""Engines that are Ray actors, and a pool of them.
+"""Engines as Ray actors, and a pool of them.
 
 EnginePool -> RemoteEngine --(wave, publish)--> EngineActor -> TorchEngine
                     rollout workers --(generate)----^
@@ -39,9 +39,9 @@ from treadle.placement.actors import Actor, Placed
 from treadle.placement.reserve import Reservation
 from treadle.placement.turns import ColocatedPool, ColocatedTrainer
 
-_LOOK = 1.0  # seconds between looks at whether the server runs
-_STOPPING = 30.0  # seconds for a server to end by itself
-_BUCKET = 64 * 2**20  # bytes of tensors that make one object
+_LOOK = 1.0  # seconds between checks whether the server runs
+_STOPPING = 30.0  # seconds for a server to exit
+_BUCKET = 64 * 2**20  # bytes of tensors per object
 
 
 def make_engine(
@@ -50,7 +50,7 @@ def make_engine(
     threads: int,
     deterministic: bool,
 ) -> LocalEngine:
-    """Return an engine in this process. threads, deterministic: how it computes."""
+    """Return an engine in this process. threads, deterministic: settings of its computation."""
     hf_logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
@@ -58,11 +58,11 @@ def make_engine(
 
 
 class EngineActor(Placed, EngineService):
-    """A Ray actor that answers for an engine."""
+    """A Ray actor that serves an engine."""
 
 
 async def open_engines(plan: RuntimePlan, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open an engine at each of its places (`OpenEngine`); beside a trainer that takes turns, in theirs."""
+    """Open an engine at each of its places (`OpenEngine`); colocated with the trainer if they take turns."""
     if spec.config.kind == "vllm":
         return await open_servers(plan, reservation, spec)
     if spec.config.kind != "torch":
@@ -109,10 +109,10 @@ async def _open_all(make: MakeEngine, reservation: Reservation, spec: EngineSpec
 
 
 class ServerActor(Placed):
-    """Starts a server, which ends when this process does, and makes rollout workers' calls of it.
+    """Starts a server, which ends when this process does, and calls it for rollout workers.
 
-    stop_token_ids: tokens that end a completion. expert_layers: those whose experts completions report.
-    Invariant: calls begin and return only while it is told to be open.
+    stop_token_ids: tokens that end a completion. expert_layers: layers with experts reported by completions.
+    Invariant: calls begin and return only while it is open.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ServerActor(Placed):
         self._admission.hold()
 
     async def open(self, admitted: Admitted) -> None:
-        """Let calls go on, under these weights. Raises EngineError."""
+        """Let calls continue, under these weights. Raises EngineError."""
         if self._server is None:
             server = Server(self._process.url, self._process)
             await server.read_context()
@@ -146,7 +146,7 @@ class ServerActor(Placed):
     async def generate(
         self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
     ) -> Completion:
-        """Sample for a rollout worker. Raises EngineError; ServerLost if another server is to do it."""
+        """Sample for a rollout worker. Raises EngineError; ServerLost if another server should do it."""
         await self._admission.settled()
         assert self._server is not None
         check_call(len(prompt_ids), sampling, self._server.context)
@@ -155,7 +155,7 @@ class ServerActor(Placed):
         )
 
     async def ended(self) -> None:
-        """Return once the server has ended, or calls of it fail."""
+        """Return once the server has ended, or its calls fail."""
         while self._process.running and not (self._server and self._server.is_lost):
             await asyncio.sleep(_LOOK)
 
@@ -164,7 +164,7 @@ class ServerActor(Placed):
 
 
 class PlacedServer:
-    """A server that an actor started (`Started`). log: in a directory that all nodes see."""
+    """A server started by an actor (`Started`). log: file in a directory visible to all nodes."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class PlacedServer:
 
 
 async def open_servers(plan: RuntimePlan, reservation: Reservation, spec: EngineSpec) -> tuple[Engine, WeightSync]:
-    """Open a vLLM server at each engine's place; see `OpenEngine`. Raises ConfigError for servers that run already."""
+    """Open a vLLM server at each engine's place; see `OpenEngine`. Raises ConfigError for servers already running."""
     if spec.config.vllm.urls:
         raise ConfigError(
             "engine.options.servers names servers that run, and placement.kind 'ray' starts its own; leave it out"
@@ -230,12 +230,12 @@ async def open_servers(plan: RuntimePlan, reservation: Reservation, spec: Engine
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """References to dictionaries of tensors, which exist as long as anybody holds them (`engines.staging.Staged`)."""
+    """References to dictionaries of tensors, which exist as long as they are referenced (`engines.staging.Staged`)."""
 
     references: tuple[Any, ...]
 
     def discard(self) -> None:
-        """Do nothing: others may hold the references."""
+        """No-op: others may hold the references."""
 
     async def fetch(self) -> dict[str, Tensor]:
         """Return the weights by name, once they are on this node. Raises EngineError if they are gone."""
@@ -250,12 +250,12 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """Writes weights as objects (a `WeightsDestination`). dtype: that floating-point weights are written in."""
+    """Writes weights as objects (a `WeightsDestination`). dtype: dtype of floating-point weights."""
 
     dtype: torch.dtype
 
     def write(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> StoredWeights:
-        """Put the weights, some tensors at a time, so that no copy of all of them is made here."""
+        """Put the weights, some tensors at a time, to avoid a full copy here."""
         references: list[Any] = []
         bucket: dict[str, Tensor] = {}
         for name, tensor in weights:

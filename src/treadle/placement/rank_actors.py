@@ -1,4 +1,4 @@
-"""`RankActors`: learner ranks that are Ray actors. With `RankGroup` they are a `Trainer`.
+"""`RankActors`: learner ranks as Ray actors. With `RankGroup` they are a `Trainer`.
 
 RankGroup -> RankActors.call --(actor calls, one to each)--> RankActor -> RankTrainer
 """
@@ -23,7 +23,7 @@ from treadle.training.ranks import Ranks
 
 
 class RankActor(Placed, RankService):
-    """One rank, in a process of its own."""
+    """One rank, in a separate process."""
 
     def place(self) -> tuple[str, str]:
         here, names = ray.util.get_node_ip_address(), psutil.net_if_addrs().items()
@@ -31,7 +31,7 @@ class RankActor(Placed, RankService):
 
 
 class RankActors(RankGang[Actor]):
-    """Learner ranks, one at each place. places: options of each. Otherwise as `RankProcesses`."""
+    """Learner ranks, one per place. places: options of each. See `RankProcesses`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RankActors(RankGang[Actor]):
 
 
 def make_trainer(reservation: Reservation, spec: TrainerSpec) -> Trainer:
-    """Return a trainer whose ranks are actors; it takes turns with engines beside it. Raises RankError."""
+    """Return a trainer with actors as ranks; it takes turns with colocated engines. Raises RankError."""
     section = spec.placement
     ranks = RankActors(
         partial(make_rank_trainer, spec),

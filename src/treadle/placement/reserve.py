@@ -1,7 +1,7 @@
-"""Reserving everything that a run needs of a cluster at once, before anything is loaded.
+"""Reserving everything that a run needs from a cluster together, before anything is loaded.
 
-An actor without resources waits for ever without a word. So none is made outside of one placement group, and that is
-either there in time or an error that names the process and what it lacks.
+An actor without resources would wait forever, silently. So none is made outside one placement group, which is either
+ready in time or an error that names the process and its missing resource.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from treadle.rollout.config import GatewayConfig, listen
 Role = Literal["learner rank", "engine", "rollout worker"]
 Resources = Mapping[str, float]
 
-_WAIT = 30.0  # seconds for resources that others hold
-_SURE = 2.0  # seconds for which Ray must find a group infeasible: nodes may just be joining
+_WAIT = 30.0  # seconds to wait for resources held by others
+_SURE = 2.0  # seconds that Ray must report a group as infeasible, as nodes may be joining
 _LIMIT = 120.0  # seconds for all places to answer
-_COMPUTES = ("torch", "transformers")  # packages that rollout workers do without
+_COMPUTES = ("torch", "transformers")  # packages that rollout workers do not need
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Bundle:
 
 
 def bundles_of(config: PlacementConfig, device: str = "cpu") -> list[Bundle]:
-    """Return what a run needs: learner ranks first, then engines, then rollout workers. device: of each rank."""
+    """Return a run's needs: learner ranks first, then engines, then rollout workers. device: device of each rank."""
     learner, engines, rollout = config.learner, config.engines, config.rollout
     gpus = (1.0 if device == "cuda" else 0.0), float(engines.gpus)
     if config.colocate:
@@ -64,13 +64,13 @@ def places_of(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
 
 
 class Reservation:
-    """Resources held for each bundle. Processes are started with the `options` of theirs."""
+    """Resources held for each bundle. Processes are started with their bundle's `options`."""
 
     def __init__(self, group: Any, bundles: Sequence[Bundle]) -> None:
         self._group, self.bundles = group, bundles
 
     def options(self, bundle: Bundle) -> dict[str, Any]:
-        """Return the options of a Ray actor or task that takes the bundle's place."""
+        """Return the options for a Ray actor or task in the bundle's place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         [index] = [number for number, place in enumerate(places_of(self.bundles)) if bundle in place]
@@ -86,7 +86,7 @@ class Reservation:
 
 @contextmanager
 def reserve(bundles: Sequence[Bundle], wait: float | None) -> Iterator[Reservation]:
-    """Hold the bundles within. wait: see `PlacementConfig`. Raises PlacementError."""
+    """Hold the bundles inside the block. wait: see `PlacementConfig`. Raises PlacementError."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     wanted = [sum((Counter(bundle.resources) for bundle in place), Counter()) for place in places_of(bundles)]
@@ -123,7 +123,7 @@ def _wait_for(group: Any, bundles: Sequence[Bundle], wait: float | None) -> None
 
 
 def shortage(bundles: Sequence[Bundle], nodes: Mapping[str, Resources]) -> str:
-    """Return what the first bundle lacks for which no node has room beside those before it; "" if all have room."""
+    """Return the missing resources of the first bundle that fits no node beside the earlier ones; "" if all fit."""
     free = {node: dict(resources) for node, resources in nodes.items()}
     for bundle in bundles:
         needs = bundle.resources
@@ -149,9 +149,10 @@ def _nodes() -> dict[str, Resources]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a bundle is. versions: of what must be equal everywhere; "" for what is missing.
+    """Properties of a bundle's place. versions: of software that must be equal everywhere; "" if missing.
 
-    sees_directory: whether the directory of runs is the same one. gpus: that torch sees; None if none is needed.
+    sees_directory: whether the directory of runs is the shared one. gpus: number visible to torch; None if none is
+    needed.
     gateway: why the gateway cannot listen there; "" if it can, or is not needed.
     """
 
@@ -173,7 +174,7 @@ def versions() -> dict[str, str]:
 
 
 def look(nonce: Path, needs_gpu: bool, gateway: GatewayConfig | None) -> Place:
-    """Return what this process sees. nonce: a file of the run's directory that holds its own name."""
+    """Return this process's view of its place. nonce: a file in the run's directory that contains its own name."""
     import ray
 
     sees = nonce.exists() and nonce.read_text() == nonce.name
@@ -210,7 +211,7 @@ def problems(bundle: Bundle, place: Place, here: dict[str, str], directory: Path
 
 
 def check_places(reservation: Reservation, directory: Path, gateway: GatewayConfig) -> list[Place]:
-    """Return what is at each bundle's place. directory: where runs are. Raises PlacementError for problems."""
+    """Return each bundle's place. directory: parent of runs. Raises PlacementError for problems."""
     import ray
 
     directory.mkdir(parents=True, exist_ok=True)

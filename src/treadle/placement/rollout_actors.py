@@ -1,11 +1,11 @@
-"""Rollout workers: environments and agent programs in processes of their own.
+"""Rollout workers: environments and agent programs in separate processes.
 
     RolloutPool.start -> RolloutActor.play -> Rollouts -> Session -> WorkerEngine --(route)--> the engine's actor
                                                                           '--requests--> _Worker -> Engine
 
-The run's process opens every session, in order, and so chooses its engine. A worker calls that engine itself where it
-has a `route`. The run's process makes the other calls: of an engine in lock-step, whose waves are formed there, of one
-with a budget, and once the engine of a session has ended. A worker imports neither torch nor transformers.
+The run's process opens every session, in order, which chooses its engine. A worker calls an engine with a `route`
+itself. The run's process makes the other calls: to an engine in lock-step, because waves are formed there, to one with
+a budget, and once a session's engine has ended. A worker imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
 from treadle.workers.supervised import Supervised
 
-_CLOSING = 20.0  # seconds for a worker to end what it has started
+_CLOSING = 20.0  # seconds for a worker to finish
 
 Request = tuple[Any, ...]
-"""What a worker asks of the run's process: the name of a method of `_Worker`, and its arguments."""
+"""A worker's request to the run's process: the name of a method of `_Worker`, and its arguments."""
 
 
 class WorkerEngine:
-    """The `Engine` of a worker: calls the session's route, an engine's actor, or asks the run's process to."""
+    """The `Engine` of a worker: calls the session's route, an engine's actor, or asks the run's process to call."""
 
     def __init__(self) -> None:
         self.routes: dict[str, Actor | None] = {}
@@ -55,7 +55,7 @@ class WorkerEngine:
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
     def open_session(self, session: str) -> None:
-        if session not in self.routes or session in self._closed:  # else the run's process has opened it
+        if session not in self.routes or session in self._closed:  # otherwise the run's process has opened it
             self._closed.discard(session)
             self.ask("open_session", session)
 
@@ -74,7 +74,7 @@ class WorkerEngine:
         if route := self.routes.get(session):
             try:
                 completion = await route.call("generate", prompt_ids, sampling, session, cache_salt)
-            except (WorkerLost, ServerLost):  # the run's process knows where the session goes
+            except (WorkerLost, ServerLost):  # the run's process knows the session's next engine
                 self.routes[session] = None
             else:
                 return completion
@@ -87,26 +87,26 @@ class WorkerEngine:
         return scores
 
     def status(self) -> list[ComponentStatus]:
-        """Return nothing: the run's process asks the engine itself."""
+        """Return nothing: the run's process queries the engine itself."""
         return []
 
     async def close(self) -> None:
-        """Do nothing: the engine is the run's."""
+        """No-op: the engine belongs to the run."""
 
     def ask(self, *request: Any) -> None:
-        """Ask the run's process for something, after what was asked before."""
+        """Send a request to the run's process, after earlier ones."""
         self._requests.append(request)
         self._any.set()
 
     async def requests(self) -> AsyncIterator[list[Request]]:
-        """Yield what was asked for in each turn of the event loop."""
+        """Yield the requests of each turn of the event loop."""
         while await self._any.wait():
             requests, self._requests = self._requests, []
             self._any.clear()
             yield requests
 
     def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
-        """Take answers to calls, by number; an error is one, too."""
+        """Deliver answers to calls, by number; errors count as answers, too."""
         for number, answer in answers:
             future = self._answers.get(number)
             if future is None or future.done():
@@ -130,7 +130,7 @@ class WorkerEngine:
 
 
 class WorkerLog:
-    """The `CallLog` of one attempt in a worker: tells the run's process, and does not wait."""
+    """The `CallLog` of one attempt in a worker: notifies the run's process, without waiting."""
 
     def __init__(self, engine: WorkerEngine, name: str, recorded: Sequence[AnsweredCall]) -> None:
         self._engine, self._name, self._recorded = engine, name, recorded
@@ -150,7 +150,7 @@ class WorkerLog:
 
 
 class RolloutActor(Placed):
-    """One worker, in a process of its own."""
+    """One worker, in a separate process."""
 
     def __init__(self) -> None:
         self._engine = WorkerEngine()
@@ -158,7 +158,7 @@ class RolloutActor(Placed):
         self._rollouts: Rollouts
 
     async def open(self, make: Callable[..., AbstractAsyncContextManager[Rollouts]]) -> None:
-        """Open what it plays with. make: `open_rollouts`, but for the engine and the log. Raises what that raises."""
+        """Open its runner. make: `open_rollouts` without the engine and the log. Passes on errors of opening."""
         loop = asyncio.get_running_loop()
 
         def log(line: str) -> None:  # perhaps from another thread
@@ -200,17 +200,17 @@ class RolloutActor(Placed):
 
 @runtime_checkable
 class Routed(Protocol):
-    """An engine that other processes can call by themselves: `EnginePool`, `VLLMEngine`."""
+    """An engine that other processes can call directly: `EnginePool`, `VLLMEngine`."""
 
     def route(self, session: str) -> Any:
-        """Return the actor (`Actor`) that makes the session's calls; None if they are to be made here."""
+        """Return the actor (`Actor`) that makes the session's calls; None to make them here."""
 
 
 class RolloutPool:
-    """Plays attempts in workers (a `RolloutRunner`): each goes to the one with the fewest. Made by `open_workers`.
+    """Plays attempts in workers (a `RolloutRunner`): each goes to the least busy one. Created by `open_workers`.
 
-    A worker that ends, or says nothing for a minute, is replaced. Its attempts go on there with their recorded calls,
-    once; those that are not recorded fail as `infrastructure`, which has them played again.
+    A worker that ends, or is silent for a minute, is replaced. Its attempts continue there once, with their recorded
+    calls; unrecorded ones fail as `infrastructure`, and are retried.
     """
 
     def __init__(self, workers: Sequence[_Worker], sampling: SamplingParams) -> None:
@@ -251,7 +251,7 @@ async def open_workers(
     log: Callable[[str], None],
     directory: Path | None,
 ) -> AsyncIterator[RolloutPool]:
-    """Open workers at their places; see `open_rollouts`. Raises what that raises, and PlacementError."""
+    """Open workers at their places; see `open_rollouts`. Passes on its errors, and raises PlacementError."""
     where = directory and directory.absolute()
     made = partial(open_rollouts, renderer=renderer, players=players, config=config, rewards=rewards, directory=where)
     make = ray.put(made)
@@ -266,28 +266,28 @@ async def open_workers(
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """Where the calls of an attempt are recorded, and those that are, in the order of their answers."""
+    """The call log of an attempt, and its recorded calls, in the order of their answers."""
 
     log: CallLog
     address: Address
     calls: list[AnsweredCall]
 
     def first_calls(self) -> list[AnsweredCall]:
-        """Return the calls up to the first that is not recorded; others may have been made side by side."""
+        """Return the calls up to the first unrecorded one; calls may be concurrent."""
         ordered = sorted(self.calls, key=lambda call: call.number)
         self.calls[:] = [call for number, call in enumerate(ordered) if call.number == number]
         return list(self.calls)
 
 
 class _Worker:
-    """One place of a worker: the actor that is there now, and what it asks for."""
+    """One place of a worker: its current actor, and that actor's requests."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], make: Any, engine: Engine, log: Callable[[str], None]
     ) -> None:
         self._make, self._engine, self.log = make, engine, log
         self.playing = 0
-        self._logs: dict[str, _Log] = {}  # of attempts whose calls are recorded
+        self._logs: dict[str, _Log] = {}  # for attempts with recorded calls
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._answers: list[tuple[int, Any]] = []
         self._serving: asyncio.Task[None] | None = None
@@ -303,7 +303,7 @@ class _Worker:
         if log is not None:
             self._logs[name] = _Log(log, address, list(log.recorded(address)))
         attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling))
-        attempt.add_done_callback(partial(self._ended, name))  # also if it was cancelled before it began
+        attempt.add_done_callback(partial(self._ended, name))  # also covers attempts cancelled before they begin
         return attempt
 
     def status(self, name: str) -> ComponentStatus:
@@ -355,7 +355,7 @@ class _Worker:
         self._logs.pop(name, None)
         self._engine.close_session(name)
 
-    # --- what the actor asks for ---------------------------------------------------------------------------------
+    # --- requests of the actor -----------------------------------------------------------------------------------
 
     async def _prepare(self, actor: Actor) -> None:
         self._forget()
@@ -372,7 +372,7 @@ class _Worker:
                         getattr(self, method)(*arguments)
 
     def _forget(self) -> None:
-        """Be as before the first actor: nobody waits for the calls of the last one."""
+        """Reset: drop pending calls of the previous actor."""
         for task in (*self._calls.values(), *([self._serving] if self._serving else [])):
             task.cancel()
         self._calls, self._answers = {}, []
@@ -393,7 +393,7 @@ class _Worker:
             log.log.restarted(log.address, player, what)
 
     def open_session(self, session: str) -> None:
-        with suppress(EngineError):  # calls of a session that is not open are refused
+        with suppress(EngineError):  # calls of a closed session are refused
             self._engine.open_session(session)
 
     def close_session(self, session: str) -> None:
@@ -417,7 +417,8 @@ class _Worker:
         finally:
             self._calls.pop(number, None)
         if not self._answers:
-            asyncio.get_running_loop().call_soon(self._flush, actor)  # all of this turn of the event loop
+            # batches all requests of this turn of the event loop
+            asyncio.get_running_loop().call_soon(self._flush, actor)
         self._answers.append((number, answer))
 
     def _flush(self, actor: Actor) -> None:

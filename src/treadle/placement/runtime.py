@@ -1,4 +1,4 @@
-"""`open_ray`: a run's parts on a Ray cluster, in order: connect, reserve everything, check every place."""
+"""`open_ray`: a run's parts on a Ray cluster, in order: connect, reserve, check every place."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from treadle.loop.runtime import Runtime
 from treadle.placement.reserve import Bundle, Place, Reservation, bundles_of, check_places, reserve, shortage
 
 _CONNECTING = 5.0  # seconds
-_OBJECT_STORE = 200 * 2**20  # bytes; what exceeds it goes to disk
+_OBJECT_STORE = 200 * 2**20  # bytes; any excess is spilled to disk
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A reservation, and what was found at the place of each bundle."""
+    """A reservation, and the properties of each bundle's place."""
 
     reservation: Reservation
     places: list[Place]
@@ -41,7 +41,7 @@ class Placement:
 
 @contextmanager
 def placed(plan: RuntimePlan, directory: Path, log: Callable[[str], None]) -> Iterator[Placement]:
-    """Hold what a run needs within, checked. directory: where runs are. Raises PlacementError."""
+    """Reserve and check a run's resources inside the block. directory: parent of runs. Raises PlacementError."""
     section = plan.placement
     bundles = bundles_of(section, plan.device)
     with connected(section.address, bundles, log), reserve(bundles, section.wait) as reservation:
@@ -51,7 +51,7 @@ def placed(plan: RuntimePlan, directory: Path, log: Callable[[str], None]) -> It
 
 
 def check_transfer(plan: RuntimePlan, placement: Placement) -> None:
-    """Raise PlacementError for vLLM servers that are on other nodes than the first rank, which hands them a file."""
+    """Raise PlacementError for vLLM servers on other nodes than the first rank, which hands them a file."""
     if plan.engine.kind != "vllm" or plan.engine.vllm.transfer == "collective" or plan.adapters:
         return  # adapters are in the run's directory, which all nodes see
     nodes = {
@@ -69,10 +69,10 @@ def check_transfer(plan: RuntimePlan, placement: Placement) -> None:
 
 @contextmanager
 def open_ray(plan: RuntimePlan, path: Path, log: Callable[[str], None]) -> Iterator[Runtime]:
-    """Yield what makes a run's parts on a cluster, whose resources it holds; see `OpenRuntime`."""
+    """Yield factories of a run's parts on a cluster, holding its resources; see `OpenRuntime`."""
     with placed(plan, path.absolute().parent, log) as placement:
         log(f"placement: {placement}")
-        from treadle.placement.engine_actors import open_engines  # these import ray, and what computes
+        from treadle.placement.engine_actors import open_engines  # these import ray and torch
         from treadle.placement.rank_actors import make_trainer
         from treadle.placement.rollout_actors import open_workers
 
@@ -88,21 +88,21 @@ def open_ray(plan: RuntimePlan, path: Path, log: Callable[[str], None]) -> Itera
 _SETTINGS: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # Ray ends processes of the cluster where a machine runs short of memory, whoever's programs use it
+    # By default Ray ends processes of the cluster when the machine runs short of memory, whichever program uses it.
     "RAY_memory_monitor_refresh_ms": "0",
-    # read when ray is imported. The default of macOS: every server binds the loopback interface
+    # Read when ray is imported. The default on macOS: every server binds the loopback interface.
     _LOOPBACK: "0",
-    # trajectories come with the answers (bytes): the object store takes the driver longer than a copy
+    # Trajectories arrive with the answers (bytes): the object store would take the driver longer than a copy.
     "RAY_max_direct_call_object_size": str(4 << 20),
 }
 
 
 @contextmanager
 def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
-    """Be connected to the cluster within. Raises PlacementError.
+    """Stay connected to the cluster inside the block. Raises PlacementError.
 
-    address: of a running cluster; None: one is started here, on the loopback interface, without dashboard and usage
-    report, which offers all that the bundles want of CPUs: on a machine of one's own, processes take turns.
+    address: address of a running cluster; None to start one here, on the loopback interface, without dashboard and
+    usage report, offering as many CPUs as the bundles need: on a local machine, processes take turns.
     """
     if address is None:
         with _local(bundles, log):
@@ -111,12 +111,13 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise PlacementError(f"placement.address {address!r} is not an address and port; write it as 10.0.0.1:6379")
-    try:  # Ray itself would try for minutes
+    # Ray itself would retry for minutes.
+    try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
     except OSError as error:
         raise PlacementError(
-            f"placement.address {address!r}: nobody answers there: {error}; start the cluster with `ray start --head`, "
-            "correct the address, or leave it out for a cluster of this machine's own"
+            f"placement.address {address!r}: no answer from there: {error}; start the cluster with `ray start --head`, "
+            "correct the address, or leave it out for a local cluster"
         ) from error
     import ray
 
@@ -125,7 +126,7 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise PlacementError(
             f"placement.address {address!r}: no connection to a Ray cluster there: {error}; correct it, or leave it "
-            "out for one of this machine's own; if it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            "out for a local one; if it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
             "~/.ray/auth_token to the cluster's"
         ) from error
     try:
@@ -137,7 +138,7 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
 @contextmanager
 def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
     if any(bundle.resources.get("GPU") for bundle in bundles):
-        from torch.cuda import device_count  # what ranks and engines will see
+        from torch.cuda import device_count  # the devices that ranks and engines will see
 
         if lacking := shortage(bundles, {"this machine": {"CPU": float("inf"), "GPU": device_count()}}):
             raise PlacementError(f"{lacking}; lower `placement`, or set placement.address to a cluster that has it")
@@ -150,7 +151,7 @@ def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[No
     with environment(_SETTINGS):
         import ray
 
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell that it made a token, which it asks for
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it would log the token it created
         try:
             ray.init(
                 address="local",
@@ -175,7 +176,8 @@ def _common() -> dict[str, Any]:
             "env_vars": {
                 "PYTHONPATH": path,
                 "OMP_WAIT_POLICY": "PASSIVE",
-                # Ray would kill children of a process that ends, but not theirs; Treadle's end what they have started
+                # Ray would kill children of an ending process, but not grandchildren; Treadle's end everything they
+                # started.
                 "RAY_kill_child_processes_on_worker_exit": "false",
             }
         },
@@ -183,7 +185,7 @@ def _common() -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    """A new directory for Ray's logs and sockets, whose paths may have 107 bytes; those of killed processes go."""
+    """Return a new directory for Ray's logs and sockets, limited to 107 bytes; removes those of killed processes."""
     parent = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     for path in parent.iterdir():

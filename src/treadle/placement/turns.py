@@ -3,8 +3,8 @@
     train, stage, save, ... -> learner's turn: engines sleep -> ranks reload -> the call
     generate, publish       -> engines' turn:  ranks offload -> engines wake: weights, load, proof, cache -> the call
 
-The turn passes when it is asked for, so that the loop need not know. It is for synchronous runs: nothing is sampled
-while the learner works, and a call of one side waits for those of the other to end.
+The turn passes on demand, so that the loop need not know. Only for synchronous runs: nothing is sampled while the
+learner works, and a call of one side waits for the other side's to end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Side = Literal["learner", "engines"]
 class Turns:
     """Decides which side has the devices. The learner begins.
 
-    offload, reload: what the learner does when its turn ends and begins. sleep, wake: the same of the engines, once
-    there are some.
+    offload, reload: called when the learner's turn ends and begins. sleep, wake: the same for the engines, once there
+    are some.
     """
 
     def __init__(self, offload: Callable[[], Awaitable[None]], reload: Callable[[], Awaitable[None]]) -> None:
@@ -36,15 +36,15 @@ class Turns:
         self.wake: Callable[[], Awaitable[None]] | None = None
         self._whose: Side | None = "learner"  # None while the turn passes
         self._asleep = False
-        self._calls = 0  # of the side whose turn it is
+        self._calls = 0  # running calls of the side in turn
         self._passing, self._idle = asyncio.Lock(), asyncio.Event()
 
     @asynccontextmanager
     async def of(self, side: Side, wake: bool = True) -> AsyncIterator[None]:
-        """Have the turn of a side within, with others of that side. wake: engines need the weights published last."""
+        """Hold a side's turn inside the block, shared with its other calls. wake: engines need the latest weights."""
         if self._whose != side or (side == "engines" and wake and self._asleep):
             await self._pass_to(side, wake)
-        self._calls += 1  # nothing was awaited since it is this side's turn
+        self._calls += 1  # no await since the turn was confirmed
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class Turns:
                 self._asleep = False
 
     def woken(self) -> None:
-        """Note that engines have got weights, which wakes them."""
+        """Note that engines have received weights, which wakes them."""
         self._asleep = False
 
 
@@ -95,7 +95,7 @@ class ColocatedTrainer(RankGroup):
 
 
 class ColocatedPool(EnginePool):
-    """Makes each call of the engines in their turn. Workers' calls come through the run's process, too."""
+    """Makes each call of the engines in their turn. Workers' calls go through the run's process, too."""
 
     def __init__(self, engines: Sequence[Member], turns: Turns) -> None:
         super().__init__(engines)

@@ -1,1 +1,1 @@
-"""A run on disk: ledger, token arrays, checkpoints, traces; how they are written and read."""
+"""A run on disk: writing and reading its ledger, token arrays, checkpoints and traces."""

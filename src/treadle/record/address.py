@@ -1,4 +1,4 @@
-"""How a run and its checkpoints are addressed: `RUN`, `RUN@best`, `RUN@40`, or the directory of a model."""
+"""Addresses of a run and its checkpoints: `RUN`, `RUN@best`, `RUN@40`, or the directory of a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class RunAddress(NamedTuple):
     checkpoint: str = "latest"
 
     def model(self) -> Path:
-        """Directory of the checkpoint. Raises RunError, naming those there are."""
+        """Directory of the checkpoint. Raises RunError, naming the existing ones."""
         return find_checkpoint(self.run, self.checkpoint).directory
 
 
 def find_address(text: str | Path) -> RunAddress | None:
-    """Return the run that a text addresses; None if it is none: a model's directory or name, or nothing.
+    """Return the run addressed by a text; None for a model's directory or name, or nothing.
 
-    A directory in a run's `checkpoints` is that checkpoint.
+    A directory in a run's `checkpoints` addresses that checkpoint.
     """
     path = Path(text)
     if _is_run(path):
@@ -39,7 +39,7 @@ def find_address(text: str | Path) -> RunAddress | None:
 
 
 def checkpoint_named(which: str) -> str:
-    """Return the name of a checkpoint as people write it: `step-000040` for `40`, others as they are."""
+    """Expand a checkpoint's short name: `40` becomes `step-000040`; others are unchanged."""
     return checkpoint_name(int(which)) if which.isdecimal() else which
 
 
@@ -48,15 +48,15 @@ def _is_run(path: Path) -> bool:
 
 
 def began_of(*texts: str | Path) -> datetime | None:
-    """Return when the first run that is addressed began: the date that its templates write. None without a run."""
+    """Return the date of the first addressed run, for its templates. None without a run."""
     addresses = (find_address(text) for text in texts)
     return next(filter(None, (RunDirectory.open(address.run).began() for address in addresses if address)), None)
 
 
 def run_path(text: str | Path) -> Path:
-    """Return the directory of the run that is addressed, for what looks at all of it; or the path as it is.
+    """Return the directory of an addressed run, for commands about the whole run; or the path unchanged.
 
-    Raises RunError if a checkpoint is named that is not there.
+    Raises RunError if it names a missing checkpoint.
     """
     if (address := find_address(text)) is None:
         return Path(text)
@@ -66,7 +66,7 @@ def run_path(text: str | Path) -> Path:
 
 
 def model_path(text: str | Path) -> Path:
-    """Return the directory of the checkpoint that is addressed, or the path as it is. Raises RunError."""
+    """Return the directory of an addressed checkpoint, or the path unchanged. Raises RunError."""
     path = Path(text)
     address = None if (path / "config.json").is_file() or is_adapter(path) else find_address(text)
     return path if address is None else address.model()

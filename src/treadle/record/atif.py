@@ -1,4 +1,4 @@
-"""Harbor's Agent Trajectory Interchange Format: one JSON document a trajectory.
+"""Harbor's Agent Trajectory Interchange Format: one JSON document per trajectory.
 
     messages     step of ATIF
     system       source "system"
@@ -6,7 +6,7 @@
     assistant    source "agent": message, reasoning_content, tool_calls; metrics have ids and log-probabilities
     tool         a result in the observation of the agent's step before it
 
-What the agent did not sample for this trajectory (`is_copied_context`) is context, and no target.
+Content not sampled by the agent for this trajectory (`is_copied_context`) is context, not a target.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def is_atif(row: Mapping[str, Any]) -> bool:
 
 
 def as_atif(recorded: RecordedTrajectory, texts: TokenTexts, model: str) -> dict[str, Any]:
-    """Return a trajectory that has a played step as a document.
+    """Return a trajectory with at least one played step as a document.
 
-    Its messages are read off the ids; calls of tools stay in their text.
+    Its messages are read back from the ids; tool calls stay in their text.
     """
     trajectory, steps = recorded.trajectory, list[dict[str, Any]]()
     known: list[Message] = []
@@ -105,7 +105,7 @@ def _metrics(step: Step) -> dict[str, Any]:
 
 
 def from_atif(document: Mapping[str, Any], where: str, path: Path) -> LoggedConversation:
-    """Read a document; Harbor has task and reward in the trial's `result.json`, a folder above. Raises DataError."""
+    """Parse a document; Harbor stores task and reward in the trial's `result.json`, a folder above. Raises DataError."""
     steps, agent = document.get("steps"), document.get("agent")
     if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
         raise DataError(f"{where}: 'steps' must be a list of objects, got {steps!r:.80}")
@@ -145,7 +145,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _harbor_result(path: Path) -> dict[str, Any]:
-    """Task and reward of the trial whose agent wrote `path`; nothing if they are not there."""
+    """Return task and reward of the trial whose agent wrote `path`; empty if missing."""
     try:
         result = read_json((path.parent.parent / "result.json").read_text("utf-8"))
         return {"task_id": result["task_name"], "reward": result["verifier_result"]["rewards"]["reward"]}

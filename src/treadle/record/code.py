@@ -1,7 +1,7 @@
-"""The user's code that a run works with: which files it is in, and which of them are not as they were.
+"""The user's code in a run: its files, and changes to them.
 
-code-1.json, code-2.json, ...: {"my_env": {"file": "/home/me/my_env.py", "sha256": "9f86d0..."}, ...}; one of the start,
-and one more for each resume with other code.
+code-1.json, code-2.json, ...: {"my_env": {"file": "/home/me/my_env.py", "sha256": "9f86d0..."}, ...}; one for the
+start, and one for each resume with changed code.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def record_code(run: RunDirectory, players: Players) -> None:
 
 
 def renew_code(run: RunDirectory, players: Players) -> str | None:
-    """Compare the code with what is on record, and write another record if it differs; return a line that names files.
+    """Compare the code with the record, and write another record if it differs; return a line that names files.
 
     Raises DamageError for a damaged record, OSError.
     """
     records = run.ledger().files("code-")
     if not records:
-        return None  # of a run that was started before there were any
+        return None  # older runs have none
     number = max(int(name.removesuffix(".json")) for name in records)
     content = read_proven(run.path / _name(number), records[f"{number}.json"].sha256, "restore it from a copy")
     before, now = json.loads(content), _code(players)
@@ -52,7 +52,7 @@ def renew_code(run: RunDirectory, players: Players) -> str | None:
 
 
 def _difference(before: Mapping[str, str], now: Mapping[str, str] | None) -> str | None:
-    """Return the file, and what became of it; None if it is as it was. now: None for a module that is not loaded."""
+    """Return the file and its change; None if unchanged. now: None for a module that is not loaded."""
     file = before["file"] if now is None else now["file"]
     sha256 = _sha256(Path(file)) if now is None else now["sha256"]
     return None if sha256 == before["sha256"] else f"{file} (gone)" if sha256 is None else file
@@ -67,15 +67,15 @@ def _write(run: RunDirectory, code: Code, number: int) -> None:
 
 
 def _code(players: Players) -> Code:
-    """Return the files of all modules but those of Treadle and of installed libraries, and of commands.
+    """Return the files of all modules except Treadle's and installed libraries', and of commands.
 
-    Of the program that was started (`__main__`), and of installed libraries, there are those that define what plays.
+    For the main program (`__main__`) and installed libraries, only modules that define players are included.
     """
     own = [module for module in _modules_of(players) if not module.__name__.startswith("treadle.")]
     loaded = [module for name, module in list(sys.modules.items()) if name not in ("__main__", "__mp_main__")]
     files: dict[str, Path] = {}
     for module in [*own, *(module for module in loaded if not is_library(_file(module)))]:
-        if file := _file(module):  # a notebook's cells have none
+        if file := _file(module):  # notebook cells have none
             files.setdefault(module.__name__, Path(file))
     files |= {f"command: {word}": file for word, file in _scripts(players)}
     digests = {key: (file, _sha256(file)) for key, file in sorted(files.items())}
@@ -83,14 +83,14 @@ def _code(players: Players) -> Code:
 
 
 def _file(module: Any) -> str:
-    """Return the module's source file; "" without. Attributes of lazy modules are left alone."""
+    """Return the module's source file; "" without one. Attributes of lazy modules are not touched."""
     names = getattr(module, "__dict__", None)
     file = names.get("__file__") if isinstance(names, dict) and isinstance(names.get("__name__"), str) else None
     return str(Path(file).absolute()) if isinstance(file, str) and file.endswith(".py") else ""
 
 
 def _modules_of(players: Players) -> list[Any]:
-    """Return the modules that define what plays."""
+    """Return the modules that define players."""
     objects: list[Any] = [*players.environments.values(), *players.agents.values(), *players.drivers.values()]
     named = set[str]()
     while objects:
@@ -107,7 +107,7 @@ def _is_word(key: str) -> bool:
 
 
 def _scripts(players: Players) -> Iterator[tuple[str, Path]]:
-    """Yield the words of commands that name files of text, or after -m modules, with those."""
+    """Yield words of commands that name text files or, after -m, modules, with their files."""
     for agent in players.agents.values():
         if not isinstance(agent, Command):
             continue

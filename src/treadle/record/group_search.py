@@ -1,4 +1,4 @@
-"""The viewer's table of groups: filtered, sorted and cut in the ledger, so that only what is shown is read."""
+"""The viewer's table of groups: filtered, sorted and paged in the ledger, so that only the shown rows are read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _COLUMNS = {
     "update": "coalesce(trained_version, batch)",
     "task": "position",
 }
-_WORD = (  # the first condition is quick, and holds wherever the second does
+_WORD = (  # the first condition is fast, and implied by the second
     "((instr(lower(task), lower(?)) AND EXISTS (SELECT 1 FROM json_tree(task) WHERE type IN ('text', 'integer', "
     "'real') AND coalesce(key, '') NOT IN ('role', 'type') AND instr(lower(atom), lower(?)))) "
     "OR instr(groups.group_id, ?) OR groups.group_id IN (SELECT group_id FROM "
@@ -60,10 +60,10 @@ _WORD = (  # the first condition is quick, and holds wherever the second does
 
 
 class GroupQuery(BaseModel):
-    """Which groups to list, in which order, and which page of them.
+    """Selection, order and page of groups to list.
 
-    search: words that the task, an id or a failure must all contain. reason, cause, status: of a step or an attempt of
-    the group. component: of the reward, for that order. around: a group whose neighbors are named.
+    search: words that must all occur in the task, an id or a failure. reason, cause, status: of a step or an attempt in
+    the group. component: reward component for that order. around: group with neighbors to report.
     """
 
     split: Split | None = None
@@ -84,7 +84,7 @@ class GroupQuery(BaseModel):
 def find_groups(ledger: LedgerReader, query: GroupQuery, versions: Sequence[int]) -> dict[str, Any]:
     """Return a page of the table: `rows` of `total`, and the neighbors `previous` and `next` of the group `around`.
 
-    versions: of the policy that `query.update` trained. Raises RunError.
+    versions: policy versions that trained `query.update`. Raises RunError.
     """
     where, values = ["1"], list[Any]()
     if query.split is not None:

@@ -1,8 +1,8 @@
-"""The ledger: what happened to every group, trajectory and step, and which checkpoint is the latest.
+"""The ledger: the state of every group, trajectory and step, and the latest checkpoint.
 
 SQLite, one transaction per event. A step is `recorded` once its tokens are durable; a checkpoint's transaction marks
-what it contains as `trained` and makes it the latest. Both happen together or not at all. The table `files` has the
-SHA-256 of the run's other files.
+its contents as `trained` and makes it the latest. Both happen together or not at all. The table `files` has the SHA-256
+of the run's other files.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from treadle.record.ledger_reader import SCHEMA_VERSION, UNTAKEN, LedgerReader, 
 from treadle.record.tables import SCHEMA, insert, journal_mode, update
 
 AttemptKey = tuple[int, int, int]
-"""Epoch, position and number of an attempt at a training task: with the seed, what its draws are keyed by."""
+"""Epoch, position and number of an attempt at a training task: with the seed, the key of its draws."""
 
-_COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # on record before the first replaces the second
+_COPY, _COPY_BEFORE = "ledger.sqlite", "ledger-before.sqlite"  # recorded before the first replaces the second
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """Groups that were trained together. dropped_steps: those left out. traces: the file with the others', if any."""
+    """Groups trained together. dropped_steps: steps left out. traces: file with traces of the others, if any."""
 
     dropped_steps: tuple[DroppedStep, ...]
     traces: WrittenFile | None = None
 
 
 class Ledger(LedgerReader):
-    """The ledger of a run that this process trains; the only writer. Thread-safe.
+    """The ledger of a run trained by this process, its only writer. Thread-safe.
 
     copy: for readers, in the run directory, if the ledger itself is elsewhere (`run_store.open_ledger`).
-    Changing a row that is not as it was written raises DamageError; RunError if the disk fails.
+    Raises DamageError if a row to be updated fails its checksum, RunError if the disk fails.
     """
 
     def __init__(self, path: Path, copy: Path | None = None) -> None:
-        super().__init__(path, f"remove it: the run then goes on with its copy {copy}" if copy else "")
+        super().__init__(path, f"remove it: the run then continues with its copy {copy}" if copy else "")
         self._copy, self._lock = copy, threading.Lock()
         with self._errors("cannot be opened"), ExitStack() as on_failure:
-            self._db = sqlite3.connect(path, check_same_thread=False)  # the lock sees to that
+            self._db = sqlite3.connect(path, check_same_thread=False)  # guarded by the lock
             on_failure.callback(self._db.close)
             if not self._db.execute("SELECT 1 FROM sqlite_schema").fetchone():
                 self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
             self._check_version(self._db)
-            self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # no effect where it cannot be had
+            self._db.execute(f"PRAGMA journal_mode={journal_mode(path)}")  # no effect if unsupported
             self._db.execute("PRAGMA synchronous=EXTRA")  # FULL, and as durable without WAL
             on_failure.pop_all()
 
@@ -75,15 +75,15 @@ class Ledger(LedgerReader):
     def close(self) -> None:
         """Close it, when no other thread uses it, as a single file, readable on a read-only disk."""
         with self._lock:
-            with suppress(sqlite3.Error):  # somebody reads it: it stays in WAL mode
+            with suppress(sqlite3.Error):  # it has a reader and stays in WAL mode
                 self._db.execute("PRAGMA journal_mode=DELETE")
             self._db.close()
 
     def record(self, groups: Sequence[Group], split: str, batch: int, shard: WrittenFile) -> None:
-        """Record finished trajectories, some or all of each group, whose tokens are already durable in `shard`.
+        """Record finished trajectories, some or all of each group; their tokens are already durable in `shard`.
 
-        batch: the current policy version. Evaluated steps are in their terminal state at once, as are dropped ones
-        and those of ungraded trajectories.
+        batch: the current policy version. Evaluated steps immediately get their terminal state, as do dropped ones and
+        those of ungraded trajectories.
         """
         with self.transaction() as db:
             _note_file(db, f"rollouts/{shard.name}", shard.sha256)
@@ -96,10 +96,10 @@ class Ledger(LedgerReader):
                         _forget_calls(db, (group.epoch, group.position, trajectory.attempt))
 
     def record_calls(self, calls: Sequence[Mapping[str, Any]], forgotten: Iterable[AttemptKey] = ()) -> None:
-        """Record calls of attempts in progress, once those of the `forgotten` attempts are removed.
+        """Record calls of attempts in progress, after removing those of the `forgotten` attempts.
 
-        They outlive the process at once, a crash of the machine only with the next other transaction: no call waits for
-        the disk.
+        They immediately outlive the process, but a crash of the machine only after the next other transaction, so that
+        no call waits for the disk.
         """
         with self._writing():
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -112,7 +112,7 @@ class Ledger(LedgerReader):
                 self._db.execute("PRAGMA synchronous=EXTRA")
 
     def keep_calls(self, first: Mapping[AttemptKey, int]) -> None:
-        """Remove all calls of attempts in progress but the first ones, so many of each attempt."""
+        """Keep only the first calls of attempts in progress. first: number of calls to keep per attempt."""
         with self.transaction() as db:
             kept = json.dumps([(*key, count) for key, count in first.items()])
             epoch, position, attempt, count = (f"json_extract(value, '$[{n}]')" for n in range(4))
@@ -126,7 +126,7 @@ class Ledger(LedgerReader):
                 _note_file(db, file.name, file.sha256)
 
     def note_trained(self, version: int, groups: Iterable[str], advantages: Mapping[str, float]) -> None:
-        """Record the groups of an update. version: of the policy before. advantages: by trajectory_id."""
+        """Record the groups of an update. version: policy version before it. advantages: by trajectory_id."""
         with self.transaction() as db:
             for group in groups:
                 update(db, "groups", {"trained_version": version}, "group_id = ?", group)
@@ -139,7 +139,7 @@ class Ledger(LedgerReader):
             _drop_steps(db, dropped_steps([group]))
 
     def note_damaged(self, trajectories: Sequence[str]) -> int:
-        """Record that these trajectories' tokens are lost; return how many steps are dropped for it."""
+        """Record that these trajectories' tokens are lost; return the number of dropped steps."""
         which = "state = ? AND trajectory_id IN (SELECT value FROM json_each(?))"
         changes = {"state": StepState.DROPPED, "reason": DropReason.DAMAGED}
         with self.transaction() as db:
@@ -161,8 +161,8 @@ class Ledger(LedgerReader):
     ) -> None:
         """Mark recorded steps of groups taken so far as trained, and this checkpoint as the latest, in one transaction.
 
-        batches: since the previous checkpoint. finished: the run has ended, and all other steps are unused.
-        manifest_sha256: of its directory, if a new one was written.
+        batches: since the previous checkpoint. finished: whether the run has ended, so that all other steps are unused.
+        manifest_sha256: digest of its manifest, if a new one was written.
         """
         with self.transaction() as db:
             for batch in batches:
@@ -180,14 +180,14 @@ class Ledger(LedgerReader):
                 _note_file(db, manifest_name(directory), manifest_sha256)
 
     def roll_back(self, state: LoopState, reason: DropReason, keep: Sequence[str] = ()) -> int:
-        """Drop recorded steps that are not in the resumed checkpoint, except those of groups to `keep`."""
+        """Drop recorded steps missing in the resumed checkpoint, except those of groups to `keep`."""
         with self.transaction() as db:
             _forget_versions(db, state)
             which = f"{UNTAKEN} AND group_id NOT IN (SELECT value FROM json_each(?))"
             return _move_steps(db, StepState.DROPPED, reason, which, *_place(state), json.dumps(keep))
 
     def return_to(self, directory: str) -> int:
-        """Make an earlier checkpoint the latest and roll back everything after it; return how many steps it drops."""
+        """Make an earlier checkpoint the latest and roll back everything after it; return the number of dropped steps."""
         state = self.checkpoint(directory)
         with self.transaction() as db:
             last = "SELECT max(number) FROM checkpoints WHERE directory = ?"
@@ -203,7 +203,7 @@ class Ledger(LedgerReader):
             )
 
     def copy_out(self) -> None:
-        """Update the copy for readers, if there is one. Raises RunError."""
+        """Update the copy for readers, if any. Raises RunError."""
         if self._copy is None:
             return
         temporary = self.path.with_name(f"{self.path.name}.copy")
@@ -221,7 +221,7 @@ class Ledger(LedgerReader):
             ) from error
 
     def backup(self, path: Path) -> None:
-        """Write the ledger, as it is now, to a new file of its own, without WAL."""
+        """Write the current ledger to a new single file, without WAL."""
         path.unlink(missing_ok=True)
         with self._reading() as db, closing(sqlite3.connect(path)) as copy:
             db.backup(copy)
@@ -263,7 +263,7 @@ def _move_steps(
     *values: object,
     moved: StepState = StepState.RECORDED,
 ) -> int:
-    """Give steps of training groups another state. which, values: the condition on their groups. moved: their state."""
+    """Change the state of training groups' steps. which, values: condition on the groups. moved: present state."""
     trajectories = (
         f"SELECT trajectory_id FROM trajectories JOIN groups USING (group_id) WHERE split = 'train' AND {which}"
     )

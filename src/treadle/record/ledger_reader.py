@@ -1,7 +1,7 @@
-"""Reading the ledger of a run: all queries of the run itself, its reports and its viewer.
+"""Reading the ledger: all queries of the run itself, its reports and its viewer.
 
-Commands prove what they work on once, when they open the run (`prove`). The viewer follows runs in progress, and proves
-only the rows that it shows in full (`rows`). The small tables `checkpoints` and `files` are always proven.
+Commands verify their data once, when they open the run (`prove`). The viewer follows live runs, and verifies only rows
+that it shows in full (`rows`). The small tables `checkpoints` and `files` are always verified.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ AS next FROM (
     SELECT group_id, idx, split, rowid AS recorded, max(iif(split = 'train', idx, -1)) OVER (ORDER BY rowid) AS latest,
     substr(group_id, 1, iif(split = 'train', 0, instr(group_id, '-'))) AS evaluation FROM groups))
 WINDOW places AS (ORDER BY after, evaluation, idx, recorded)"""
-"""Query: each group's place in the order of submission, whichever ended first, and its neighbors there.
+"""Query: each group's place in the order of submission, independent of completion, and its neighbors there.
 
-An evaluation comes after the groups that were on record before it.
+An evaluation comes after the groups recorded before it.
 """
 _STEPS = "steps JOIN trajectories USING (trajectory_id) JOIN groups USING (group_id)"
 _NOT_UTF8 = "Could not decode to UTF-8"  # SQLite's message
 
 
 def salvage(run: Path) -> str:
-    """Remedy for a run whose ledger cannot be used, for an error message."""
+    """Return the remedy for a run with an unusable ledger, for an error message."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step-*") if path.is_dir())
     if not checkpoints:
         return "restore it from a copy, or start a new run"
@@ -50,14 +50,14 @@ def salvage(run: Path) -> str:
 
 
 def no_checkpoint(run: Path) -> str:
-    """Why a run without a checkpoint on record has none, and what to do, for an error message."""
+    """Return why a run has no recorded checkpoint, and the remedy, for an error message."""
     if any((run / "checkpoints").glob("step-*")):
-        return f"has no checkpoint on record, only directories; {salvage(run)}"
-    return "has no checkpoint yet: --resume begins it anew"
+        return f"has no recorded checkpoint, only directories; {salvage(run)}"
+    return "has no checkpoint yet: --resume starts it over"
 
 
 def trace_file(version: int) -> str:
-    """Name in `traces/` of the file with the traces of groups of this `trained_version`."""
+    """Return the name in `traces/` of the file with traces of groups of this `trained_version`."""
     return f"v{version:06d}.parquet"
 
 
@@ -66,17 +66,17 @@ def manifest_name(checkpoint: str) -> str:
 
 
 class LedgerReader:
-    """Read-only access to the ledger of a run, which may be in progress and never waits for it. Thread-safe.
+    """Read-only access to the ledger of a run, possibly live, without ever blocking it. Thread-safe.
 
-    Each query opens the file anew, and so sees the newest state. All methods raise RunError if the ledger cannot be
-    read, DamageError if it is not as it was written.
+    Each query reopens the file, and so sees the newest state. All methods raise RunError if the ledger cannot be read,
+    DamageError if it is damaged.
     """
 
     def __init__(self, path: Path, remedy: str = "") -> None:
         self.path, self._remedy = path, remedy
 
     def signature(self) -> tuple[int, ...]:
-        """Numbers that change whenever the ledger does; none without a ledger."""
+        """Return numbers that change whenever the ledger does; empty without a ledger."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return tuple(n for f in files if f.is_file() for s in (f.stat(),) for n in (s.st_ino, s.st_mtime_ns, s.st_size))
 
@@ -85,7 +85,7 @@ class LedgerReader:
             return _dicts(db.execute(sql, values))
 
     def rows(self, table: str, rest: str = "", *values: Any) -> list[Row]:
-        """Whole rows of a table; rest: of the SELECT. Raises DamageError if one of them is not as it was written."""
+        """Return whole rows of a table; rest: end of the SELECT. Raises DamageError for a damaged row."""
         with self._reading() as db:
             rows = _dicts(db.execute(f"SELECT {table}.* FROM {table} {rest}", values))
             for row in rows:
@@ -93,7 +93,7 @@ class LedgerReader:
             return rows
 
     def prove(self, *tables: str) -> None:
-        """Raise DamageError unless these tables, by default all, are as they were written."""
+        """Raise DamageError if these tables, by default all, are damaged."""
         with self._reading() as db:
             for table in tables or KEYS:
                 check_table(db, table)
@@ -119,10 +119,11 @@ class LedgerReader:
 
     @contextmanager
     def _errors(self, what: str, remedy: str = "") -> Iterator[None]:
-        """Raise DamageError if the file is not as it was written, RunError if the disk or a process is the cause."""
+        """Raise DamageError for a damaged file, RunError if the disk or a process is the cause."""
         try:
             yield
-        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:  # SQLite's message quotes what is damaged
+        # SQLite's message quotes the damaged data
+        except (Damaged, UnicodeDecodeError, sqlite3.DatabaseError) as error:
             no_text = isinstance(error, UnicodeDecodeError) or str(error).startswith(_NOT_UTF8)
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
             is_sql = isinstance(error, sqlite3.Error) and not no_text
@@ -140,34 +141,34 @@ class LedgerReader:
     # --- checkpoints and files ---------------------------------------------------------------------------------------
 
     def latest_checkpoint(self) -> tuple[str, LoopState] | None:
-        """(directory name, state) of the latest checkpoint, or None before the first."""
+        """Return (directory name, state) of the latest checkpoint, or None before the first."""
         rows = self.rows("checkpoints", "ORDER BY number")
         return (rows[-1]["directory"], LoopState.from_json(rows[-1]["state"])) if rows else None
 
     def checkpoint(self, directory: str) -> LoopState:
-        """Raises RunError if it was not committed, or was rolled back."""
+        """Return its state. Raises RunError if it was not committed, or was rolled back."""
         rows = self.rows("checkpoints", "WHERE directory = ? ORDER BY number", directory)
         if not rows:
             raise RunError(f"the ledger knows no checkpoint {directory!r}; resume from another one")
         return LoopState.from_json(rows[-1]["state"])
 
     def checkpoint_names(self) -> list[str]:
-        """Directory names of all committed checkpoints, oldest first, without those rolled back."""
+        """Return the directory names of all committed checkpoints, oldest first, without those rolled back."""
         names = self.query("SELECT directory FROM checkpoints ORDER BY number")
         return list(dict.fromkeys(row["directory"] for row in names))
 
     def files(self, prefix: str) -> dict[str, WrittenFile]:
-        """Recorded files whose names in the run directory have this prefix, by the rest of their names."""
+        """Return recorded files with this prefix of their names in the run directory, by the rest of their names."""
         rows = [row for row in self.rows("files") if row["name"].startswith(prefix)]
         names = [row["name"].removeprefix(prefix) for row in rows]
         return {name: WrittenFile(name, row["sha256"]) for name, row in zip(names, rows, strict=True)}
 
     def shards(self) -> dict[str, WrittenFile]:
-        """Files with the tokens of all trajectories on record, by their names in `rollouts/`."""
+        """Return the files with the tokens of all recorded trajectories, by their names in `rollouts/`."""
         return self.files("rollouts/")
 
     def traces(self) -> dict[str, WrittenFile]:
-        """Files with the traces of trained groups, by their names in `traces/` (`trace_file`)."""
+        """Return the files with the traces of trained groups, by their names in `traces/` (`trace_file`)."""
         return self.files("traces/")
 
     def shard(self, name: str) -> WrittenFile:
@@ -176,22 +177,22 @@ class LedgerReader:
         return WrittenFile(name, sha256)
 
     def traces_of(self, version: int | None) -> WrittenFile | None:
-        """The file with the traces of groups that this version trained; None without any."""
+        """Return the file with the traces of groups trained by this version; None without any."""
         return None if version is None else self.traces().get(trace_file(version))
 
     def file_sha256(self, name: str) -> str | None:
-        """SHA-256 of a file, by its name in the run directory; None if it is not on record."""
+        """Return the SHA-256 of a file, by its name in the run directory; None if it is not recorded."""
         rows = self.rows("files", "WHERE name = ?", name)
         if not rows:
             self.prove("files")  # damage may hide a row
         return rows[0]["sha256"] if rows else None
 
-    # --- what resuming needs -----------------------------------------------------------------------------------------
+    # --- for resuming ------------------------------------------------------------------------------------------------
 
     def untaken(self, state: LoopState) -> list[Row]:
-        """Rows of the trajectories on record that are not in the checkpoint, in order of groups.
+        """Return rows of the recorded trajectories missing in the checkpoint, in order of groups.
 
-        Of a group that was sampled several times it is the newest sample. waiting: steps that may still be trained.
+        For a group sampled several times, only the newest sample. waiting: number of steps that may still be trained.
         """
         return self.query(
             "SELECT g.*, t.*, (SELECT count(*) FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.state = "
@@ -202,12 +203,12 @@ class LedgerReader:
         )
 
     def times_sampled(self) -> dict[int, int]:
-        """Group index -> how often it is on record; a resumed run gives the next sample another id."""
+        """Return group index -> number of recordings; a resumed run gives the next sample another id."""
         rows = self.query("SELECT idx, count(*) AS times FROM groups WHERE split = 'train' GROUP BY idx")
         return {row["idx"]: row["times"] for row in rows}
 
     def times_evaluated(self, name: str) -> int:
-        """How often an evaluation is on record: `e000120` as `e000120-*`, `e000120r1-*`, `e000120r2-*`."""
+        """Return the number of recordings of an evaluation: `e000120` as `e000120-*`, `e000120r1-*`, `e000120r2-*`."""
         sql = "SELECT count(*) AS times FROM groups WHERE group_id = ? OR group_id GLOB ?"
         return int(self.query(sql, f"{name}-0000", f"{name}r*-0000")[0]["times"])
 
@@ -225,7 +226,7 @@ class LedgerReader:
         return rows
 
     def step_states(self) -> list[Row]:
-        """Steps and tokens of each split, state and reason, the most frequent first."""
+        """Return steps and tokens of each split, state and reason, the most frequent first."""
         by_trajectory = (  # first, so that each trajectory is looked up once
             "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
             "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
@@ -248,7 +249,7 @@ class LedgerReader:
         )
 
     def failures(self, limit: int = -1) -> list[Row]:
-        """Causes and messages, the most frequent first, each with an example trajectory and its traceback; -1: all."""
+        """Return causes and messages, most frequent first, each with an example trajectory and traceback; limit -1: all."""
         return self.query(
             "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
             "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
@@ -270,7 +271,7 @@ class LedgerReader:
         )
 
     def trained_steps(self) -> list[Row]:
-        """Trajectories in order of groups; trained: JSON list of the steps that were trained or still may be."""
+        """Return trajectories in order of groups; trained: JSON list of steps that were or may still be trained."""
         return self.query(
             "SELECT split, group_id, trajectory_id, shard, trained_version, (SELECT json_group_array(step) FROM "
             "steps s WHERE s.trajectory_id = t.trajectory_id AND state IN ('trained', 'recorded')) AS trained FROM "
@@ -278,7 +279,7 @@ class LedgerReader:
         )
 
     def sampled_once(self) -> list[Row]:
-        """Trajectories with their groups' task and split, in order of groups, without those that were sampled again."""
+        """Return trajectories with their groups' task and split, in order of groups, without resampled ones."""
         return self.query(
             "SELECT t.*, g.task, g.split FROM groups g JOIN trajectories t USING (group_id) WHERE NOT EXISTS (SELECT 1 "
             "FROM steps s WHERE s.trajectory_id = t.trajectory_id AND s.reason = 'resampled') "
@@ -296,7 +297,7 @@ class LedgerReader:
         )
 
     def trajectory(self, trajectory_id: str) -> Row | None:
-        """A trajectory's row with its group's task, split and trained_version."""
+        """Return a trajectory's row with its group's task, split and trained_version."""
         rows = self.query(
             "SELECT t.*, g.task, g.split, g.trained_version FROM trajectories t JOIN groups g USING (group_id) "
             "WHERE trajectory_id = ?",
@@ -305,7 +306,7 @@ class LedgerReader:
         return rows[0] if rows else None
 
     def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
-        """Attempts at one task in two evaluations, from failure to success if possible. component: judged instead.
+        """Return attempts at one task in two evaluations, preferably from failure to success. component: compared instead.
 
         Copies of the policy in other roles (`g000012.3.opponent`) are left out.
         """
@@ -322,7 +323,7 @@ class LedgerReader:
         return (rows[0]["before"], rows[0]["after"]) if rows else None
 
     def _last_time(self, evaluation: str) -> str:
-        """Pattern of an evaluation's groups; of one that was repeated, those of the last time."""
+        """Return the pattern of an evaluation's groups; for a repeated one, of the last repetition."""
         times = self.times_evaluated(evaluation)
         return f"{evaluation}r{times - 1}-*" if times > 1 else f"{evaluation}-*"
 
@@ -355,11 +356,11 @@ class LedgerReader:
         return self.rows("steps", "WHERE trajectory_id = ? ORDER BY step", trajectory_id)
 
     def neighbors(self, group_id: str) -> Row:
-        """`previous` and `next` group in the order of `PLACES`; None at the ends."""
+        """Return the `previous` and `next` group in the order of `PLACES`; None at the ends."""
         return self.query(f"SELECT previous, next FROM ({PLACES}) WHERE group_id = ?", group_id)[0]
 
     def trajectory_neighbors(self, trajectory_id: str, group_id: str) -> Row:
-        """`previous` and `next` trajectory: of the same group, or of a neighbor of it."""
+        """Return the `previous` and `next` trajectory, of the same group or of a neighbor of it."""
         around = self.neighbors(group_id)
         rows = self.query(
             "SELECT trajectory_id FROM json_each(?) JOIN trajectories ON group_id = value "
@@ -371,7 +372,7 @@ class LedgerReader:
         return {"previous": names[at - 1], "next": names[at + 1]}
 
     def trained_by(self, versions: Sequence[int], evaluation: str = "") -> list[Row]:
-        """trajectory_id, shard and reward of what these versions trained, and of evaluations named `evaluation*`."""
+        """Return trajectory_id, shard and reward of trajectories trained by these versions, or evaluated as `evaluation*`."""
         return self.query(
             "SELECT trajectory_id, shard, reward FROM trajectories JOIN groups USING (group_id) WHERE trained_version "
             "IN (SELECT value FROM json_each(?)) OR (?2 != '' AND group_id GLOB ?2 || '*') "
@@ -384,7 +385,7 @@ class LedgerReader:
         return [row["shard"] for row in self.query(sql)]
 
     def training(self) -> list[Row]:
-        """Training trajectories in order of groups, with shard, index of the group, reward and seconds."""
+        """Return training trajectories in order of groups, with shard, index of the group, reward and seconds."""
         return self.query(
             "SELECT t.shard, g.group_id, g.idx, t.trajectory_id, t.attempt, t.reward, t.seconds "
             "FROM groups g JOIN trajectories t USING (group_id) WHERE g.split = 'train' "
@@ -399,11 +400,11 @@ def _dicts(cursor: sqlite3.Cursor) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """All that resuming needs, with the weights and the optimizer.
+    """All state for resuming, besides the weights and the optimizer.
 
-    cursor: groups started so far, in submission order; outstanding: those of them that were not taken for training.
-    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> groups in a row with too few
-    graded attempts. began: when the run did, in ISO format: the date that templates write.
+    cursor: groups started so far, in submission order; outstanding: those of them not taken for training.
+    evaluations: held-out results so far, for the summary. failed_tasks: task_id -> consecutive groups with too few
+    graded attempts. began: date of the run in ISO format, for templates.
     """
 
     update: int = 0

@@ -1,8 +1,8 @@
-"""The calls of attempts in progress: made durable as they are answered, so that a run that is killed goes on with them.
+"""Calls of attempts in progress: made durable once answered, so that a killed run can continue with them.
 
     Session -> Replay -> OpenCalls.add -> the ledger's `open_calls` -(--resume)-> OpenCalls.recorded -> Replay
 
-A row goes when its attempt is recorded, or cannot be gone on with.
+A row is deleted when its attempt is recorded, or cannot be continued.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from treadle.rollout.session import Address
 
 
 class OpenCalls:
-    """Records calls of training attempts (a `rollout.attempt.CallLog`). Calls of one moment share a transaction.
+    """Records calls of training attempts (a `rollout.attempt.CallLog`). Simultaneous calls share a transaction.
 
-    restored: what a killed run left (`restorable_calls`). log: gets a line for each player that did not repeat its
-    requests.
+    restored: calls left by a killed run (`restorable_calls`). log: receives a line for each player that did not repeat
+    its requests.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OpenCalls:
     def add(self, address: Address, call: AnsweredCall) -> asyncio.Future[None]:
         self._pending.append((_key(address), call))
         writing = asyncio.ensure_future(self.settled())
-        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waits for it sees it
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # its awaiters see the error
         return writing
 
     def forget(self, address: Address) -> None:
@@ -63,9 +63,9 @@ class OpenCalls:
         if player not in self._named:
             self._named.add(player)
             self._log(
-                f"{player} did not repeat its requests when it was played again with the recorded answers ({what}): it "
-                "is not deterministic, or was changed; such attempts start anew. replayable = False on it leaves "
-                "out the try"
+                f"{player} did not repeat its requests when replayed with the recorded answers ({what}): it "
+                "is not deterministic, or was changed; such attempts start over. Set replayable = False on it to "
+                "skip replays"
             )
 
     async def settled(self) -> None:
@@ -79,10 +79,10 @@ class OpenCalls:
 
 
 def restorable_calls(ledger: Ledger, oldest: int, newest: int, repeats: bool) -> dict[AttemptKey, list[AnsweredCall]]:
-    """Return the calls that a run resumed at version `newest` goes on with, by attempt; the others are forgotten.
+    """Return the calls that a run resumed at version `newest` continues with, by attempt; the others are forgotten.
 
-    An attempt's first calls, up to one that is missing or newer: those weights were lost. None of an attempt with
-    tokens older than `oldest`. repeats: whether the run samples everything again instead.
+    These are an attempt's first calls, up to one that is missing or newer, because those weights were lost; none of an
+    attempt with tokens older than `oldest`. repeats: whether the run samples everything again instead.
     """
     restored: dict[AttemptKey, list[AnsweredCall]] = {}
     rows = [] if repeats else ledger.rows("open_calls", "ORDER BY epoch, position, attempt, call")

@@ -1,4 +1,4 @@
-"""Recorded trajectories with their tasks, as supervised learning and analyses read them."""
+"""Recorded trajectories with their tasks, as read by supervised learning and analyses."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.training.demonstrations import checked_demonstration, demonstrated_calls
 
-_BESIDE = ("weight", "annotations")  # what OpenAI's messages have, and no template writes
+_BESIDE = ("weight", "annotations")  # fields of OpenAI's messages that no template writes
 AS_TEXT = "text"
-"""The vocabulary of trajectories without ids, whose calls are text (`Step.chat`)."""
+"""Vocabulary of trajectories without ids, with calls as text (`Step.chat`)."""
 
 UNREWARDED = Failure(Cause.VERIFIER, "no reward was given")
-"""Of a recorded trajectory that got no reward."""
+"""Failure of a recorded trajectory without a reward."""
 
-_SHARDS = 8  # kept in memory while trajectories are read in the order of their groups
+_SHARDS = 8  # number kept in memory while trajectories are read in order of groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedTrajectory:
-    """An attempt at a task, as a run recorded it.
+    """A recorded attempt at a task.
 
-    source: the run's directory, or where it stands in a file. split: `train` or `held_out`. vocabulary: of its ids
-    (`vocabulary_sha256`).
+    source: the run's directory, or position in a file. split: `train` or `held_out`. vocabulary: digest of its ids'
+    vocabulary (`vocabulary_sha256`).
     """
 
     source: str
@@ -79,9 +79,9 @@ class RecordedTrajectory:
         return len(as_played(self.trajectory).steps)
 
     def calls(self, renderer: ChatRenderer) -> Conversation:
-        """Return (prompt ids, ids to learn) of its steps, without those that were dropped by themselves.
+        """Return (prompt ids, ids to learn) of its steps, except individually dropped ones.
 
-        Of a step whose mask leaves tokens out, each run of trainable ones is a call, after all that stands before it.
+        For a step with masked tokens, each run of trainable ones is a call, after everything before it.
         """
         return [call for step in self.trajectory.steps if step.dropped is None for call in _trainable(step)]
 
@@ -97,9 +97,9 @@ def _trainable(step: Step) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[An
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoggedConversation:
-    """A conversation that others logged as text, so that its ids are made here.
+    """A conversation logged as text by other software; its ids are made here.
 
-    source: where it stands in a file. untrained: messages that are context only, by their numbers.
+    source: position in a file. untrained: numbers of messages that are only context.
     """
 
     source: str
@@ -122,7 +122,7 @@ class LoggedConversation:
         return len(self.turns)
 
     def calls(self, renderer: ChatRenderer) -> Conversation:
-        """Return (prompt ids, ids to learn) of the assistant's messages. Raises DataError naming where it stands."""
+        """Return (prompt ids, ids to learn) of the assistant's messages. Raises DataError, naming the position."""
         try:
             calls = demonstrated_calls(self.messages, renderer, self.tools)
         except DataError as error:
@@ -131,7 +131,7 @@ class LoggedConversation:
 
 
 def logged(row: Mapping[str, Any], where: str, untrained: Iterable[int] = ()) -> LoggedConversation:
-    """Return a conversation as a fine-tuning file has it: `messages`, `tools`; a message of weight 0 is context only.
+    """Return a conversation from a fine-tuning file: `messages`, `tools`; a message of weight 0 is only context.
 
     Optional: task_id, attempt, split, reward, components, status. Raises DataError.
     """
@@ -166,23 +166,23 @@ def logged(row: Mapping[str, Any], where: str, untrained: Iterable[int] = ()) ->
 
 
 class Trajectories(list[RecordedTrajectory | LoggedConversation]):
-    """What `treadle.load_run` reads: trajectories, and a table of them."""
+    """Result of `treadle.load_run`: trajectories, with a table of them."""
 
     def __repr__(self) -> str:
-        """Count and sources alone: each trajectory has thousands of tokens."""
+        """Show only count and sources, because each trajectory has thousands of tokens."""
         sources = ", ".join(dict.fromkeys(re.sub(r":\d+$", "", t.source) for t in self)) or "no source"
         return f"<{len(self)} trajectories of {sources}>"
 
     def table(self) -> pa.Table:
-        """A row each; `component.NAME` is a component of the reward.
+        """Return a table with one row per trajectory; `component.NAME` is a component of the reward.
 
-        version: of the weights that sampled the first token. prompt: content of the task's last message.
+        version: policy version that sampled the first token. prompt: content of the task's last message.
         """
         names = dict.fromkeys(name for t in self for name in t.components)
         return pa.Table.from_pylist([_facts(t, names) for t in self])
 
     def dataframe(self) -> Any:
-        """`table` as a pandas DataFrame."""
+        """Return `table` as a pandas DataFrame."""
         return self.table().to_pandas()
 
 
@@ -211,32 +211,32 @@ def _version(trajectory: Trajectory) -> int | None:
 
 
 def vocabulary_sha256(tokenizer: Tokenizer) -> str:
-    """SHA-256 of all tokens with their ids: equal where the same ids mean the same."""
+    """Return the SHA-256 of all tokens with their ids: equal if ids have the same meaning."""
     return sha256_of(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
 
 
 def check_vocabulary(
     trajectories: Iterable[RecordedTrajectory | LoggedConversation], vocabulary: str, tokenizer: Path
 ) -> None:
-    """Raise ConfigError for a trajectory whose ids mean other text to this tokenizer."""
+    """Raise ConfigError for a trajectory with ids of another meaning to this tokenizer."""
     for trajectory in trajectories:
         if isinstance(trajectory, RecordedTrajectory) and trajectory.vocabulary != vocabulary:
             raise ConfigError(
                 f"{trajectory.source}: {trajectory.trajectory.trajectory_id} was recorded with another vocabulary than "
-                f"that of {tokenizer}, to which its ids are other text; start from a model with the same tokenizer"
+                f"that of {tokenizer}, where its ids mean other text; start from a model with the same tokenizer"
             )
 
 
 def read_run(path: Path) -> Iterator[RecordedTrajectory]:
     """Read the trajectories of a run, training first, in the order of its groups.
 
-    What a resumed run sampled again appears once. Raises RunError, DamageError where tokens are not as written.
+    Resampled ones appear once. Raises RunError, DamageError for damaged tokens.
     """
     run = RunDirectory.open(path)
     ledger = run.ledger()
     ledger.prove("groups", "trajectories", "steps")
     vocabulary, rows = vocabulary_sha256(load_run_tokenizer(path)), ledger.sampled_once()
-    shards = ledger.shards()  # of the rows, and of what the run may have recorded since
+    shards = ledger.shards()  # includes any that the run has recorded since
     read = lru_cache(_SHARDS)(lambda name: read_shard(run.rollouts, shards[name]))
     for row in rows:
         task = Task(**json.loads(row["task"]))
@@ -246,7 +246,7 @@ def read_run(path: Path) -> Iterator[RecordedTrajectory]:
 
 
 def trajectory_on_record(row: Mapping[str, Any], task_id: str, steps: Sequence[Step]) -> Trajectory:
-    """Return a trajectory as its row of the ledger and its steps have it."""
+    """Assemble a trajectory from its row of the ledger and its steps."""
     cause = row["failure_cause"]
     return Trajectory(
         trajectory_id=row["trajectory_id"],

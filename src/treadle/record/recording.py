@@ -1,8 +1,8 @@
-"""`Recording`: what clients of `treadle serve` do, appended to a .jsonl file as it happens.
+"""`Recording`: clients' use of `treadle serve`, appended to a .jsonl file as it happens.
 
     gateway -> Recorder.call, drop, reward -> Recording.append(part(...)) -> trajectory_files.read_files
 
-A line is on file before its call is answered, so that a server that is killed loses only calls that nobody got.
+A line is on file before its call is answered, so that a killed server loses only undelivered calls.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from treadle.rollout.session import Reply
 
 
 class Recording:
-    """A .jsonl file that one server appends to; what it has already stays, but for a line that a kill cut off.
+    """A .jsonl file that one server appends to; existing lines are kept, except one truncated by a kill.
 
-    model: the directory of the model that is served.
+    model: directory of the served model.
 
-    Raises ConfigError for a file that cannot be written, or that another server is writing.
+    Raises ConfigError for a file that is not writable, or in use by another server.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, model: str) -> None:
@@ -50,7 +50,7 @@ class Recording:
             self._file.close()
             raise ConfigError(f"--record {path}: another server records into this file; name another") from error
         except OSError:
-            pass  # the file system has no locks
+            pass  # the file system lacks locks
         self._mend()
 
     def _mend(self) -> None:
@@ -67,7 +67,7 @@ class Recording:
         self._file.close()
 
     def begin(self, task_id: str = "") -> tuple[str, str, int]:
-        """Begin a trajectory; return its id, that of its task, and which attempt at the task it is."""
+        """Begin a trajectory; return its id, its task's id, and the number of the attempt at the task."""
         ident = f"{self._prefix}-{self.trajectories:06d}"
         self.trajectories += 1
         task_id = task_id or ident
@@ -86,7 +86,7 @@ class Recording:
         self.calls += 1
 
     def append(self, number: int | None, ident: str, facts: Mapping[str, Any]) -> None:
-        """Append a line. Raises ApiError, with the file as it was, where the disk refuses."""
+        """Append a line. Raises ApiError, leaving the file unchanged, if the disk refuses."""
         line, size = part(number, ident, facts), os.fstat(self._file.fileno()).st_size
         try:
             while line:
@@ -99,14 +99,14 @@ class Recording:
 class Recorder:
     """Records one session (a `rollout.gateway.gateway.Recorder`).
 
-    task_id: of the trajectory that the session is, "" for a task of its own; None if each conversation is one.
+    task_id: task of the session's trajectory, "" for a new task; None if each conversation is a trajectory.
     """
 
     def __init__(self, recording: Recording, task_id: str | None = None) -> None:
         self._recording = recording
         self._whole = None if task_id is None else recording.begin(task_id)
-        self._begun: dict[int, tuple[str, str, int]] = {}  # by the call that began the conversation
-        self._idents: dict[int, str] = {}  # trajectory of each call on file
+        self._begun: dict[int, tuple[str, str, int]] = {}  # by first call of the conversation
+        self._idents: dict[int, str] = {}  # trajectory of each recorded call
         self._dropped: dict[int, DropReason] = {}
         self._rewards: dict[str, float] = {}
 
@@ -115,7 +115,7 @@ class Recorder:
         return self._whole[0] if self._whole else ""
 
     def call(self, reply: Reply, request: CompletionRequest) -> None:
-        """Record a call, as part of the session's trajectory or of the conversation that it carries on."""
+        """Record a call, as part of the session's trajectory or of the conversation it continues."""
         begun = self._whole or self._begun.get(reply.first) or self._recording.begin()
         self._begun[reply.first] = begun
         self._recording.add_call(begun, reply, request, self._rewards.get(begun[0]))
@@ -135,7 +135,7 @@ class Recorder:
 
 
 def _messages(request: CompletionRequest, reply: Message) -> list[Message]:
-    """Return the conversation with the reply; one that continues the last message is joined to it."""
+    """Return the conversation with the reply, joined to the last message if it continues that."""
     messages = list(request.messages)
     if request.options.continue_final_message:
         begun = messages.pop()

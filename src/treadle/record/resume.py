@@ -26,12 +26,12 @@ from treadle.training.checkpoint import remove_others
 def restorable_groups(
     ledger: LedgerReader, rollouts: Path, state: LoopState, max_staleness: int, pinned: bool = False
 ) -> tuple[dict[int, Group], dict[str, list[str]]]:
-    """Return the groups, by index, whose attempts on record can all be trained by the checkpoint's next update; and
-    shard -> ids of attempts in it that cannot be read.
+    """Return the groups, by index, with recorded attempts that the checkpoint's next update can all train; and shard ->
+    ids of unreadable attempts in it.
 
-    Tokens may be `max_staleness` versions old, but not newer than the checkpoint: those weights were lost. A damaged
-    attempt excludes its group, whose baseline it would change; if attempts are pinned, so does one of several versions,
-    as earlier releases recorded them.
+    Tokens may be `max_staleness` versions old, but not newer than the checkpoint, because those weights were lost. A
+    damaged attempt excludes its group, because it would change the baseline; if attempts are pinned, so does one of
+    several versions, as earlier releases recorded them.
     """
     groups: dict[int, Group] = {}
     unreadable: dict[str, list[str]] = {}
@@ -67,23 +67,24 @@ def roll_back(
     repeats: bool,
     log: Callable[[str], None],
 ) -> tuple[dict[int, Group], dict[AttemptKey, list[AnsweredCall]]]:
-    """Roll the run back to the checkpoint `name`, whose state this is; return the restored groups, by index, and the
-    restored calls of attempts that had not ended.
+    """Roll the run back to the checkpoint `name` with the given state; return the restored groups, by index, and the
+    restored calls of unfinished attempts.
 
     pinned: whether an attempt keeps its first version. repeats: whether nothing is restored.
     """
     latest = ledger.latest_checkpoint()
     if latest is not None and latest[0] != name:
         steps = ledger.return_to(name)
-        ledger.copy_out()  # before checkpoints that an older copy points to are removed
+        ledger.copy_out()  # before removing checkpoints referenced by an older copy
         log(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
-    committed = ledger.checkpoint_names()  # a directory that no row of the ledger points to is removed
+    committed = ledger.checkpoint_names()  # unreferenced directories are removed
     on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
     remove_others(run.checkpoints, {name, *retained(on_disk, keeping, state.evaluations)})
     restored, unreadable = (
         ({}, {}) if repeats else restorable_groups(ledger, run.rollouts, state, max_staleness, pinned)
     )
-    oldest = state.version if pinned else state.version - max_staleness  # engines have no other version to go on with
+    # engines have no other version to continue with
+    oldest = state.version if pinned else state.version - max_staleness
     calls = restorable_calls(ledger, oldest, state.version, repeats)
     for shard, damaged in unreadable.items():
         steps = ledger.note_damaged(damaged)
@@ -94,7 +95,7 @@ def roll_back(
     reason = interrupted_reason(repeats)
     dropped = ledger.roll_back(state, reason, [group.group_id for group in restored.values()])
     if problem := run.roll_back_metrics(state.update, state.evaluations):
-        log(f"{problem}; the run goes on without")
+        log(f"{problem}; the run continues without")
     if dropped:
         log(f"{dropped} steps recorded after that checkpoint are dropped as {reason}")
     if not repeats:
@@ -102,13 +103,13 @@ def roll_back(
         steps = sum(len(t.steps) for t in trajectories)
         log(f"{len(trajectories)} finished trajectories ({steps} steps) of {len(restored)} groups are reused")
     if calls:
-        log(f"{len(calls)} unfinished attempts go on after {sum(map(len, calls.values()))} recorded calls")
+        log(f"{len(calls)} unfinished attempts continue after {sum(map(len, calls.values()))} recorded calls")
     return restored, calls
 
 
 def _admitted(row: Mapping[str, Any], oldest: int, newest: int, pinned: bool) -> bool:
     first, last = row["oldest_version"], row["newest_version"]
-    if row["trained_reward"] is None or first is None:  # nothing of it is trained
+    if row["trained_reward"] is None or first is None:  # none of it is trained
         return True
     return bool(row["waiting"] and oldest <= first and last <= newest and (first == last or not pinned))
 

@@ -1,4 +1,4 @@
-"""Tokens of finished attempts, and what updates computed of them, in Parquet files that pandas reads: a row a step."""
+"""Tokens of finished attempts, and the learner's values for them, in Parquet files for pandas: one row per step."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ STEP_SCHEMA = pa.schema(
     {
         **_STEP,
         **_SAMPLING,
-        "routing": pa.binary(),  # int16, little-endian: as a list, reading makes a Python object of every number
+        "routing": pa.binary(),  # int16, little-endian: reading a list would make a Python object per number
         "routing_shape": pa.list_(pa.int32()),
         "components": pa.map_(pa.string(), pa.float64()),
         "token_rewards": pa.list_(pa.float32()),
-        # older runs lack the following
-        "calls": pa.list_(pa.string()),  # of other models, each as JSON
+        # Missing in older runs.
+        "calls": pa.list_(pa.string()),  # calls of other models, each as JSON
         "withheld": pa.int32(),
-        "chat": pa.string(),  # of a model behind a URL: the call, as JSON
+        "chat": pa.string(),  # the call of a model behind a URL, as JSON
     }
 )
 _SCHEMA = pa.schema([("group_id", pa.string()), ("trajectory_id", pa.string()), ("step", pa.int32()), *STEP_SCHEMA])
@@ -98,25 +98,25 @@ def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:
-    """Delete all files except `keep`: a process that died before they were on record may have left some."""
+    """Delete all files except `keep`: a killed process may have left unrecorded ones."""
     for file in directory.iterdir():
         if file.name not in keep:
             file.unlink()
 
 
 def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
-    """A shard's content, for pyarrow. Raises DamageError if it is missing or not as it was written."""
+    """Open a shard's content for pyarrow. Raises DamageError if it is missing or damaged."""
     return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
 
 
 def read_steps(directory: Path, shard: WrittenFile, trajectory_id: str) -> list[Step]:
-    """Steps of one trajectory, in call order. Raises as `open_shard`."""
+    """Return the steps of one trajectory, in call order. Raises as `open_shard`."""
     table = pq.read_table(open_shard(directory, shard), filters=[("trajectory_id", "=", trajectory_id)])
     return [step_of(row) for row in sorted(_rows(table), key=lambda row: row["step"])]
 
 
 def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
-    """All steps of a shard, in call order, by trajectory_id. Raises as `open_shard`."""
+    """Return all steps of a shard, in call order, by trajectory_id. Raises as `open_shard`."""
     trajectories: dict[str, list[Step]] = {}
     for row in _rows(pq.read_table(open_shard(directory, shard))):
         trajectories.setdefault(row["trajectory_id"], []).append(step_of(row))
@@ -124,14 +124,14 @@ def read_shard(directory: Path, shard: WrittenFile) -> dict[str, list[Step]]:
 
 
 def read_call_times(directory: Path, shard: WrittenFile) -> list[dict[str, Any]]:
-    """trajectory_id, step, started, waited and seconds of each step of a shard. Raises as `open_shard`."""
+    """Return trajectory_id, step, started, waited and seconds of each step of a shard. Raises as `open_shard`."""
     columns = ["trajectory_id", "step", "started", "waited", "seconds"]
     rows: list[dict[str, Any]] = pq.read_table(open_shard(directory, shard), columns=columns).to_pylist()
     return rows
 
 
 def token_arrays(column: pa.ListArray) -> list[Any]:
-    """Rows of a list column as numpy views, without a Python object for each token."""
+    """Return rows of a list column as numpy views, without a Python object per token."""
     values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy(zero_copy_only=False)
     return [values[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
@@ -201,13 +201,13 @@ _TRACE_SCHEMA = pa.schema(
 
 
 def write_traces(directory: Path, version: int, traces: Sequence[StepTrace]) -> WrittenFile:
-    """Write the traces of a batch durably; return the file. version: of the policy before. Raises RunError."""
+    """Write the traces of a batch durably; return the file. version: policy version before. Raises RunError."""
     rows = [{name: getattr(trace, name) for name in _TRACE_SCHEMA.names} for trace in traces]
     return write_table(directory, trace_file(version), pa.Table.from_pylist(rows, schema=_TRACE_SCHEMA))
 
 
 def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = None) -> list[StepTrace]:
-    """Traces of one trajectory, or of all, in the order of writing. Raises DamageError."""
+    """Return traces of one trajectory, or of all, in the order of writing. Raises DamageError."""
     filters = None if trajectory_id is None else [("trajectory_id", "=", trajectory_id)]
     traces = []
     for row in pq.read_table(open_shard(directory, file), filters=filters).to_pylist():
@@ -217,7 +217,7 @@ def read_traces(directory: Path, file: WrittenFile, trajectory_id: str | None = 
 
 
 def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list[Step]]:
-    """A trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not on record."""
+    """Return a trajectory's ledger row (with task and split) and its steps. Raises RunError if it is not recorded."""
     ledger = RunDirectory(run).ledger()
     ledger.prove("groups", "trajectories")
     row = ledger.trajectory(trajectory_id)
@@ -228,7 +228,7 @@ def load_trajectory(run: Path, trajectory_id: str) -> tuple[dict[str, Any], list
 
 
 def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
-    """Traces of a trajectory, in order; [] if it is not traced, or not trained yet. Raises DamageError."""
+    """Return the traces of a trajectory, in order; [] if it is not traced, or not trained yet. Raises DamageError."""
     ledger = RunDirectory(run).ledger()
     row = ledger.trajectory(trajectory_id)
     file = ledger.traces_of(row["trained_version"]) if row else None
@@ -236,7 +236,7 @@ def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
-    """The tokenizer of the run's latest checkpoint, or else the configured one. Raises TreadleError."""
+    """Return the tokenizer of the run's latest checkpoint, or the configured one. Raises TreadleError."""
     directory = RunDirectory.open(run)
     latest = directory.ledger().latest_checkpoint()
     if latest is not None and (directory.checkpoints / latest[0]).is_dir():
@@ -247,7 +247,7 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
         content = (source / "tokenizer.json").read_bytes()
     try:
         return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""A run is a directory: who owns it, what lies where.
+"""The directory of a run: its files and its lock.
 
 runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  traces/*.parquet  checkpoints/step-000040/
             metrics.jsonl  intervals.jsonl  status.json  summary.json
@@ -35,25 +35,25 @@ _LEFTOVERS = (
     *("warm_start.json", "intervals.jsonl", "metrics.jsonl"),
     *("rollouts/*", "rollouts/.*", "checkpoints/*", "checkpoints/.*", "ledger.sqlite*"),
 )
-"""Of an unsaved run, which a new one would add to. The ledger goes last: a record without one is never removed."""
+"""Files of an unsaved run that a new one would append to. The ledger is removed last: without it, nothing is removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonLog:
-    """Content of metrics.jsonl or intervals.jsonl. unreadable: numbers of the lines that are not in `rows`, from 1."""
+    """Content of metrics.jsonl or intervals.jsonl. unreadable: numbers of lines missing in `rows`, from 1."""
 
     rows: list[dict[str, Any]]
     unreadable: list[int]
 
     @classmethod
     def read(cls, path: Path) -> JsonLog:
-        """Read all lines but a last one that a killed process left unfinished."""
+        """Read all lines, except an incomplete last one left by a killed process."""
         *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
         rows = dict(enumerate(map(parse_checked_json, lines if is_unfinished(last) else [*lines, last]), 1))
         return cls([row for row in rows.values() if row is not None], [n for n, row in rows.items() if row is None])
 
     def problem(self, updates: int) -> str | None:
-        """Describe what is damaged, or missing of updates 1 to `updates`; None if nothing is."""
+        """Describe damage, or missing updates of 1 to `updates`; None if there is none."""
         logged = {row["update"] for row in self.rows if row["kind"] == "update"}
         missing = [update for update in range(1, updates + 1) if update not in logged]
         problems = [f"cannot be read in line {_listed(self.unreadable)}"] if self.unreadable else []
@@ -62,7 +62,7 @@ class JsonLog:
 
 
 def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
+    """Return a run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
@@ -73,7 +73,7 @@ def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def no_run(address: str | Path) -> RunError:
-    """Return why `RUN` or `RUN@CHECKPOINT` addresses no run, with the name of one beside it that is spelled alike."""
+    """Return why `RUN` or `RUN@CHECKPOINT` addresses no run, with a similar name beside it."""
     path = Path(address)
     if not path.exists():
         path = Path(str(address).rpartition("@")[0] or address)
@@ -101,7 +101,7 @@ class RunDirectory:
         self.summary_file = path / "summary.json"
         self.curve_file = path / "curve.png"
         self.recording_file = path / "recording.txt"
-        self.written: list[WrittenFile] = []  # by this process, for the ledger
+        self.written: list[WrittenFile] = []  # files written by this process, for the ledger
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -119,7 +119,7 @@ class RunDirectory:
             for leftover in (file for pattern in _LEFTOVERS if begun for file in path.glob(pattern)):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             run.write(run.config_file.name, _config_content(config))
-        except FileExistsError as error:  # by another process, just now
+        except FileExistsError as error:  # just created by another process
             raise RunError(f"run directory {str(path)!r} is already in use; choose another name") from error
         except OSError as error:
             elsewhere = "choose another place (--runs, in Python run=)"
@@ -132,10 +132,10 @@ class RunDirectory:
 
     @property
     def is_unsaved(self) -> bool:
-        """Whether a run was begun here that has no checkpoint on record, so that it is begun anew.
+        """Return whether a run here has no recorded checkpoint, so that it starts over.
 
-        It may have made its first evaluation, and written the directory of its first checkpoint, but sampled nothing to
-        train on. Raises RunError or DamageError for a ledger that cannot be read.
+        It may have made its first evaluation, and written the directory of its first checkpoint, but no training
+        samples. Raises RunError or DamageError for an unreadable ledger.
         """
         later = {step.name for step in self._steps()} - {_FIRST}
         if self.summary_file.exists() or self.recording_file.exists() or later:
@@ -147,7 +147,7 @@ class RunDirectory:
 
     @property
     def is_stub(self) -> bool:
-        """Whether a run was begun here that has recorded nothing: its process may have been killed in a warm start."""
+        """Return whether a run here has recorded nothing: its process may have been killed in a warm start."""
         folders = (self.rollouts, self.traces, self.checkpoints)
         if not (self.path / "lock").is_file() or not all(folder.is_dir() for folder in folders):
             return False
@@ -158,7 +158,7 @@ class RunDirectory:
         return list(self.checkpoints.glob("step-*"))
 
     def check_free(self) -> None:
-        """Raise RunError, with what can be done, unless a run can be made here: there is nothing, or an unsaved run."""
+        """Raise RunError, with the remedy, unless the path is free for a run: missing, or an unsaved run."""
         what = f"run directory {str(self.path)!r}"
         if not self.path.exists():
             return
@@ -191,7 +191,7 @@ class RunDirectory:
         self.written.append(WrittenFile(name, write_atomically(self.path / name, content)))
 
     def ledger(self) -> LedgerReader:
-        """Reader of the ledger. Raises RunError, with what can be done, if there is none."""
+        """Return a reader of the ledger. Raises RunError, with the remedy, if there is none."""
         if not self.ledger_file.is_file():
             if self._steps():
                 raise RunError(f"run {str(self.path)!r} has no ledger any more; {salvage(self.path)}")
@@ -199,17 +199,18 @@ class RunDirectory:
         return LedgerReader(self.ledger_file)
 
     def began(self) -> datetime | None:
-        """Return when the run began: the date that its templates write. None before its first checkpoint."""
+        """Return the date of the run, for its templates. None before its first checkpoint."""
         latest = self.ledger().latest_checkpoint() if self.ledger_file.is_file() else None
         return datetime.fromisoformat(latest[1].began) if latest and latest[1].began else None
 
     def config_data(self) -> dict[str, Any]:
-        """Content of config.yaml, not validated.
+        """Return the content of config.yaml, not validated.
 
-        Raises DamageError if it is not as the ledger has it, RunError for a run of another version of Treadle.
+        Raises DamageError if it differs from the ledger's record, RunError for a run of another version of Treadle.
         """
         content = self.config_file.read_bytes()
-        # config.yaml and those before each change: the process may have died during a change, or making the ledger
+        # config.yaml or a version before a change: the process may have died during a change, or while making the
+        # ledger.
         known = self.ledger_file.is_file() and not self.is_stub
         recorded = self.ledger().files("config").values() if known else ()
         if recorded and sha256_of(content) not in {file.sha256 for file in recorded}:
@@ -242,13 +243,13 @@ class RunDirectory:
         except IsADirectoryError as error:
             raise RunError(f"{self.path / 'lock'} is a directory, and must be a file or missing; remove it") from error
         except OSError as error:
-            elsewhere = "make it writable, or go on in a copy of the run"
+            elsewhere = "make it writable, or continue in a copy of the run"
             raise RunError(f"could not lock run directory {str(self.path)!r}: {refusal(error, elsewhere)}") from error
         for attempts_left in reversed(range(_LOCK_ATTEMPTS)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError as error:  # another run's, or for a moment a reader's: `state`
+            except BlockingIOError as error:  # held by another run, or briefly by a reader: `state`
                 if not attempts_left:
                     file.close()
                     raise self._in_progress() from error
@@ -263,7 +264,7 @@ class RunDirectory:
             return False
 
     def state(self) -> str:
-        """`finished`, `in progress` (a process holds the lock), `stopped`, or `recorded`: made of a file."""
+        """Return `finished`, `in progress` (a process holds the lock), `stopped`, or `recorded`: made from a file."""
         if self.recording_file.is_file():
             return "recorded"
         if self.has_summary:
@@ -312,10 +313,10 @@ class RunDirectory:
         return JsonLog.read(self.metrics_file)
 
     def roll_back_metrics(self, update: int, evaluations: Sequence[Mapping[str, Any]]) -> str | None:
-        """Remove from metrics.jsonl and intervals.jsonl what was logged after a checkpoint; it is logged again.
+        """Remove lines of metrics.jsonl and intervals.jsonl logged after a checkpoint; they will be logged again.
 
-        update: of the checkpoint. evaluations: those in its state; others are removed, even of this very update.
-        Returns `JsonLog.problem`.
+        update: update of the checkpoint. evaluations: evaluations in its state; others are removed, even of this
+        update. Returns `JsonLog.problem`.
         """
         log = self.metrics_log()
         kept = [row for row in log.rows if row["kind"] == "update" and row["update"] <= update]
@@ -344,7 +345,7 @@ def _listed(numbers: Sequence[int], limit: int = 5) -> str:
 
 
 def find_run(runs: Path, recipe: str) -> Path:
-    """Newest run of a recipe that can go on or be begun anew: not finished, with a checkpoint on record, or unsaved.
+    """Return the newest resumable run of a recipe: not finished, with a recorded checkpoint, or unsaved.
 
     Raises RunError.
     """

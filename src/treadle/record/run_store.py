@@ -1,11 +1,11 @@
-"""What a training process writes, token arrays first, then a transaction that refers to them; where its ledger lies.
+"""Writing of a training process, token arrays before the transaction that refers to them; location of its ledger.
 
-    <ledger_directory>/<run>-<digest>.sqlite --(Ledger.copy_out)--> <run>/ledger.sqlite, which everybody else reads
+    <ledger_directory>/<run>-<digest>.sqlite --(Ledger.copy_out)--> <run>/ledger.sqlite, read by all others
 
-On a shared filesystem, where SQLite is not safe, the ledger lies on a disk of this machine. The copy is made after
-each checkpoint, whenever other files of the run follow what the ledger says, and when the process ends; it is replaced
-as a whole. A resumed run goes on with what a killed process left here; if the machine is lost with its disk, with the
-copy: what came after the last checkpoint is sampled again.
+For runs on a shared filesystem, where SQLite is not safe, the ledger is on a local disk. The copy is made after each
+checkpoint, whenever other files of the run follow the ledger, and when the process ends; it is replaced as a whole. A
+resumed run continues with the local ledger left by a killed process or, if the machine is lost with its disk, with the
+copy: everything after the last checkpoint is then sampled again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RunStore:
     """Writes finished attempts into a run's directory and ledger, on a thread beside the event loop.
 
     Attempts that finish while others are being written share a shard.
-    on_recorded: called with each training attempt once it is durable. calls: records those of attempts in progress;
-    None if a resumed run would play these anew.
+    on_recorded: called with each training attempt once it is durable. calls: recorder of attempts in progress; None if
+    a resumed run would replay them from the beginning.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class RunStore:
         self._writing: asyncio.Future[None] | None = None
 
     async def record(self, part: Group, version: int) -> None:
-        """Record a group's newly finished attempts; return once they are durable. version: of the policy now.
+        """Record a group's newly finished attempts; return once they are durable. version: current policy version.
 
         Raises RunError if they could not be written, and on every later call: attempts of several callers are written
-        together, and none may take its own for written.
+        together, and none may assume its own were written.
         """
         if self.calls is not None:
-            await self.calls.settled()  # none of its calls comes after it
+            await self.calls.settled()  # its calls must not be written after it
         self._pending.append(part)
         self._version = version
         async with self._turn:
-            await asyncio.sleep(0)  # for those that finish at the same moment
+            await asyncio.sleep(0)  # batches attempts that finish at the same moment
             parts, self._pending = self._pending, []
             failed = self._writing is not None and self._writing.done() and self._writing.exception() is not None
-            if parts and not failed:  # otherwise another caller has written ours, or could not
+            if parts and not failed:  # otherwise another caller has written ours, or failed
                 self._writing = asyncio.ensure_future(self._record_all(parts))
             assert self._writing is not None  # ours, or another caller's
             await asyncio.shield(self._writing)
@@ -75,11 +75,11 @@ class RunStore:
             await self.calls.settled()
 
     async def write_traces(self, version: int, traces: Sequence[StepTrace]) -> WrittenFile | None:
-        """Write the traces of a trained batch, if any; the next checkpoint puts the file on record."""
+        """Write the traces of a trained batch, if any; the next checkpoint records the file."""
         return await asyncio.to_thread(write_traces, self.run.traces, version, traces) if traces else None
 
     def record_evaluation(self, name: str, groups: Sequence[Group], version: int) -> None:
-        """Record held-out groups, whose steps are in their terminal state at once. Raises RunError."""
+        """Record held-out groups; their steps immediately get their terminal state. Raises RunError."""
         self._write(f"evaluation-{name}", groups, "held_out", version)
 
     async def _record_all(self, parts: list[Group]) -> None:
@@ -94,14 +94,14 @@ class RunStore:
 
 
 def local_file(run: RunDirectory, directory: str) -> Path:
-    """Place of a run's ledger in this directory, by the run's name and whole path."""
+    """Return the path of a run's ledger in this directory, by the run's name and absolute path."""
     path = run.path.resolve()
     return Path(directory).expanduser() / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:12]}.sqlite"
 
 
 @contextmanager
 def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
-    """Open the run's ledger for writing. directory: where, instead of in the run directory. Raises RunError."""
+    """Open the run's ledger for writing. directory: where, instead of the run directory. Raises RunError."""
     if directory is None:
         with closing(Ledger(run.ledger_file)) as ledger:
             yield ledger
@@ -119,7 +119,7 @@ def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
             f"orchestration.ledger_directory={directory}: {refusal(error, 'give a directory to write to')}"
         ) from error
     with closing(Ledger(local, copy=run.ledger_file)) as ledger:
-        ledger.copy_out()  # from now on this ledger knows the copy as its own
+        ledger.copy_out()  # marks the copy as this ledger's own
         try:
             yield ledger
         finally:
@@ -128,10 +128,10 @@ def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
 
 
 def recover_ledger(run: RunDirectory, directory: str | None) -> None:
-    """Bring the run directory's copy up to date with what a killed process left in `directory`, if it did.
+    """Update the run directory's copy with a ledger left in `directory` by a killed process, if any.
 
-    A local ledger whose copy is not the last one that it made is out of date: the run went on elsewhere. It is removed.
-    Raises DamageError for one that is damaged.
+    A local ledger is out of date, and removed, if the copy is not the last one it made: the run continued elsewhere.
+    Raises DamageError for a damaged one.
     """
     if directory is None or not (local := local_file(run, directory)).is_file():
         return

@@ -1,4 +1,4 @@
-"""Which recorded trajectories are learned from: `reward >= 1, steps <= 8, best_of=2`."""
+"""Selection of recorded trajectories to learn from: `reward >= 1, steps <= 8, best_of=2`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PART = re.compile(r"([^\s<>=!]+)\s*(>=|<=|==|!=|>|<|=)\s*([^\s<>=!]+)")
 
 
 class Selectable(Protocol):
-    """What a selection looks at. reward: None of an attempt without one. steps: that were played."""
+    """Fields used by a selection. reward: None for an attempt without one. steps: number of played ones."""
 
     @property
     def task_id(self) -> str: ...
@@ -54,7 +54,7 @@ class Comparison:
     value: float | str
 
     def holds(self, trajectory: Selectable) -> bool:
-        """Return whether it does; never of a reward that is not there. A component that was not given is 0."""
+        """Return whether it holds; never for a missing reward. A component that was not given counts as 0."""
         if self.name == "status":
             found: float | str = trajectory.status
         elif self.name == "steps":
@@ -68,14 +68,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """All comparisons hold; and of each task only the best attempts, if `best_of` says how many."""
+    """All comparisons must hold; of each task, only the best attempts, if `best_of` sets their number."""
 
     comparisons: tuple[Comparison, ...] = ()
     best_of: int | None = None
 
     @classmethod
     def parse(cls, text: str, setting: str = "--select") -> Selection:
-        """Read `reward >= 1, best_of=2`; no text selects everything. Raises ConfigError, naming the part."""
+        """Parse `reward >= 1, best_of=2`; an empty text selects everything. Raises ConfigError, naming the part."""
         comparisons, best_of = list[Comparison](), None
         for part in text.split(",") if text.strip() else ():
             match = _PART.fullmatch(part.strip())
@@ -92,10 +92,10 @@ class Selection:
         return cls(tuple(comparisons), best_of)
 
     def choose(self, trajectories: Sequence[S]) -> list[S]:
-        """Return the selected ones, in their order; of equally good attempts at a task those with smaller numbers.
+        """Return the selected ones, in order; of equally good attempts at a task, those with smaller numbers.
 
-        An attempt that failed is selected by `status == failed` alone. Raises ConfigError for a component that no
-        trajectory has, naming those there are.
+        Failed attempts are only selected by `status == failed`. Raises ConfigError for a component missing in all
+        trajectories, naming the existing ones.
         """
         known = dict.fromkeys(["reward", "steps", "status", *(name for t in trajectories for name in t.components)])
         for comparison in self.comparisons:

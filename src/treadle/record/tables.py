@@ -1,6 +1,6 @@
-"""The ledger's tables, and the checksum that ends each of their rows.
+"""The ledger's tables, and the checksum at the end of each row.
 
-SQLite's own checks cover the structure of a database only. `insert` and `update` write a row's checksum with it;
+SQLite's own checks cover only the structure of a database. `insert` and `update` write a row's checksum with it;
 `check_table` and `check_row` compare. Any SQLite client can open the file.
 
     ("g000012.3", 0, "trained", None, 153, 42, "stop", 0.0, checksum=row_checksum(...))
@@ -43,17 +43,17 @@ CREATE INDEX groups_idx ON groups (split, idx);
 CREATE INDEX trajectories_group ON trajectories (group_id);
 """
 KEYS = {"groups": 1, "trajectories": 1, "steps": 2, "checkpoints": 1, "files": 1, "open_calls": 4}
-"""Table -> how many of its first columns are the primary key."""
+"""Table -> number of leading columns in the primary key."""
 
 
 class Damaged(Exception):
-    """What is not as it was written."""
+    """Raised for data that fails its checksum."""
 
 
 def row_checksum(values: Iterable[Any]) -> int:
-    """CRC-32 of a row's values without its checksum, the same before they are written and after they are read.
+    """Return the CRC-32 of a row's values without its checksum, the same before writing and after reading.
 
-    SQLite gives integers back as floats in REAL columns, -0.0 as 0.0, NaN as NULL, and enumerations as their text.
+    SQLite returns integers in REAL columns as floats, -0.0 as 0.0, NaN as NULL, and enumerations as their text.
     """
     return zlib.crc32(ascii([_canonical(value) for value in values]).encode())
 
@@ -73,7 +73,7 @@ def insert(db: sqlite3.Connection, into: str, rows: Iterable[Mapping[str, Any]])
 
 
 def update(db: sqlite3.Connection, table: str, changes: Mapping[str, Any], where: str, *values: Any) -> int:
-    """Change rows and their checksums; returns how many. Raises Damaged for one that is not as it was written."""
+    """Change rows and their checksums; return their number. Raises Damaged if one fails its checksum."""
     names, rows = _columns(db, table), db.execute(f"SELECT * FROM {table} WHERE {where}", values).fetchall()
     columns = ", ".join(f"{name} = ?" for name in (*changes, "checksum"))
     keys = names[: KEYS[table]]
@@ -87,13 +87,13 @@ def update(db: sqlite3.Connection, table: str, changes: Mapping[str, Any], where
 
 
 def check_row(table: str, row: Sequence[Any]) -> None:
-    """Raise Damaged unless a whole row is as it was written."""
+    """Raise Damaged if a whole row fails its checksum."""
     if row_checksum(row[:-1]) != row[-1]:
         raise Damaged(f"a row is not as it was written: {', '.join(map(str, row[: KEYS[table]]))} of {table}")
 
 
 def check_table(db: sqlite3.Connection, table: str) -> None:
-    """Raise Damaged unless a table's definition, its rows and its indexes are as they were written."""
+    """Raise Damaged if a table's definition, rows or indexes are damaged."""
     definitions = db.execute("SELECT sql || ';\n' FROM sqlite_schema WHERE tbl_name = ? AND sql NOT NULL", (table,))
     if not all(definition in SCHEMA for (definition,) in definitions):
         raise Damaged(f"the definition of the table {table} is not the one that it was made with")
@@ -112,13 +112,14 @@ _NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre"
 
 
 def journal_mode(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """SQLite's journal mode for a file: WAL, so that readers never block the run; DELETE on network drives and FUSE.
+    """Return SQLite's journal mode for a file: WAL, so that readers never block the run; DELETE on network drives and FUSE.
 
-    mounts: the system's table of mounts; WAL where there is none.
+    mounts: the system's table of mounts; WAL if there is none.
     """
     if not mounts.is_file():
         return "WAL"
     rows = [line.split() for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines()]
-    kinds = {Path(row[1].replace("\\040", " ")): row[2] for row in rows}  # of two on one point the later is on top
+    # of two mounts on one point, the later is on top
+    kinds = {Path(row[1].replace("\\040", " ")): row[2] for row in rows}
     kind = next((kinds[folder] for folder in path.resolve().parents if folder in kinds), "")
     return "DELETE" if kind in _NETWORK or kind.startswith("fuse") else "WAL"

@@ -1,13 +1,13 @@
-"""Files of trajectories: written for others, and read from others.
+"""Files of trajectories, for exchange with other software.
 
-    what                      ids     as
+    kind                      ids     format
     `treadle export-traces`   exact   a line of .jsonl, or a row of .parquet: `as_record`
     `treadle eval --url`      text    the same, with the messages of each call in place of ids
-    `treadle serve --record`  exact   lines of .jsonl, one a call, that are put together when read (`Recording`)
+    `treadle serve --record`  exact   lines of .jsonl, one per call, combined when read (`Recording`)
     ATIF, Harbor's            text    a .json file, or a line of .jsonl (`atif`)
     chat logs, OpenAI's       text    {"messages": [...]}: a line of .jsonl, or a row of .parquet
 
-Text is tokenized once, by the template of the model that learns it; its ids need not be those that were sampled.
+Text is tokenized once, by the template of the learning model; its ids may differ from the sampled ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from treadle.rendering.replies import Tool
 from treadle.rendering.texts import TokenTexts, messages_of
 
 FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet", "atif": "-atif"}
-"""Formats of exports -> how their files end; ATIF is a directory of files."""
+"""Formats of exports -> their file suffixes; ATIF is a directory of files."""
 
 _ROUTING = ("routing", "routing_shape")
 _FUNCTION = pa.struct(dict.fromkeys(("name", "arguments"), pa.string()))
@@ -60,7 +60,7 @@ _SCHEMA = pa.schema(
         "steps": pa.list_(pa.struct([*_STEPS, ("prompt", pa.string()), ("completion", pa.string())])),
     }
 )
-_AS_JSON = ("task", "tools", "failure")  # columns that Parquet has as JSON texts
+_AS_JSON = ("task", "tools", "failure")  # columns stored as JSON text in Parquet
 
 
 def as_record(
@@ -70,10 +70,10 @@ def as_record(
     tools: Sequence[Tool] = (),
     model: str = "",
 ) -> dict[str, Any]:
-    """Return a trajectory as plain data, with the exact ids of its steps, and the texts that they are.
+    """Return a trajectory as plain data, with the exact ids of its steps, and their texts.
 
-    messages: as the last played step ends; default: read off its ids. tools: runs have none on record, as templates
-    write them into messages. model: what sampled it, a run or a model's directory.
+    messages: messages at the end of the last played step; default: read back from its ids. tools: runs record none,
+    because templates write them into messages. model: sampling model, a run or a model's directory.
     """
     t = recorded.trajectory
     if messages is None:
@@ -118,10 +118,10 @@ def _plain(value: Any) -> Any:
 def write_trajectories(
     path: Path, form: str, trajectories: Iterable[RecordedTrajectory], texts: TokenTexts, model: str = ""
 ) -> int:
-    """Write a file, or a directory of ATIF files, complete or absent; return of how many trajectories.
+    """Write a file, or a directory of ATIF files, complete or absent; return the number of trajectories.
 
-    What is there before is replaced. model: what sampled them, a run or a model's directory.
-    Raises RunError where the disk refuses.
+    Existing files are replaced. model: sampling model, a run or a model's directory.
+    Raises RunError if the disk refuses.
     """
     if form != "atif":
         return write_records(path, form, (as_record(t, texts, model=model) for t in trajectories))
@@ -130,14 +130,14 @@ def write_trajectories(
         for trajectory in trajectories:
             count += 1
             if not trajectory.played_steps:
-                continue  # the format has none without a step
+                continue  # the format requires a step
             document = json.dumps(as_atif(trajectory, texts, model), ensure_ascii=False, indent=1)
             directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
     return count
 
 
 def write_records(path: Path, form: str, records: Iterable[dict[str, Any]]) -> int:
-    """Write a file of `as_record`s, complete or absent; return how many. form: jsonl or parquet. Raises RunError."""
+    """Write a file of `as_record`s, complete or absent; return their number. form: jsonl or parquet. Raises RunError."""
     count = 0
 
     def counted() -> Iterator[dict[str, Any]]:
@@ -196,12 +196,12 @@ def _write_parquet(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def read_files(path: Path) -> Iterator[RecordedTrajectory | LoggedConversation]:
     """Read a .jsonl, .parquet or .json file, or all of them in a directory, in order.
 
-    Raises ConfigError for another path, DataError naming file and line of what is malformed.
+    Raises ConfigError for another path, DataError naming file and line of malformed data.
     """
     if path.is_dir():
         files = sorted(file for end in _READERS for file in path.rglob(f"*{end}"))
         if not files:
-            raise ConfigError(f"{str(path)!r} is no run, and has no {', '.join(_READERS)} file")
+            raise ConfigError(f"{str(path)!r} is not a run, and has no {', '.join(_READERS)} file")
         for file in files:
             yield from read_files(file)
         return
@@ -213,13 +213,13 @@ def read_files(path: Path) -> Iterator[RecordedTrajectory | LoggedConversation]:
 
 
 def read_records(path: Path) -> Iterator[tuple[RecordedTrajectory, dict[str, Any]]]:
-    """Read each trajectory of a .jsonl file of `as_record`s, and the record. Raises as `read_files`, and for text."""
+    """Read each trajectory of a .jsonl file of `as_record`s, with its record. Raises as `read_files`, and for text."""
     if path.suffix != ".jsonl" or not path.is_file():
         raise ConfigError(f"{str(path)!r} is neither a run nor a .jsonl file with trajectories")
     for where, row in _lines(path):
         recorded = _read(row, where, path)
         if not isinstance(recorded, RecordedTrajectory):
-            raise DataError(f"{where}: is text, without the ids that were sampled; treadle sft --from reads it so")
+            raise DataError(f"{where}: is text, without the sampled ids; treadle sft --from accepts it")
         yield recorded, row
 
 
@@ -258,9 +258,10 @@ def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the objects; one in parts (of a `Recording`) whole, where its first part stands."""
+    """Yield the objects; parts of a `Recording` are combined at the position of the first one."""
     places: dict[bytes, list[tuple[int, int]]] = {}  # trajectory in parts -> position and number of its lines
-    with path.open("rb") as file, path.open("rb") as parts:  # bytes: JSON has characters that text takes for line ends
+    # bytes, because JSON may contain characters that text mode treats as line ends
+    with path.open("rb") as file, path.open("rb") as parts:
         at = 0
         for number, line in enumerate(file, 1):
             if (part := _PART.match(line)) and not is_torn(line):
@@ -291,15 +292,15 @@ _PART = re.compile(rb'\{"part": (?:\d+|null), "trajectory_id": ("[^"]*")')
 
 
 def part(number: int | None, trajectory_id: str, facts: Mapping[str, Any]) -> bytes:
-    """Return what happened to a trajectory as a line: `as_record` with a call, its `dropped`, or reward and status.
+    """Return an event of a trajectory as a line: `as_record` with a call, its `dropped`, or reward and status.
 
-    number: of the call, in the order of the trajectory's steps; None for what is of no call. Later lines hold.
+    number: index of the call; None for facts about the whole trajectory. Later lines override earlier ones.
     """
     return json.dumps({"part": number, "trajectory_id": trajectory_id, **facts}).encode() + b"\n"
 
 
 def is_torn(line: bytes) -> bool:
-    """Return whether a line is a part whose writer was killed meanwhile."""
+    """Return whether a line is a part truncated by a kill of its writer."""
     if line.endswith(b"\n") or not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
         return False
     try:
@@ -310,7 +311,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the trajectory that parts add up to; None without a call."""
+    """Combine the parts of a trajectory; None without a call."""
     calls: dict[int, dict[str, Any]] = {}
     facts: dict[str, Any] = {}
     for row in parts:

@@ -1,1 +1,1 @@
-"""What is said of a run: metrics, callbacks, trackers, progress, reports."""
+"""Reporting of a run: metrics, callbacks, trackers, progress, reports."""

@@ -1,10 +1,10 @@
-"""Following a run: the events that a user's code and the trackers get while it trains.
+"""Callbacks: the events that user code and trackers receive during training.
 
     start -> publish -> [evaluate] -> checkpoint
           -> (rollout ... -> batch -> update ... -> publish -> [evaluate] -> [checkpoint]) ...
           -> [checkpoint] -> [evaluate] -> end
 
-With `orchestration.max_staleness` above 0, `rollout` comes at any time in between; `phase`, `interval` and `message`
+With `orchestration.max_staleness` above 0, `rollout` may occur anywhere in between; `phase`, `interval` and `message`
 always may.
 """
 
@@ -36,19 +36,20 @@ class RunStart:
 
 
 class Callback:
-    """Follows a run. Subclass it and override the methods you want.
+    """Base of callbacks. Subclass it and override the methods you want.
 
     All methods run on the thread of the run's event loop, which waits for them: return soon. Arguments are read-only
-    and return values ignored: a callback cannot change what is trained. An exception in `start` ends the run before it
-    begins. One in another method switches the callback off and stops the run after the current update, with a
-    checkpoint; a TreadleError stops it at once.
+    and
+    return values ignored: a callback cannot affect training. An exception in `start` ends the run before it begins. One in
+    another method disables the callback and stops the run after the current update, with a checkpoint; a TreadleError
+    stops it immediately.
     """
 
     def start(self, run: RunStart) -> None:
-        """Start of a run, also of a resumed one, before anything is computed."""
+        """Start of a new or resumed run, before anything is computed."""
 
     def rollout(self, trajectory: Trajectory) -> None:
-        """A training attempt has finished and is on record."""
+        """A training attempt has finished and is recorded."""
 
     def batch(self, groups: Sequence[Group], version: int) -> None:
         """These groups are trained next, starting from the weights of this version."""
@@ -63,13 +64,13 @@ class Callback:
         """Result of an evaluation on the held-out tasks."""
 
     def checkpoint(self, directory: Path, update: int) -> None:
-        """Complete checkpoint after this update; later ones remove it, as `orchestration.keep_last` says."""
+        """Complete checkpoint after this update; later ones remove it, according to `orchestration.keep_last`."""
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Progress of a phase (rollout, update, evaluation): `done` of `total` equal pieces; 0: it begins."""
 
     def interval(self, row: Mapping[str, Any]) -> None:
-        """A phase has ended, publications and checkpoints among them: its line of intervals.jsonl."""
+        """End of a phase, including publications and checkpoints: its line of intervals.jsonl."""
 
     def message(self, line: str) -> None:
         """A line of the run's output: a failure seen for the first time, a task that is left out."""

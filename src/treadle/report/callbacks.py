@@ -1,4 +1,4 @@
-"""The callbacks of a run: loaded, told of each event in order, and switched off when they fail."""
+"""The callbacks of a run: loaded, notified in order, and disabled when they fail."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from treadle.rollout.isolation.user_code import raised
 
 
 class CallbackConfig(Config):
-    """A tracker or callback that follows the run. A plain name stands for one without options."""
+    """A tracker or callback of the run. A plain name stands for one without options."""
 
     name: str = Field(description="a registered name (tensorboard, wandb, trackio, mlflow) or module:attribute")
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments that it is made with")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of its constructor")
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +41,7 @@ class CallbackConfig(Config):
 
 
 class JsonLines(Callback):
-    """Writes metrics.jsonl, a line per update and evaluation, and intervals.jsonl. Every run has them."""
+    """Writes metrics.jsonl, one line per update and evaluation, and intervals.jsonl. Part of every run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -57,16 +57,16 @@ class JsonLines(Callback):
 
 
 class Callbacks(Callback):
-    """Passes each event on to `members` (name -> callback) in order, and attributes what one of them raises.
+    """Passes each event on to `members` (name -> callback) in order, and attributes their errors.
 
-    progress: Treadle's own, called last: what it raises is a bug, and ends the run.
+    progress: Treadle's own, called last: its errors are bugs, and end the run.
     """
 
     def __init__(self, members: Mapping[str, Callback], stop: StopRequest, progress: Callback | None = None) -> None:
         self._members, self.stop, self._progress = dict(members), stop, progress
 
     def around(self, run: RunStart, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Start the callbacks and do the work; returns its summary. Those that were started get `end` in any case."""
+        """Start the callbacks and do the work; return its summary. Started callbacks always get `end`."""
         started: dict[str, Callback] = {}
         summary: Mapping[str, Any] | None = None
         failure: BaseException | None = None
@@ -117,7 +117,7 @@ class Callbacks(Callback):
         self._notify("message", line)
 
     def _notify(self, event: str, *arguments: Any) -> None:
-        """Call each callback. Switch off one that fails and request a stop: state is whole only between updates."""
+        """Call each callback. Disable one that fails and request a stop, as state is consistent only between updates."""
         for name, callback in list(self._members.items()):
             error = _raised_by(getattr(callback, event), *map(_read_only, arguments))
             if isinstance(error, TreadleError):
@@ -130,7 +130,7 @@ class Callbacks(Callback):
 
 
 def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callback] = ()) -> dict[str, Callback]:
-    """Return name -> callback: those configured, then the user's `instances`. Raises ConfigError."""
+    """Return name -> callback: configured ones, then the user's `instances`. Raises ConfigError."""
     members: dict[str, Callback] = {}
     for config in configs:
         if config.name in members:
@@ -158,7 +158,7 @@ def load_callbacks(configs: Sequence[CallbackConfig], instances: Sequence[Callba
 
 
 def _check_methods(name: str, callback: Callback) -> None:
-    """Raise ConfigError for a callback that follows nothing, or whose methods cannot be called as they will be."""
+    """Raise ConfigError for a callback without event methods, or with methods that cannot be called as required."""
     own = [event for event in EVENTS if getattr(type(callback), event, None) is not getattr(Callback, event)]
     if not own:
         raise ConfigError(f"callbacks: {name!r} has none of the methods {', '.join(EVENTS)}; write one of them")
@@ -171,7 +171,7 @@ def _check_methods(name: str, callback: Callback) -> None:
 
 
 def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | None:
-    """Return what the callback raises, if anything: user code's exceptions are caught here, and only here."""
+    """Return the callback's error, if any: exceptions of user code are caught here, and only here."""
     try:
         method(*arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # attributed by the caller
@@ -180,7 +180,7 @@ def _raised_by(method: Callable[..., None], *arguments: Any) -> BaseException | 
 
 
 def _read_only(argument: Any) -> Any:
-    """Return a copy of what a callback might change."""
+    """Return a copy of anything that a callback might change."""
     match argument:
         case Mapping():
             return MappingProxyType(dict(argument))

@@ -1,6 +1,6 @@
-"""The curves of runs, as plain data: what `treadle plot` and the picture at the end of a training show.
+"""Curves of runs as plain data, for `treadle plot` and the picture at the end of a training.
 
-runs --group_runs--> groups that differ in the seed only --panels--> panels of curves --draw_runs--> PNG
+runs --group_runs--> groups that differ only in the seed --panels--> panels of curves --draw_runs--> PNG
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 9  # updates of the moving average
-ALL = "all"  # the label of a curve over all held-out tasks
-_SMOOTHED_FROM = 2 * WIDTH  # an average over nearly all there is would say nothing
-_MAX_KINDS = 7  # curves of success by a key of the tasks: as many colours as can be told apart, beside `all`
-_MAX_KEYS = 3  # in a label, unless more are needed to tell the groups apart
-_MAX_VALUE = 40  # characters of a value in a label
+ALL = "all"  # label of curves over all held-out tasks
+_SMOOTHED_FROM = 2 * WIDTH  # an average over nearly all values would be meaningless
+_MAX_KINDS = 7  # success curves by a key of the tasks: number of distinguishable colors, beside `all`
+_MAX_KEYS = 3  # per label, unless more are needed to distinguish the groups
+_MAX_VALUE = 40  # maximum characters of a value in a label
 _Points = Mapping[int, float]  # update -> value
 
 
@@ -47,15 +47,16 @@ class RunMetrics:
 
     @property
     def updates(self) -> int:
-        """The last update that is logged; 0 without any."""
+        """The last logged update; 0 without any."""
         return max((row["update"] for row in self.rows if row["kind"] == "update"), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RunGroup:
-    """Runs that differ in the seed only. settings: `training.packing=tree`, those that tell them from the other groups.
+    """Runs that differ only in the seed. settings: those that distinguish them from other groups,
+    `training.packing=tree`.
 
-    hidden: number of other settings that are not the same in all groups.
+    hidden: number of other settings that differ between groups.
     """
 
     settings: tuple[str, ...]
@@ -71,7 +72,7 @@ class RunGroup:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric of a group's runs at the updates where all of them have it, so that each mean is over all runs.
+    """A metric of a group's runs at the updates present in all of them, so that each mean is over all runs.
 
     group: its index. measured, values [runs, points]: as logged, and as drawn: moving averages in a long run.
     """
@@ -94,7 +95,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves that share a pair of axes. greedy: of greedy evaluations. is_share: values are between 0 and 1."""
+    """Curves that share a pair of axes. greedy: of greedy evaluations. is_share: whether values are between 0 and 1."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -103,13 +104,13 @@ class Panel:
 
 
 def smoothed(values: Sequence[float], width: int = WIDTH) -> list[float]:
-    """Return the centred moving average over `width` values; windows are shorter at the ends."""
+    """Return the centered moving average over `width` values; windows are shorter at the ends."""
     half = width // 2
     return [float(np.mean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
 
 
 def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
-    """Return the runs in groups that differ in the seed only, in the order of their first runs."""
+    """Group runs that differ only in the seed, in the order of their first runs."""
     groups = defaultdict[str, list[RunMetrics]](list)
     for run in runs:
         groups[repr({**run.settings, "seed": 0, "about": ""})].append(run)
@@ -118,10 +119,10 @@ def group_runs(runs: Iterable[RunMetrics]) -> list[RunGroup]:
 
 
 def panels(groups: Sequence[RunGroup]) -> list[Panel]:
-    """Return reward, held-out success and lengths over updates; those without a value in any group are left out.
+    """Return reward, held-out success and lengths over updates, without those missing in all groups.
 
-    Of one group, the panel of success also has a curve for each kind of tasks by `data.table_by`; of several, each kind
-    has a panel of its own, with a curve for each group.
+    For one group, the panel of success also has a curve per kind of tasks by `data.table_by`; for several, each kind
+    has a separate panel, with a curve per group.
     """
     kinds = _kinds(groups)
     by_kind = [_success(groups, [kind], kind) for kind in kinds] if len(groups) > 1 else []
@@ -137,7 +138,7 @@ def panels(groups: Sequence[RunGroup]) -> list[Panel]:
 
 
 def _told_apart(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], int]:
-    """Return the settings that tell each run from the others, and how many more differ between any of them."""
+    """Return the settings that distinguish each run from the others, and the number of further differing ones."""
     values = [{path: as_override(value) for path, value in run.items()} for run in runs]
     known = dict.fromkeys(path for run in runs for path in run)
     differing = (path for path in known if any(run.get(path) != runs[0].get(path) for run in runs))
@@ -157,7 +158,7 @@ def _told_apart(runs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]
 
 
 def _short(value: str) -> str:
-    """Return a long value without its middle: paths differ at their ends."""
+    """Shorten a long value in the middle, because paths differ at their ends."""
     return value if len(value) <= _MAX_VALUE else f"{value[:10]}...{value[13 - _MAX_VALUE :]}"
 
 
@@ -170,7 +171,7 @@ def _of_updates(groups: Sequence[RunGroup], metric: str) -> tuple[Curve, ...]:
 
 
 def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel:
-    """Return the panel of held-out success of these kinds of tasks. of: what follows in its title."""
+    """Return the panel of held-out success of these kinds of tasks. of: end of its title."""
 
     def curves(kinds: Sequence[str], greedy: bool) -> tuple[Curve, ...]:
         return _curves(
@@ -186,7 +187,7 @@ def _success(groups: Sequence[RunGroup], kinds: Sequence[str], of: str) -> Panel
 
 
 def _evaluated(run: RunMetrics, kind: str, greedy: bool) -> _Points:
-    """Return held-out success by update. greedy: of the evaluations at temperature 0 beside the sampled ones."""
+    """Return held-out success by update. greedy: use the evaluations at temperature 0 beside the sampled ones."""
     always_greedy = run.settings["evaluation.temperature"] == 0
     points = {}
     for row in run.rows:
@@ -203,7 +204,7 @@ def _by_kind(run: RunMetrics, row: Mapping[str, Any], column: str) -> dict[str, 
 
 
 def _kinds(groups: Sequence[RunGroup]) -> list[str]:
-    """Return the names of the kinds of held-out tasks in order; of many, those with the most tasks."""
+    """Return the names of the kinds of held-out tasks in order; the largest ones if there are many."""
     tasks = Counter[str]()
     for run in chain.from_iterable(group.runs for group in groups):
         for row in (row for row in run.rows if row["kind"] == "evaluation"):
@@ -226,17 +227,17 @@ def _curves(figures: Iterable[tuple[int, str, Sequence[_Points]]], smooth: bool 
 
 FORMATS = (".png", ".pdf", ".svg")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c5a2b", "#000000")
-"""Okabe and Ito's colours, which colour-blind readers tell apart (jfly.uni-koeln.de/color); brown for yellow."""
-_DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")  # for more curves than colours
+"""Okabe and Ito's colors, distinguishable to color-blind readers (jfly.uni-koeln.de/color); brown for yellow."""
+_DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")  # for more curves than colors
 _MARKERS = "osD^vP*X"
 _GREY = "#555555"
 
 
 def draw_runs(runs: Sequence[RunMetrics], path: Path) -> list[RunGroup]:
-    """Draw runs to a file, whose name ends in one of `FORMATS`; returns the groups they are in. Raises OSError."""
+    """Draw runs to a file with a suffix of `FORMATS`; return their groups. Raises OSError."""
     groups = group_runs(runs)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # such as those of Chinese
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # for example Chinese characters
         content = io.BytesIO()
         make_figure(groups, panels(groups)).savefig(content, format=path.suffix[1:], dpi=130)
     write_atomically(path, content.getvalue())
@@ -276,7 +277,7 @@ def _title(groups: Sequence[RunGroup]) -> str:
 
 
 def _draw_panel(axes: Axes, panel: Panel, one_group: bool) -> None:
-    """Draw a panel. one_group: whether colours stand for its curves instead of for groups; then it has a legend."""
+    """Draw a panel. one_group: whether colors stand for its curves instead of for groups; it then has a legend."""
     from matplotlib.ticker import MaxNLocator
 
     for index, curve in enumerate(panel.curves):
@@ -306,7 +307,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, style: dict[str, Any], has_markers: bool) -> None:
-    """Draw the mean of the runs, with their range behind it; of a single run that is smoothed, what was measured."""
+    """Draw the mean of the runs, with their range behind it; for a smoothed single run, the raw values."""
     if len(curve.values) > 1:
         band = curve.values.min(axis=0), curve.values.max(axis=0)
         axes.fill_between(curve.updates, *band, color=style["color"], alpha=0.18, linewidth=0)
@@ -317,7 +318,7 @@ def _draw_curve(axes: Axes, curve: Curve, style: dict[str, Any], has_markers: bo
 
 
 def _legend(groups: Sequence[RunGroup], shown: Sequence[Panel], width: int) -> list[tuple[str, Artist]]:
-    """Explain the groups, if there are several, and how they are drawn. width: of a line, in characters."""
+    """Describe the groups, if there are several, and their line styles. width: of a line, in characters."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -340,7 +341,7 @@ def _legend(groups: Sequence[RunGroup], shown: Sequence[Panel], width: int) -> l
 
 
 def _text(text: str, width: int) -> str:
-    """Return lines of `width`, three at most, in which `$` starts no formula and a `_` in front hides no label."""
+    """Return at most three lines of `width`, escaped so that `$` starts no formula and a leading `_` hides no label."""
     lines = textwrap.wrap(escape_line(text), width, max_lines=3, placeholder=" ...")
     shown = "\n".join(lines).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

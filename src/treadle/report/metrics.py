@@ -1,7 +1,7 @@
-"""Metrics of what was played, and of what was trained of it: over trajectories, tasks and tokens, never over rows.
+"""Metrics of played and of trained data: over trajectories, tasks and tokens, never over rows.
 
-Each declares its view (`core.metrics.View`). Metrics of what was played use `core.outcomes.as_played` and do not depend
-on what is dropped afterwards.
+Each declares its view (`core.metrics.View`). Metrics of played data use `core.outcomes.as_played` and do not depend on
+later drops.
 """
 
 from __future__ import annotations
@@ -100,24 +100,21 @@ ABANDONED_THREADS = Metric(
 )
 
 DECLARED: tuple[Metric, ...] = (*declared(globals()), *declared(vars(training_metrics)))
-"""Every metric of an update's row but the environment's."""
+"""All metrics of an update's row except the environment's."""
 
 
 def mean(values: Sequence[float]) -> Figure:
-    """Return the mean; None of no values, which is not 0."""
+    """Return the mean; None for no values, which is not 0."""
     return sum(values) / len(values) if values else None
 
 
 def shown(value: Figure, digits: int = 3) -> str:
-    """Return the value as text: `0.412`, or `-` where there is none."""
+    """Return the value as text: `0.412`, or `-` for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def shown_passes(passes: Mapping[str, Figure], tasks: int | None) -> list[str]:
-    """Return `pass@1 0.250`, `pass@2 0.500 of 12 tasks`; without the number where a row of an earlier version has none.
-
-    passes: k -> pass@k.
-    """
+    """Return `pass@1 0.250`, `pass@2 0.500 of 12 tasks`; without the number if a row of an earlier version lacks it."""
     figures = [f"pass@{k} {shown(value)}" for k, value in passes.items()]
     if figures and tasks is not None:
         figures[-1] += f" of {tasks} task{'' if tasks == 1 else 's'}"
@@ -126,13 +123,14 @@ def shown_passes(passes: Mapping[str, Figure], tasks: int | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Result of an evaluation: held-out tasks, played by one attempt each or several.
+    """Result of an evaluation: held-out tasks, played by one or several attempts each.
 
-    attempts: at each task; failed: those that are left without a reward, however often they were retried. success:
-    share of graded attempts, None without any; by, by_tasks: the same, and the number of tasks with any, per value of
-    `table_by`. metrics: the environment's, `env/<name>` -> value, over all attempts, and those of copies,
-    `role/<role>/<name>`. pass_at: with several attempts, k -> share of tasks of which one of k attempts succeeds,
-    estimated over the `pass_tasks` tasks of which every attempt is graded.
+    attempts: number per task; failed: number left without a reward after all retries. success: share of graded
+    attempts, None without any; by, by_tasks: the same, and the number of tasks with any, per value of `table_by`.
+    metrics: the environment's, `env/<name>` -> value, over all attempts, and those of copies, `role/<role>/<name>`.
+    pass_at: with several attempts, k -> estimated share of tasks with a success among k attempts, over the `pass_tasks`
+    tasks with every attempt graded.
+
     """
 
     update: int
@@ -155,7 +153,7 @@ def trajectory_metrics(
 ) -> Measures:
     """Return the metrics of one update's groups.
 
-    attempts: of a group, without those that were retried. version: of the policy before the update.
+    attempts: number per group, without retried ones. version: policy version before the update.
     """
     everyone = [t for group in groups for t in group.trajectories]
     graded = [t for t in everyone if t.reward is not None]
@@ -176,12 +174,12 @@ def trajectory_metrics(
 
 
 def environment_metrics(trajectories: Iterable[Trajectory]) -> Measures:
-    """Return the metrics that the trajectories' environments declare, as `env/<name>`."""
+    """Return the metrics declared by the trajectories' environments, as `env/<name>`."""
     return sum((t.metrics for t in trajectories), Measures()).under("env/")
 
 
 def _role_metrics(trajectories: Iterable[Trajectory]) -> Measures:
-    """Return metrics of the copies that have a reward, by role."""
+    """Return metrics of the copies with a reward, by role."""
     roles: dict[str, list[TrajectoryView]] = {}
     for copy in (copy for t in trajectories for copy in t.copies if copy.reward is not None):
         roles.setdefault(copy.role, []).append(as_played(copy))
@@ -238,7 +236,7 @@ def _graded_metrics(graded: Sequence[Trajectory], success_at: float, success_of:
 
 
 def _repeats(ids: Ids) -> bool:
-    """Whether a completion int32[C] is hardly more than one token, over and over."""
+    """Return whether a completion int32[C] is mostly one repeated token."""
     return len(ids) >= 8 and 4 * int(np.unique(ids, return_counts=True)[1].max()) >= 3 * len(ids)
 
 
@@ -278,9 +276,9 @@ def _task_metrics(groups: Sequence[Group], attempts: int, success_at: float, suc
 
 
 def _passes(successes: Sequence[Sequence[float]], attempts: int) -> dict[int, list[float]]:
-    """Return k -> pass@k of each task of which every attempt is graded, for k = 1, 2, 4, ... and `attempts`.
+    """Return k -> pass@k of each task with every attempt graded, for k = 1, 2, 4, ... and `attempts`.
 
-    With tasks of which k attempts are graded, each k would be of other tasks, and pass@k could fall as k grows.
+    Including tasks with only k graded attempts would mix different tasks per k, and pass@k could fall as k grows.
     """
     whole = [int(sum(won)) for won in successes if len(won) == attempts]
     shown_for = sorted({*(2**n for n in range(attempts.bit_length())), attempts})
@@ -300,12 +298,12 @@ def _reward_metrics(graded: Sequence[Trajectory]) -> Measures:
 
 
 def _counts(family: Metric, keys: Iterable[object]) -> dict[Metric, list[int]]:
-    """Return how often each key occurs; one that does not occur has no entry, which counts as 0."""
+    """Return the number of occurrences of each key; absent keys have no entry, which counts as 0."""
     return {family.of(key): [1] * count for key, count in sorted(Counter(map(str, keys)).items())}
 
 
 def kind_of(task: Task, table_by: str | None) -> str | None:
-    """Return the value of the task's extra by which tables are split; None if it has none, as tasks of others may."""
+    """Return the value of the task's extra by which tables are split; None if it has none."""
     value = None if table_by is None else task.extras.get(table_by)
     return None if value is None else str(value)
 
@@ -321,8 +319,8 @@ def evaluation_result(
 ) -> EvaluationResult:
     """Return the result of an evaluation.
 
-    attempts: at each task, without those that were retried. update: the last one before it. table_by: key of a task's
-    extras.
+    attempts: number per task, without retried ones. update: the last one before it. table_by: key of a task's extras.
+
     """
     graded = [[t for t in group.trajectories if t.reward is not None] for group in groups]
     everyone = [t for own in graded for t in own]

@@ -1,4 +1,4 @@
-"""`Progress`: a run as a person follows it, in plain lines or in a notebook."""
+"""`Progress`: display of a run, in plain lines or in a notebook."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from treadle.report.callback import Callback
 from treadle.report.metrics import EvaluationResult, shown, shown_passes
 from treadle.rollout.isolation.event_loop import handled
 
-EVERY = 10  # updates between lines that stay, where a bar shows each
+EVERY = 10  # updates between permanent lines if a bar shows each
 _REFRESH = 0.25  # seconds
 
 
 class Progress(Callback):
-    """Shows a run, or the work of another command, to a person; its methods must return at once."""
+    """Displays a run, or the work of another command; its methods must return immediately."""
 
     def log(self, line: str) -> None:
-        """Show a line that is worth keeping."""
+        """Show a permanent line."""
 
     def message(self, line: str) -> None:
         self.log(line)
@@ -32,13 +32,13 @@ class Progress(Callback):
         """Show the progress of a phase. note: a few words beside it."""
 
     def loading(self) -> None:
-        """Show that PyTorch is loaded next, which takes seconds without another event."""
+        """Announce the import of PyTorch, which takes seconds without another event."""
 
 
 @contextmanager
 def loading(progress: Progress) -> Iterator[None]:
-    """Import PyTorch within this context: it takes seconds. Libraries may swallow a Ctrl-C while they are imported, or
-    replace it by an error of their own: here it is raised in any case.
+    """Import PyTorch inside this context: it takes seconds. Libraries may swallow a Ctrl-C during import, or replace it by
+    their own error: here it is always raised.
     """
     progress.loading()
     with handled(_interrupt, signal.SIGINT) as interrupted:
@@ -56,8 +56,8 @@ def _interrupt() -> None:
 
 
 def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:
-    """Return `update 37/200  reward 0.61 ...`, most important first, without what exceeds `width`; failures always."""
-    gap = row.get("logprob_gap_max")  # not of every update
+    """Return `update 37/200  reward 0.61 ...`, most important first, limited to `width` except for failures."""
+    gap = row.get("logprob_gap_max")  # missing for some updates
     figures = [
         f"update {row['update']:>{len(str(updates))}}/{updates}",
         f"reward {shown(row['reward_mean'])}",
@@ -78,7 +78,7 @@ def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -
 def evaluation_lines(result: EvaluationResult, table_by: str | None = None, width: float = math.inf) -> list[str]:
     """Return `held-out success 0.412 (512 tasks, temperature 1, after 50 updates)  hops 1: 0.903  2: 0.251`.
 
-    table_by: what the result's parts are by. width: in columns; what does not fit goes into further lines, whole.
+    table_by: key of the result's parts. width: in columns; whole parts that do not fit go into further lines.
     """
     how = "greedy" if result.temperature == 0 else f"temperature {result.temperature:g}"
     failed = f", {result.failed} failed" if result.failed else ""
@@ -97,14 +97,14 @@ def evaluation_lines(result: EvaluationResult, table_by: str | None = None, widt
 
 
 class PlainProgress(Progress):
-    """Prints plain lines, for logs and scripts: the updates, and a phase's progress after a while without a line.
+    """Prints plain lines, for logs and scripts: updates, and a phase's progress after a while without a line.
 
-    updates: of the whole run. table_by: what evaluations are split by. interval: seconds without a line.
+    updates: number in the whole run. table_by: key that evaluations are split by. interval: seconds without a line.
     """
 
     def __init__(self, updates: int = 0, table_by: str | None = None, interval: float = 30.0) -> None:
         self._updates, self._table_by, self._interval = updates, table_by, interval
-        self._last = -math.inf  # when something was printed
+        self._last = -math.inf  # time of the last line
 
     def log(self, line: str) -> None:
         self._last = time.monotonic()
@@ -113,7 +113,7 @@ class PlainProgress(Progress):
     def loading(self) -> None:
         if "torch" not in sys.modules:
             self.log("loading PyTorch and transformers")
-            self._last = -math.inf  # the first phase is shown at once
+            self._last = -math.inf  # the first phase is shown immediately
 
     def phase(self, name: str, done: int, total: int, note: str = "") -> None:
         if done and time.monotonic() - self._last >= self._interval:
@@ -127,7 +127,7 @@ class PlainProgress(Progress):
 
 
 class NotebookProgress(PlainProgress):
-    """Prints as `PlainProgress`, every tenth update, and below it a line for the phase in progress, written over."""
+    """Prints like `PlainProgress`, every tenth update, and below it an updating line for the current phase."""
 
     def __init__(self, updates: int = 0, table_by: str | None = None) -> None:
         super().__init__(updates, table_by)
@@ -150,7 +150,7 @@ class NotebookProgress(PlainProgress):
             super().update(row)
 
     def _show(self, text: str) -> None:
-        """Write over what was shown last, whatever the front end makes of escape sequences."""
+        """Overwrite the previous text, independent of the front end's handling of escape sequences."""
         if text or self._length:
             print(f"\r{text:<{self._length}}", end="" if text else "\r", flush=True)  # noqa: T201
         self._shown, self._length = time.monotonic(), len(text)

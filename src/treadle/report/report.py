@@ -1,4 +1,4 @@
-"""What `treadle report` shows, as plain data: counted in the ledger, and token by token in the rollout shards."""
+"""The data of `treadle report`: counted in the ledger, and token by token in the rollout shards."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from treadle.record.run_directory import RunDirectory
 from treadle.report.stalls import stalls
 
 _ROWS = 512  # steps read at a time
-_EXAMPLES = 3  # of the breaks of each cause
+_EXAMPLES = 3  # per cause of breaks
 Track = Callable[[list[dict[str, Any]]], Iterable[dict[str, Any]]]
 
 
 def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
-    """Return everything the report shows. track: shows the progress of reading. Raises TreadleError."""
+    """Return all data of the report. track: shows the progress of reading. Raises TreadleError."""
     ledger = run.ledger()
     ledger.prove()
     config, log, latest = run.config_data(), run.metrics_log(), ledger.latest_checkpoint()
@@ -83,7 +83,7 @@ def _by_cause(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class PackingCount:
-    """Tokens that a forward pass computes for the same training steps, by what it shares."""
+    """Tokens that a forward pass computes for the same training steps, by scope of sharing."""
 
     groups: int = 0
     trajectories: int = 0
@@ -93,7 +93,7 @@ class PackingCount:
     group_tree: int = 0
 
     def add_trajectory(self, calls: Sequence[PackedCall]) -> list[PackedCall]:
-        """Count a trajectory's calls; returns those that are no prefix of another one, which hold all of its tree."""
+        """Count a trajectory's calls; return those that are no prefix of another one, which contain its whole tree."""
         tree = arrange(calls, Packing.TREE, Sharing.TRAJECTORY)
         self.trajectories += 1
         self.step += int(tree.lengths.sum())
@@ -107,17 +107,17 @@ class PackingCount:
         self.group_tree += arrange(ends, Packing.TREE, Sharing.GROUP).nodes
 
     def facts(self) -> dict[str, Any]:
-        """Return the counts, and by which factor each packing is below `step`."""
+        """Return the counts, and each packing's saving factor over `step`."""
         ways = ("chain", "tree", "group_tree")
         return {**asdict(self), "ratios": {way: self.step / getattr(self, way) if self.step else None for way in ways}}
 
 
 @dataclass(slots=True)
 class RelationCount:
-    """How steps relate to the earlier ones of their trajectories, in each split; breaks by cause."""
+    """Relations of steps to the earlier ones of their trajectories, by split; breaks by cause."""
 
     kinds: dict[str, Counter[str]] = field(default_factory=dict)  # split -> kind -> steps
-    extra_tokens: Counter[str] = field(default_factory=Counter)  # of each split
+    extra_tokens: Counter[str] = field(default_factory=Counter)  # per split
     breaks: dict[str, dict[str, Any]] = field(default_factory=dict)  # by cause
 
     def add(self, split: str, trajectory: str, steps: Mapping[int, Relation]) -> None:
@@ -147,11 +147,11 @@ class RelationCount:
 def count_tokens(
     rollouts: Path, ledger: LedgerReader, decode: Decode | None, no_tokenizer: str | None, track: Track = iter
 ) -> dict[str, Any]:
-    """Return the facts that need every token, read group by group.
+    """Return the facts that require reading every token, group by group.
 
-    Packing counts the training steps that were trained or still will be, relations and compactions all that is
-    recorded; `by_version` has the first two for the groups that each policy version was trained on. decode: None if
-    there is no tokenizer, for the reason `no_tokenizer`.
+    Packing counts the training steps that were or will be trained, relations and compactions everything recorded;
+    `by_version` has the first two for the groups trained by each policy version. decode: None if there is no tokenizer,
+    for the reason `no_tokenizer`.
     """
     rows = ledger.trained_steps()
     packing, related = defaultdict[int | None, PackingCount](PackingCount), RelationCount()
@@ -189,8 +189,8 @@ def count_tokens(
 class _Shards:
     """Calls of trajectories; `take` must be called in the order of `rows`.
 
-    A shard holds attempts that finished together, and a group may lie in several: each is read once, and freed when all
-    of it was taken. missing, damaged: shards that are missing, or not as they were written.
+    A shard contains attempts that finished together, and a group may span several: each is read once, and freed after
+    its last use. missing, damaged: names of missing and damaged shards.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, WrittenFile], rows: Sequence[dict[str, Any]]) -> None:
@@ -201,7 +201,7 @@ class _Shards:
         self.damaged: list[str] = []
 
     def take(self, shard: str, trajectory: str) -> list[RecordedCall]:
-        """Return a trajectory's calls in order; none of a shard that cannot be read."""
+        """Return a trajectory's calls in order; empty if its shard is unreadable."""
         if shard not in self._read:
             try:
                 self._read[shard] = _calls(open_shard(self._folder, self._files[shard]))
@@ -224,7 +224,7 @@ def _calls(shard: pa.BufferReader) -> dict[str, list[RecordedCall]]:
             tokens = zip(*(token_arrays(batch.column(name)) for name in ("prompt_ids", "completion_ids")), strict=True)
             for (trajectory, number, cause, summary, dropped), (prompt, completion) in zip(rows, tokens, strict=True):
                 if not len(prompt):
-                    continue  # a call as text
+                    continue  # a text-only call
                 call = PackedCall(np.concatenate([prompt, completion]), len(prompt), first=0)
                 known, played = BreakCause(cause) if cause else None, dropped not in NOT_PLAYED
                 trajectories[trajectory].append(RecordedCall(number, call, known, summary, played))

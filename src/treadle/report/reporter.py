@@ -1,4 +1,4 @@
-"""What a loop reports: rows of metrics, the progress of phases, each problem once; and the run's summary.json."""
+"""Reports of a loop: rows of metrics, progress of phases, each problem once; and the run's summary.json."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from treadle.report.metrics import run_metrics, trajectory_metrics
 from treadle.report.rewards import Grading, lone_attempts, unknown_components
 from treadle.rollout.isolation.user_code import abandoned_threads
 
-_MOST_COMPLAINTS = 20  # of a run
+_MOST_COMPLAINTS = 20  # per run
 _OF_BATCH = ("rollout", "update", "publish")
 
 
 class Reporter:
-    """Turns what happens in the loop into events of `callbacks`. seconds: of the current batch's phases, by name."""
+    """Turns events of the loop into events of `callbacks`. seconds: durations of the current batch's phases, by name."""
 
     def __init__(self, grading: Grading, callbacks: Callback, clock: Clock) -> None:
         self.callbacks, self.clock = callbacks, clock
@@ -41,16 +41,16 @@ class Reporter:
         self.callbacks.phase(phase, 0, total)
 
     def advance(self, phase: str) -> None:
-        """Report that another piece of a phase is done, if that is the current one: rollouts may end during updates."""
+        """Report that another piece of a phase is done, if it is the current one: rollouts may end during updates."""
         if phase == self._phase:
             self._done = min(self._done + 1, self._total)
             self.callbacks.phase(phase, self._done, self._total)
 
     @contextmanager
     def timed(self, phase: str, update: int) -> Iterator[None]:
-        """Report the interval inside; if the phase is one of a batch, its seconds are in the rows of the next updates.
+        """Report the interval inside; for a phase of a batch, its seconds are included in the rows of the next updates.
 
-        update: the number of the batch's first one, or of the last that was made.
+        update: number of the batch's first one, or of the last one made.
         """
         with interval(self.callbacks, phase, update) as row:
             yield
@@ -58,7 +58,7 @@ class Reporter:
             self.seconds[phase] = row["seconds"]
 
     def batch(self, groups: Sequence[Group], first: bool) -> None:
-        """Report what is wrong with the attempts and rewards of a batch. first: it is the run's first."""
+        """Report problems of a batch's attempts and rewards. first: whether it is the run's first batch."""
         self.failures(groups)
         for text in reward_notes(groups, self._grading, estimators.by_name(self._grading.advantage), first):
             self._once(text, text)
@@ -78,7 +78,7 @@ class Reporter:
             self.callbacks.message(line)
 
     def updates(self, groups: Sequence[Group], results: Sequence[UpdateResult], state: LoopState) -> None:
-        """Report a row of metrics for each update of a batch, about its own groups. state: before the batch."""
+        """Report a row of metrics for each update of a batch, over its own groups. state: before the batch."""
         grading = self._grading
         phases = {phase: seconds / len(results) for phase, seconds in self.seconds.items()}
         self.seconds = {}
@@ -93,7 +93,7 @@ class Reporter:
 
 @contextmanager
 def interval(callbacks: Callback, phase: str, update: int) -> Iterator[dict[str, Any]]:
-    """Report when the phase inside began and how long it took: the yielded row, complete at the end."""
+    """Report start and duration of the phase inside: the yielded row, complete at the end."""
     row = {"kind": "interval", "update": update, "phase": phase, "started": time.time()}
     clock = time.perf_counter()
     yield row
@@ -103,7 +103,7 @@ def interval(callbacks: Callback, phase: str, update: int) -> Iterator[dict[str,
 
 @dataclass(slots=True)
 class Clock:
-    """Measures wall and CPU seconds of a run. wall_before, cpu_before: those of the run's earlier processes."""
+    """Measures wall-clock and CPU seconds of a run. wall_before, cpu_before: seconds of its earlier processes."""
 
     wall_before: float = 0.0
     cpu_before: float = 0.0
@@ -118,20 +118,20 @@ class Clock:
 
 
 def reward_notes(groups: Sequence[Group], grading: Grading, advantage: Advantage, first: bool) -> Iterator[str]:
-    """Yield a line for rewards whose detail the advantage ignores; in the run's first batch, for unknown components."""
+    """Yield a line for reward details ignored by the advantage; in the run's first batch, for unknown components."""
     trajectories = [t for group in groups for t in group.everyone]
     name = grading.advantage
     early = any(step.reward or step.shaping for t in trajectories for step in as_played(t).steps[:-1])
     if early and not advantage.by_step:
         yield (
-            f"the environment rewards single steps, of which algorithm.advantage {name} "
-            "uses the sum alone; step_return, gigpo and reinforce++ use when each reward came"
+            f"the environment rewards single steps, but algorithm.advantage {name} "
+            "only uses their sum; step_return, gigpo and reinforce++ use the time of each reward"
         )
     by_token = any(step.given.tokens is not None for t in trajectories for step in as_played(t).steps)
     if by_token and not advantage.by_token:
         yield (
-            f"there are rewards of single tokens, of which algorithm.advantage {name} "
-            f"uses the sum over a {'step' if advantage.by_step else 'trajectory'} alone; reinforce++ and gae use each"
+            f"there are rewards of single tokens, but algorithm.advantage {name} "
+            f"only uses the sum over a {'step' if advantage.by_step else 'trajectory'}; reinforce++ and gae use each"
         )
     if first:
         yield from unknown_components(trajectories, grading, "the first batch")
@@ -150,7 +150,7 @@ def run_summary(
     stopped_early: bool,
     warm_start: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what summary.json holds; held-out figures are at `temperature`, the greedy ones beside them."""
+    """Return the content of summary.json; held-out figures are at `temperature`, with greedy ones beside them."""
     sampled = [e for e in state.evaluations if e["temperature"] == temperature]
     greedy = [e for e in state.evaluations if e["temperature"] == 0]
 
@@ -159,7 +159,7 @@ def run_summary(
     def before(results: list[dict[str, Any]]) -> float | None:
         return results[0]["success"] if results and results[0]["update"] == 0 else None
 
-    def after(results: list[dict[str, Any]]) -> float | None:  # none if it was switched off, or changed, on a resume
+    def after(results: list[dict[str, Any]]) -> float | None:  # missing if it was switched off, or changed, on a resume
         return results[-1]["success"] if results and 0 < results[-1]["update"] == last else None
 
     return {

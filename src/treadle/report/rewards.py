@@ -1,4 +1,4 @@
-"""Lines about settings of rewards that have no effect."""
+"""Warnings about reward settings without effect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from treadle.core.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """Settings that say what rewards and attempts mean.
+    """Settings for the interpretation of rewards and attempts.
 
     advantage: name of the estimator. weights: names of the reward components with a weight. compares: whether a group
-    reward compares attempts. group_size: attempts at each training task, of which an update takes `tasks_per_update`.
-    attempts: at each held-out task. success_at, success_of: reward from which an attempt succeeds, and the component
-    it is of (None: the whole reward). held_out: whether there are held-out tasks.
+    reward compares attempts. group_size: attempts per training task; an update takes `tasks_per_update` tasks.
+    attempts: number per held-out task. success_at, success_of: minimum reward of a success, and its component (None:
+    the whole reward). held_out: whether there are held-out tasks.
     """
 
     advantage: str
@@ -31,16 +31,16 @@ class Grading:
 
 
 def lone_attempts(grading: Grading) -> Iterator[str]:
-    """Yield a line if evaluations give a group reward nothing to compare."""
+    """Yield a line if evaluations leave a group reward nothing to compare."""
     if grading.compares and grading.attempts == 1:
         yield (
-            "rewards.group is given one attempt at each held-out task, as evaluation.attempts is 1: a reward that "
-            f"compares attempts says nothing there; set evaluation.attempts={grading.group_size}"
+            "rewards.group gets one attempt per held-out task, as evaluation.attempts is 1: a reward that "
+            f"compares attempts is meaningless there; set evaluation.attempts={grading.group_size}"
         )
 
 
 def unknown_components(trajectories: Sequence[Trajectory], grading: Grading, where: str) -> Iterator[str]:
-    """Yield a line for each setting that names components of rewards which no trajectory was given."""
+    """Yield a line for each setting that names a reward component missing in all trajectories."""
     names = {component for t in trajectories for component in as_played(t).components}
     judged = grading.success_of
     named = {"rewards.weights": [*grading.weights], "evaluation.success_of": [judged] if judged else []}

@@ -1,4 +1,4 @@
-"""Attempts of training as text, for trackers: a few of those of which traces/ keeps the learner's values."""
+"""Training attempts as text, for trackers: a few of those with learner's values in traces/."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from treadle.core.outcomes import rejection
 from treadle.core.text import escape_text, redacted
 from treadle.core.types import Group, Ids, Step, Trajectory, common_prefix
 
-MOST = 4  # attempts of a batch
-LONGEST = 4000  # characters of a prompt, and of what follows it
+MOST = 4  # maximum attempts per batch
+LONGEST = 4000  # maximum characters of a prompt, and of its continuation
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An attempt as the model read and wrote it, with escapes and without keys; long texts lack their middle.
+    """An attempt as read and written by the model, escaped and without keys; long texts are cut in the middle.
 
-    reward: None if the attempt failed. prompt: of its first call. completion: all that follows.
+    reward: None if the attempt failed. prompt: of its first call. completion: everything after it.
     """
 
     trajectory: str
@@ -31,7 +31,7 @@ class Sample:
 def sample_attempts(groups: Sequence[Group], seed: int, share: float, decode: Callable[[Ids], str]) -> list[Sample]:
     """Return the first attempts of a batch's first traced group; none without one.
 
-    seed: of the run. share: of the groups that are traced (`orchestration.traced_groups`).
+    seed: the run's seed. share: share of traced groups (`orchestration.traced_groups`).
     """
     epochs, positions = [group.epoch for group in groups], [group.position for group in groups]
     draws = task_uniforms(seed, Stream.TRACE, epochs, positions)
@@ -55,7 +55,7 @@ def _sample(trajectory: Trajectory, decode: Callable[[Ids], str]) -> Sample:
 
 
 def _note(step: Step) -> str:
-    """Return what a reader of a step's text must know, as `treadle show` says it."""
+    """Return remarks that a reader of a step's text needs, as in `treadle show`."""
     notes = [f"not handed out: {step.withheld} tool calls"] if step.withheld else []
     notes += [f"rejected: {why}"] if (why := rejection(step)) else []
     return "".join(f"\n[{note}]\n" for note in notes)

@@ -1,4 +1,4 @@
-"""What in the metrics of its updates says that a run learns nothing, and what to try first.
+"""Detects from metrics of updates that a run learns nothing, and suggests what to try first.
 
 rows of metrics.jsonl -stalls-> {"cut": "98% of the attempts of the last 8 updates end with a reply ..."}
 """
@@ -14,24 +14,24 @@ from treadle.report.callback import Callback, RunStart
 from treadle.report.metrics import EvaluationResult
 
 UPDATES = 8
-"""The last updates that are looked at; a run of fewer has no stall but failing tools, repeated replies, and no success
-before training."""
+"""Number of last updates to examine; a shorter run only reports failing tools, repeated replies, and no success before
+training."""
 SHARE = 0.9
-"""Share of groups without an advantage, of last replies that are cut, or of failing tool calls: nothing is learned."""
+"""Share of groups without an advantage, of truncated last replies, or of failing tool calls that means no learning."""
 SOLVED = 0.9
-"""Mean success from which equal rewards and low entropy are what was wanted, unless the tasks began like this."""
+"""Mean success above which equal rewards and low entropy are intended, unless the tasks began like this."""
 RARE = 0.03
-"""Success from which a policy learns: below it, too few groups have an attempt to learn from."""
+"""Minimum success to learn from: below it, too few groups have a successful attempt."""
 FLAT, ROSE = 0.02, 0.05
-"""Success that changed by less than the first is flat; rewards that rose by the second were learned."""
+"""Success is flat if it changed by less than the first; rewards were learned if they rose by the second."""
 ENTROPY, ENTROPY_LEFT = 0.02, 0.1
-"""Mean entropy (nats) below which it has collapsed, if it is also below this share of that of the first updates."""
+"""Mean entropy (nats) below which it has collapsed, if also below this share of the first updates' entropy."""
 
 
 def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return kind -> line, with the number and the first thing to try, of what the last updates say.
+    """Return kind -> line, with the number and the first remedy to try, for the last updates.
 
-    rows: of metrics.jsonl, in order. Those between the first and the last `UPDATES` updates have no effect.
+    rows: rows of metrics.jsonl, in order. Rows between the first and the last `UPDATES` updates have no effect.
     """
     updates = [row for row in rows if row["kind"] == "update"]
     found = _unsolved(rows, updates) | (_failing_tools(updates[-1]) | _repeated(updates[-1]) if updates else {})
@@ -63,7 +63,7 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         found |= _flat(updates)
     if cut >= SHARE:
         found["cut"] = (
-            f"{cut:.0%} of the attempts {of_them} end with a reply that was cut off at its limit of tokens; raise "
+            f"{cut:.0%} of the attempts {of_them} end with a reply cut off at the token limit; raise "
             "rollout.max_completion_tokens"
         )
     before, now = _mean("entropy", first), _mean("entropy", last)
@@ -76,7 +76,7 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _unsolved(rows: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the line on a run whose policy solved no held-out task before training, and none to speak of since."""
+    """Return the line for a run that solved no held-out task before training, and hardly any since."""
     before = [row for row in rows if row["kind"] == "evaluation" and row["update"] == 0 and row["temperature"] > 0]
     if not before or before[0]["success"] != 0 or any((row.get("success") or 0) >= RARE for row in updates[-UPDATES:]):
         return {}
@@ -93,7 +93,7 @@ _HOW_TO_BEGIN = (
 
 
 def _flat(updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the line on rewards that differ, or rise, without success."""
+    """Return the line for rewards that differ, or rise, without success."""
     half = UPDATES // 2
     first, last = updates[:half], updates[-half:]
     success, reward = (tuple(_mean(name, part) for part in (first, last)) for name in ("success", "reward_mean"))
@@ -102,7 +102,7 @@ def _flat(updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     what = f"success stays at {success[1]:.3f} ({success[0]:.3f} in the first {half} updates)"
     if reward[1] - reward[0] >= ROSE:
         rose = f"rewards rose from {reward[0]:.2f} to {reward[1]:.2f}, and {what}"
-        return {"flat": f"{rose}: what is paid for is not what counts (docs/environments.md, 'Shaping')"}
+        return {"flat": f"{rose}: the rewarded behavior is not the goal (docs/environments.md, 'Shaping')"}
     if success[1] < RARE:
         return {"flat": f"{what}, too rarely to learn from: {_HOW_TO_BEGIN}"}
     if updates[-1]["update"] - updates[0]["update"] >= 3 * UPDATES:
@@ -111,7 +111,7 @@ def _flat(updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _repeated(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the line on an update half of whose replies are one token over and over."""
+    """Return the line for an update with half of its replies repeating one token."""
     if (share := row.get("repeated_replies") or 0.0) < 0.5:
         return {}
     return {
@@ -122,7 +122,7 @@ def _repeated(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _failing_tools(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the line on an update whose tool calls nearly all fail: what a bug in a tool looks like."""
+    """Return the line for an update with nearly all tool calls failing, which suggests a bug in a tool."""
     calls, errors = (row.get(f"env/tool_{what}") or 0.0 for what in ("calls", "errors"))
     if not calls or errors < SHARE * calls:
         return {}
@@ -131,13 +131,13 @@ def _failing_tools(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean of a metric over the rows that have it; -1 if none has."""
+    """Return the mean of a metric over the rows with it; -1 if there are none."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return sum(values) / len(values) if values else -1.0
 
 
 class StallWarnings(Callback):
-    """Logs each kind of stall once, when it is first seen."""
+    """Logs each kind of stall once, when it is first detected."""
 
     def start(self, run: RunStart) -> None:
         self._log, self._logged = run.log, set[str]()

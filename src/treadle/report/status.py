@@ -1,4 +1,4 @@
-"""`LiveStatus`: what a run does at the moment, in a file of its directory; `RunStatus` is read from there."""
+"""`LiveStatus`: a run's current activity, in a file of its directory, to be read as `RunStatus`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from treadle.record.run_directory import RunDirectory
 from treadle.report.callback import Callback, RunStart
 
 _PERIOD = 1.0  # seconds
-_STALE = 10.0  # seconds without a status after which `doing` says so
+_STALE = 10.0  # seconds without a status before `doing` reports it
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """What a run does at one moment.
+    """A run's activity at one moment.
 
-    written: that moment, in seconds since 1970. update: the last one made, of `updates`. phase: in progress since
-    `since`, `done` of `total` pieces of it. trained, published: policy versions of the learner and the engines; None
-    before the first publication. message: the last line of the run's output, and when. error: what ended the run.
+    written: that moment, in seconds since 1970. update: the last one made, of `updates`. phase: current phase since
+    `since`, with `done` of `total` pieces. trained, published: policy versions of the learner and the engines; None
+    before the first publication. message: the last line of the run's output, and its time. error: error that ended the
+    run.
     interrupted: whether it was asked to stop (Ctrl-C, SIGTERM), and saved a checkpoint.
     """
 
@@ -50,7 +51,7 @@ class RunStatus:
 
     @classmethod
     def read(cls, path: Path) -> RunStatus | None:
-        """Return what a run wrote last; None if there is nothing that can be read."""
+        """Return the latest status of a run; None if there is no readable one."""
         try:
             return TypeAdapter(cls).validate_json(path.read_bytes())
         except (OSError, ValueError):
@@ -58,11 +59,11 @@ class RunStatus:
 
     @property
     def failure(self) -> str:
-        """The error that ended the run; "" if none did, or a person."""
+        """The error that ended the run; "" if none or an interrupt did."""
         return "" if self.error == KeyboardInterrupt.__name__ else self.error
 
     def doing(self, run: RunDirectory) -> str:
-        """Return in words what the run does, or how it ended and is resumed: `rollout 12/64 for 8 s`."""
+        """Return in words the run's activity, or how it ended and is resumed: `rollout 12/64 for 8 s`."""
         when, state = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.written)), run.state()
         if state == "finished" or self.failure:
             return f"ended {when}: {self.failure}".removesuffix(": ")
@@ -86,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 class LiveStatus(Callback):
-    """Writes what the run does each second, on a thread: also while the event loop computes.
+    """Writes the run's activity each second, on a thread, so that it works while the event loop computes.
 
     sources: called for the status of the run's components.
     """
@@ -98,7 +99,7 @@ class LiveStatus(Callback):
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Write the file each second within the context, and once more on leaving, with what was raised."""
+        """Write the file each second inside the context, and once more on leaving, with any error."""
         ended = threading.Event()
 
         def work() -> None:
@@ -135,7 +136,7 @@ class LiveStatus(Callback):
         self._change(phase=name, done=done, total=total, since=time.time() if done == 0 else self._status.since)
 
     def interval(self, row: Mapping[str, Any]) -> None:
-        """End of a phase: the learner is a version ahead of the engines until its weights are published."""
+        """End of a phase: the learner is one version ahead of the engines until its weights are published."""
         if row["phase"] == "update" and self._status.published is not None:
             self._change(trained=self._status.published + 1)
             self.phase("publish", 0, 0)
@@ -154,4 +155,4 @@ class LiveStatus(Callback):
         temporary = path.with_name(f".{path.name}.new")
         with suppress(OSError):  # a full disk ends the run elsewhere; the next write may succeed
             temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
-            os.replace(temporary, path)  # not durable, and need not be
+            os.replace(temporary, path)  # need not be durable

@@ -1,7 +1,7 @@
-"""Trackers: callbacks that hand a run's figures to a tracking library, under the names of metrics.jsonl, and samples.
+"""Trackers: callbacks that send figures to a tracking library, under the names of metrics.jsonl, and samples.
 
-An update's figures have its number as their step; those of an evaluation are `evaluation/...`, or
-`evaluation/greedy/...` at temperature 0 where that is not `evaluation.temperature`.
+An update's figures have its number as their step; an evaluation's are named `evaluation/...`, or
+`evaluation/greedy/...` at temperature 0 if that is not `evaluation.temperature`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 
 class Tracker(Callback):
-    """Hands a run's figures to a tracking library: names them, stores the library's id of the run, handles its errors.
+    """Sends a run's figures to a tracking library: names them, stores the library's id of the run, handles its errors.
 
     An exception of the library at the start ends the run before it begins. Later the first one becomes a line of output
-    and the run goes on: metrics.jsonl has everything.
+    and the run continues: metrics.jsonl has everything.
     """
 
     package: ClassVar[str]
@@ -47,25 +47,25 @@ class Tracker(Callback):
 
     @abstractmethod
     def open(self, run: RunStart, run_id: str | None) -> str:
-        """Begin a run of the tracker, or continue the one with this id; returns the id."""
+        """Begin a run of the tracker, or continue the one with this id; return the id."""
 
     @abstractmethod
     def log(self, figures: Mapping[str, float], update: int) -> None:
         """Log figures, name -> value, at the step of this update; must return soon."""
 
     def log_samples(self, samples: Sequence[Sample], update: int) -> None:
-        """Log attempts that this update trained, as text; must return soon. By default nothing is."""
+        """Log attempts trained by this update, as text; must return soon. Default: no-op."""
 
     @abstractmethod
     def close(self, outcome: Outcome) -> None:
-        """Finish the run of the tracker after the last `log`; wait until all is sent."""
+        """Finish the run of the tracker after the last `log`; wait until everything is sent."""
 
     def start(self, run: RunStart) -> None:
-        """Open the tracker; its id goes into tracking.json of the run. Raises DamageError if that is damaged."""
+        """Open the tracker and store its id in the run's tracking.json. Raises DamageError if that is damaged."""
         file = run.directory / "tracking.json"
         ids = parse_checked_json(file.read_bytes()) if file.is_file() else {}
         if ids is None:
-            raise DamageError(f"{file} is damaged: restore it, or remove it to go on as a new run of the tracker")
+            raise DamageError(f"{file} is damaged: restore it, or remove it to continue as a new run of the tracker")
         run_id = self.open(run, ids.get(self.package))
         write_atomically(file, checked_json({**ids, self.package: run_id}).encode())
         self._run = run
@@ -79,7 +79,7 @@ class Tracker(Callback):
     def update(self, row: Mapping[str, Any]) -> None:
         figures = {name: value for name, value in scalars(row) if name != "update"}
         self._call(self.log, figures, row["update"])
-        if self._samples:  # of a batch of several updates, with the first of them
+        if self._samples:  # for a batch of several updates, logged with the first
             self._call(self.log_samples, self._samples, row["update"])
         self._samples = []
 
@@ -99,10 +99,10 @@ class Tracker(Callback):
         """Call the tracking library; its first error becomes a line of output, and none ends the run."""
         try:
             method(*arguments)
-        except Exception as error:  # noqa: BLE001  # foreign code
+        except Exception as error:  # noqa: BLE001  # third-party code
             if not self._reported and self._run is not None:
                 self._reported = True
-                self._run.log(f"{raised(self.package, error)}; the run goes on, and metrics.jsonl has everything")
+                self._run.log(f"{raised(self.package, error)}; the run continues, and metrics.jsonl has everything")
 
 
 class TensorBoard(Tracker):
@@ -111,7 +111,7 @@ class TensorBoard(Tracker):
     package = "tensorboard"
 
     def open(self, run: RunStart, run_id: str | None) -> str:
-        """Open the event files; in a resumed run, hide what was logged after the checkpoint."""
+        """Open the event files; in a resumed run, hide entries logged after the checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.directory / "tensorboard"
@@ -124,7 +124,7 @@ class TensorBoard(Tracker):
     def log(self, figures: Mapping[str, float], update: int) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, update)
-        self._writer.flush()  # a killed run has them, too
+        self._writer.flush()  # so that a killed run has them, too
 
     def log_samples(self, samples: Sequence[Sample], update: int) -> None:
         self._writer.add_text("samples", as_markdown(samples), update)
@@ -135,7 +135,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Logs to Weights & Biases. mode: online, offline or disabled (default: what WANDB_MODE says).
+    """Logs to Weights & Biases. mode: online, offline or disabled (default: WANDB_MODE).
 
     Updates are the x axis of every figure, not W&B's own steps, which cannot go back when a run is resumed.
     """
@@ -162,7 +162,7 @@ class WandB(Tracker):
             resume="allow",
             dir=str(run.directory),
             config=run.config.model_dump(mode="json"),
-            settings=self._library.Settings(console="off"),  # the terminal's live line stays as it is
+            settings=self._library.Settings(console="off"),  # leaves the terminal's live line alone
         )
         self._open.define_metric("update")
         self._open.define_metric("*", step_metric="update")
@@ -172,7 +172,7 @@ class WandB(Tracker):
         self._open.log({**figures, "update": update})
 
     def log_samples(self, samples: Sequence[Sample], update: int) -> None:
-        """Log a table, a row for each attempt."""
+        """Log a table with one row per attempt."""
         columns = [field.name for field in fields(Sample)]
         table = self._library.Table(columns=columns, data=[list(astuple(sample)) for sample in samples])
         self._open.log({"samples": table, "update": update})
@@ -208,18 +208,18 @@ class Trackio(Tracker):
 
 
 class MLflow(Tracker):
-    """Logs to MLflow. tracking_uri: of the server or store (default: MLFLOW_TRACKING_URI, or MLflow's own)."""
+    """Logs to MLflow. tracking_uri: URI of the server or store (default: MLFLOW_TRACKING_URI, or MLflow's own)."""
 
     package = "mlflow"
 
     def __init__(self, experiment: str = "treadle", tracking_uri: str | None = None) -> None:
         super().__init__()
         self._experiment, self._uri = experiment, tracking_uri
-        self._sending: list[Callable[[], Any]] = []  # waits until something is sent
+        self._sending: list[Callable[[], Any]] = []  # waits for pending uploads
         self._sender = ThreadPoolExecutor(1, "treadle-mlflow")
 
     def open(self, run: RunStart, run_id: str | None) -> str:
-        """Resume the MLflow run of this id, or begin one in the experiment, which is made if it does not exist."""
+        """Resume the MLflow run of this id, or begin one in the experiment, which is created if missing."""
         self._client = self._library.MlflowClient(tracking_uri=self._uri)
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
@@ -229,7 +229,7 @@ class MLflow(Tracker):
         number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         self._id = str(self._client.create_run(number, run_name=run.directory.name).info.run_id)
         parameters = [self._library.entities.Param(line.path, str(line.value)[:500]) for line in describe(run.config)]
-        for first in range(0, len(parameters), 100):  # as many as MLflow takes at once
+        for first in range(0, len(parameters), 100):  # MLflow's limit per request
             self._client.log_batch(self._id, params=parameters[first : first + 100])
         return self._id
 
@@ -243,7 +243,7 @@ class MLflow(Tracker):
         self._sending.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False).wait)
 
     def log_samples(self, samples: Sequence[Sample], update: int) -> None:
-        """Send an artifact, `samples/000012.md` of update 12, on a thread."""
+        """Send an artifact, `samples/000012.md` for update 12, on a thread."""
         name = f"samples/{update:06d}.md"
         self._sending.append(self._sender.submit(self._client.log_text, self._id, as_markdown(samples), name).result)
 
@@ -258,7 +258,7 @@ class MLflow(Tracker):
 
 
 def as_markdown(samples: Sequence[Sample]) -> str:
-    """Return each attempt's name, reward and text, indented, behind its prompt if the one before has another."""
+    """Return each attempt's name, reward and text, indented, after its prompt if that differs from the previous one."""
     parts, prompt = list[str](), None
     for sample in samples:
         if sample.prompt != prompt:
@@ -274,7 +274,7 @@ def _indented(text: str) -> str:
 
 
 def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield (name, number) for each number in the row; one in a nested mapping is `name/key`. Others are left out."""
+    """Yield (name, number) for each number in the row; nested ones are `name/key`. Others are left out."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
