@@ -52,7 +52,7 @@ def in_directory(path: Path) -> None:
 WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a run": (lambda place: RunDirectory.create(place / "run", tiny()), r"run'.*; choose another place \(--runs"),
     "a run of any name": (lambda place: make_directory(place, "tiny", 0), "; choose other --runs"),
-    "the lock": (lambda place: RunDirectory(place).lock(), "place': .*; make it writable, or go on in a copy"),
+    "the lock": (lambda place: RunDirectory(place).lock(), "place': .*; make it writable, or continue in a copy"),
     "metrics": (lambda place: RunDirectory(place).log({"update": 1}), "metrics.jsonl: .*make it writable, then --res"),
     "an export": (lambda place: in_directory(place / "out"), "out: .*; choose another place, or make it writable"),
     "traces": (lambda place: write_records(place / "t.jsonl", "jsonl", []), r"t\.jsonl: .*; choose another place"),

@@ -147,5 +147,5 @@ def test_a_resumed_run_rewards_the_groups_that_are_not_yet(tmp_path: Path, monke
     progress = Quiet()
     resume(tmp_path / "run", progress=progress)
     check_finished(tmp_path / "run")
-    assert any("unfinished attempts go on after" in line for line in progress.lines)
+    assert any("unfinished attempts continue after" in line for line in progress.lines)
     assert set(ended.values()) == {1}  # nothing twice

@@ -357,7 +357,7 @@ def test_a_run_goes_on_without_lines_of_metrics_that_are_broken_and_says_so(tmp_
     metrics.write_bytes(b"".join([lines[0], b"\x00" + lines[1], *lines[2:]]))
     resume(path, progress=progress)
     problem = "metrics.jsonl cannot be read in line 2 and has no line of update 1"
-    assert f"{problem}; the run goes on without" in progress.lines
+    assert f"{problem}; the run continues without" in progress.lines
     assert [row["update"] for row in updates(path)] == [2, 3, 4]
 
 
@@ -509,7 +509,7 @@ def test_an_advantage_that_ignores_when_steps_were_rewarded_says_so_once(
     start(tmp_path / "run", f"algorithm.advantage={advantage}", progress=progress)
     told = [line for line in progress.lines if line.startswith("the environment rewards single steps")]
     assert len(told) == lines
-    assert all("algorithm.advantage rloo uses the sum alone" in line for line in told)
+    assert all("algorithm.advantage rloo only uses their sum" in line for line in told)
 
 
 class Named(Vowels):
@@ -549,7 +549,7 @@ def test_components_are_weighed_shaped_recorded_and_evaluated_raw(tmp_path: Path
     [weights] = [line for line in progress.lines if line.startswith("rewards.weights")]
     assert "nothing in the first batch was given as turns; components: length_penalty, tokens, turn, vowels" in weights
     [tokens] = [line for line in progress.lines if line.startswith("there are rewards of single tokens")]
-    assert "step_return uses the sum over a step alone" in tokens
+    assert "step_return only uses the sum over a step" in tokens
 
 
 def test_overlong_trajectories_are_dropped_by_name_and_enter_nothing(tmp_path: Path) -> None:

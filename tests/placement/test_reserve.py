@@ -48,7 +48,7 @@ def test_the_first_shortage_is_named(nodes: dict[str, dict[str, float]], expecte
     [
         (
             "127.0.0.1:9",
-            r"'127\.0\.0\.1:9': nobody answers there: .*refused; start the cluster with `ray start --head`",
+            r"'127\.0\.0\.1:9': no answer from there: .*refused; start the cluster with `ray start --head`",
         ),
         ("auto", "'auto' is not an address and port; write it as 10.0.0.1:6379"),
         ("10.0.0.1:", "is not an address and port"),

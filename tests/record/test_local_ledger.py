@@ -119,7 +119,7 @@ def test_a_damaged_one_is_named_with_the_remedy(run: RunDirectory, tmp_path: Pat
     local = str(tmp_path / "local")
     killed(run, local, "a", "b")
     local_file(run, local).write_bytes(b"no database" * 1000)
-    with pytest.raises(DamageError, match="remove it: the run then goes on with its copy"):
+    with pytest.raises(DamageError, match="remove it: the run then continues with its copy"):
         recover_ledger(run, local)
 
 

@@ -210,7 +210,7 @@ def test_an_outage_is_told_once_and_the_run_goes_on(tmp_path: Path) -> None:
     go(tmp_path / "run", tracker, progress=progress)
     assert tracker.logged == [0, 1, 4, 4]
     assert [line for line in progress.lines if "down" in line] == [
-        "json raised ConnectionError: down at 2; the run goes on, and metrics.jsonl has everything"
+        "json raised ConnectionError: down at 2; the run continues, and metrics.jsonl has everything"
     ]
     assert tracker.outcomes == ["finished"]
 

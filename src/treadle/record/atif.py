@@ -105,7 +105,7 @@ def _metrics(step: Step) -> dict[str, Any]:
 
 
 def from_atif(document: Mapping[str, Any], where: str, path: Path) -> LoggedConversation:
-    """Parse a document; Harbor stores task and reward in the trial's `result.json`, a folder above. Raises DataError."""
+    """Parse a document; Harbor has task and reward in the trial's `result.json`, a folder above. Raises DataError."""
     steps, agent = document.get("steps"), document.get("agent")
     if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
         raise DataError(f"{where}: 'steps' must be a list of objects, got {steps!r:.80}")

@@ -1,4 +1,4 @@
-"""Finding checkpoints, and choosing those that stay on disk."""
+"""Finding checkpoints, and choosing the ones to keep on disk."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _FIGURES: Mapping[KeepBest, str] = {"held_out_success": "success", "held_out_rew
 
 
 def checkpoint_name(update: int) -> str:
-    """Directory name of an update's checkpoint: `step-000040`."""
+    """Return the directory name of an update's checkpoint: `step-000040`."""
     return f"step-{update:06d}"
 
 
 def checkpoint_update(checkpoint: Path) -> int:
-    """Update of a checkpoint's directory: 40 of `.../step-000040`."""
+    """Return the update of a checkpoint's directory: 40 for `.../step-000040`."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoint_updates(checkpoints: Path) -> list[int]:
-    """Updates of the complete checkpoints in a run's `checkpoints` folder, ascending."""
+    """Return the updates of the complete checkpoints in a run's `checkpoints` folder, ascending."""
     return sorted(checkpoint_update(path) for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name))
 
 
 def find_checkpoint(path: Path, which: str) -> Manifest:
     """Return the manifest of a run's checkpoint: by name, `latest`, or `best`. The run may be in progress.
 
-    best: by `orchestration.keep_best`, or held-out success. Directories that the ledger does not know were never
-    completed. The manifest is compared with the ledger's record; the files that it lists are not read.
-    Raises RunError, also for a checkpoint that is gone.
+    best: by `orchestration.keep_best`, or held-out success. Directories unknown to the ledger were never completed. The
+    manifest is compared with the ledger's record; the files it lists are not read.
+    Raises RunError, also for a removed checkpoint.
     """
     return read_checkpoint(path, which, lambda manifest: None)[0]
 
 
 def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tuple[Manifest, T]:
-    """Find a checkpoint (`find_checkpoint`) and apply `read` to it; again if the run removes it meanwhile."""
+    """Find a checkpoint (`find_checkpoint`) and apply `read` to it; retried if the run removes it meanwhile."""
     run, missing = RunDirectory.open(path), None
     while True:
         ledger = run.ledger()
@@ -57,11 +57,11 @@ def read_checkpoint(path: Path, which: str, read: Callable[[Manifest], T]) -> tu
         except RemovedError:
             if name == missing:
                 raise RunError(f"checkpoint {name} of run {str(path)!r} is gone; {remedy}") from None
-            missing = name  # the run has gone on meanwhile
+            missing = name  # the run has continued meanwhile
 
 
 def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, list[str]]:
-    """Name of the checkpoint, and names of the others on disk. Raises RunError."""
+    """Return the name of the checkpoint, and of the others on disk. Raises RunError."""
     latest = ledger.latest_checkpoint()
     if latest is None:
         raise RunError(f"run {str(run.path)!r} {no_checkpoint(run.path)}")
@@ -94,7 +94,7 @@ def _choose(run: RunDirectory, ledger: LedgerReader, which: str) -> tuple[str, l
 def best_update(
     evaluations: Sequence[Mapping[str, Any]], metric: KeepBest, temperature: float, among: Collection[int] | None = None
 ) -> int | None:
-    """Update with the best evaluation at this temperature, the earliest of equals; among: candidates, default all."""
+    """Return the update of the best evaluation at this temperature, the earliest of equals. among: default: all."""
     figures = [
         (row[_FIGURES[metric]], -row["update"])
         for row in evaluations
@@ -107,9 +107,9 @@ def best_update(
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints stay: the newest `last`, multiples of `every`, the best by `best` at `temperature`.
+    """Rule for keeping checkpoints: the newest `last`, multiples of `every`, the best by `best` at `temperature`.
 
-    batch: updates between two publications, of which one may be a multiple.
+    batch: updates between two publications, one of which may be a multiple.
     """
 
     last: int
@@ -120,7 +120,7 @@ class Retention:
 
 
 def retained(updates: Sequence[int], keeping: Retention, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the checkpoints that stay."""
+    """Return the names of the checkpoints to keep."""
     keep = set(sorted(updates)[-keeping.last :])
     if keeping.every is not None:
         keep |= {update for update in updates if update and update % keeping.every < keeping.batch}

@@ -187,7 +187,7 @@ class Ledger(LedgerReader):
             return _move_steps(db, StepState.DROPPED, reason, which, *_place(state), json.dumps(keep))
 
     def return_to(self, directory: str) -> int:
-        """Make an earlier checkpoint the latest and roll back everything after it; return the number of dropped steps."""
+        """Make an earlier checkpoint the latest and roll back all after it; return the number of dropped steps."""
         state = self.checkpoint(directory)
         with self.transaction() as db:
             last = "SELECT max(number) FROM checkpoints WHERE directory = ?"

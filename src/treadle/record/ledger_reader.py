@@ -249,7 +249,7 @@ class LedgerReader:
         )
 
     def failures(self, limit: int = -1) -> list[Row]:
-        """Return causes and messages, most frequent first, each with an example trajectory and traceback; limit -1: all."""
+        """Return causes and messages, most frequent first, with an example trajectory and traceback; limit -1: all."""
         return self.query(
             "SELECT cause, message, count, trajectory_id, failure_traceback AS traceback FROM "
             "(SELECT failure_cause AS cause, failure_message AS message, count(*) AS count, min(trajectory_id) AS "
@@ -306,7 +306,7 @@ class LedgerReader:
         return rows[0] if rows else None
 
     def before_and_after(self, first: str, last: str, success: float, component: str | None) -> tuple[str, str] | None:
-        """Return attempts at one task in two evaluations, preferably from failure to success. component: compared instead.
+        """Return attempts at one task in two evaluations, preferably from failure to success. component: to compare.
 
         Copies of the policy in other roles (`g000012.3.opponent`) are left out.
         """
@@ -372,7 +372,7 @@ class LedgerReader:
         return {"previous": names[at - 1], "next": names[at + 1]}
 
     def trained_by(self, versions: Sequence[int], evaluation: str = "") -> list[Row]:
-        """Return trajectory_id, shard and reward of trajectories trained by these versions, or evaluated as `evaluation*`."""
+        """Return trajectory_id, shard and reward of what these versions trained, or evaluated as `evaluation*`."""
         return self.query(
             "SELECT trajectory_id, shard, reward FROM trajectories JOIN groups USING (group_id) WHERE trained_version "
             "IN (SELECT value FROM json_each(?)) OR (?2 != '' AND group_id GLOB ?2 || '*') "

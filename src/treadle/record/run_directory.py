@@ -35,7 +35,7 @@ _LEFTOVERS = (
     *("warm_start.json", "intervals.jsonl", "metrics.jsonl"),
     *("rollouts/*", "rollouts/.*", "checkpoints/*", "checkpoints/.*", "ledger.sqlite*"),
 )
-"""Files of an unsaved run that a new one would append to. The ledger is removed last: without it, nothing is removed."""
+"""Files of an unsaved run, which a new one would extend. The ledger goes last: records without a ledger are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class JsonLog:
 
 
 def without_version(data: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return a run's config.yaml without its `schema_version`. source: the file. Raises RunError for another version."""
+    """Return a run's config.yaml without `schema_version`. source: file name. Raises RunError for another version."""
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RunError(
@@ -215,7 +215,7 @@ class RunDirectory:
         recorded = self.ledger().files("config").values() if known else ()
         if recorded and sha256_of(content) not in {file.sha256 for file in recorded}:
             raise DamageError(
-                f"{self.config_file} is damaged, or was changed by hand: restore it; what may change is changed on the "
+                f"{self.config_file} is damaged, or was changed by hand: restore it; allowed changes are made on the "
                 "command line (treadle train RECIPE --resume key.path=value)"
             )
         source = str(self.config_file)

@@ -112,7 +112,7 @@ _NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre"
 
 
 def journal_mode(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return SQLite's journal mode for a file: WAL, so that readers never block the run; DELETE on network drives and FUSE.
+    """Return SQLite's journal mode for a file: WAL, so that readers never block it; DELETE on network drives and FUSE.
 
     mounts: the system's table of mounts; WAL if there is none.
     """

@@ -137,7 +137,7 @@ def write_trajectories(
 
 
 def write_records(path: Path, form: str, records: Iterable[dict[str, Any]]) -> int:
-    """Write a file of `as_record`s, complete or absent; return their number. form: jsonl or parquet. Raises RunError."""
+    """Write a file of `as_record`s, complete or absent; return their number. form: as in `FORMATS`. Raises RunError."""
     count = 0
 
     def counted() -> Iterator[dict[str, Any]]:

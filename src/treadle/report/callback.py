@@ -39,10 +39,9 @@ class Callback:
     """Base of callbacks. Subclass it and override the methods you want.
 
     All methods run on the thread of the run's event loop, which waits for them: return soon. Arguments are read-only
-    and
-    return values ignored: a callback cannot affect training. An exception in `start` ends the run before it begins. One in
-    another method disables the callback and stops the run after the current update, with a checkpoint; a TreadleError
-    stops it immediately.
+    and return values ignored: a callback cannot affect training. An exception in `start` ends the run before it begins.
+    One in another method disables the callback and stops the run after the current update, with a checkpoint; a
+    TreadleError stops it immediately.
     """
 
     def start(self, run: RunStart) -> None:

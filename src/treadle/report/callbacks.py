@@ -117,7 +117,7 @@ class Callbacks(Callback):
         self._notify("message", line)
 
     def _notify(self, event: str, *arguments: Any) -> None:
-        """Call each callback. Disable one that fails and request a stop, as state is consistent only between updates."""
+        """Call each callback. Disable one that fails and request a stop: state is consistent only between updates."""
         for name, callback in list(self._members.items()):
             error = _raised_by(getattr(callback, event), *map(_read_only, arguments))
             if isinstance(error, TreadleError):

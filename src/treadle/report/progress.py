@@ -37,7 +37,7 @@ class Progress(Callback):
 
 @contextmanager
 def loading(progress: Progress) -> Iterator[None]:
-    """Import PyTorch inside this context: it takes seconds. Libraries may swallow a Ctrl-C during import, or replace it by
+    """Import PyTorch inside this context: which takes seconds. Libraries may swallow a Ctrl-C then, or replace it by
     their own error: here it is always raised.
     """
     progress.loading()

@@ -27,7 +27,7 @@ _OF_BATCH = ("rollout", "update", "publish")
 
 
 class Reporter:
-    """Turns events of the loop into events of `callbacks`. seconds: durations of the current batch's phases, by name."""
+    """Turns events of the loop into events of `callbacks`. seconds: durations of the batch's phases, by name."""
 
     def __init__(self, grading: Grading, callbacks: Callback, clock: Clock) -> None:
         self.callbacks, self.clock = callbacks, clock
