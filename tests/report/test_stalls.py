@@ -62,7 +62,7 @@ def rows(*parts: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
         ([(UPDATES, {**EQUAL, **SOLVED})], {"equal": "solved from the start; choose harder ones"}),
         (
             [(30, {"last_stop_length": 0.9})],
-            {"cut": "90% of the attempts of the last 8 updates end with a reply that"},
+            {"cut": "90% of the attempts of the last 8 updates end with a reply cut off"},
         ),
         ([(10, {}), (10, {"entropy": 0.004})], {"entropy": "entropy fell from 0.3 to 0.004 nats"}),
         ([(10, {}), (10, {"entropy": 0.025})], {}),
