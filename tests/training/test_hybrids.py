@@ -1,25 +1,52 @@
 """Models whose layers keep a state: what they train in float32, over several updates, and combined with the rest."""
 
+import copy
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models import DELTA, HYBRIDS, cached_logits, distance, exact, norm, tiny, weights_of
+from tests.models import (
+    DELTA,
+    HYBRIDS,
+    cached_logits,
+    distance,
+    exact,
+    full,
+    gradients,
+    make_step,
+    norm,
+    step_logprobs,
+    tiny,
+    weights_of,
+)
 from tests.training import reference
 from tests.training.reference import (
     LAYOUTS,
+    LORA,
     accumulated,
+    adapted,
     forked_groups,
+    literal_loss,
     make_learner,
+    randomize,
     separate_gradient,
+    taught_advantages,
     updated_by_hand,
 )
-from treadle.algorithms.config import AlgorithmConfig
+from treadle.algorithms.config import AlgorithmConfig, DistillationConfig, KlConfig
 from treadle.core.types import Step
+from treadle.models.config import LoraConfig
+from treadle.models.lora import adapt
+from treadle.models.states import stateful_layers
 from treadle.packing.flat import flatten
-from treadle.training.config import OptimizerConfig
+from treadle.training.config import OptimizerConfig, WarmStartConfig
+from treadle.training.objective import TracedGroups
+from treadle.training.optimizer import learning_rate
+from treadle.training.sft import Supervised
 
 
 def split_logprobs(model: PreTrainedModel, step: Step) -> tuple[Tensor, Tensor]:
@@ -72,3 +99,83 @@ def test_two_updates_are_those_of_each_step_alone(family: str, layout: str) -> N
         assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-11)
         assert result.metrics["clip_fraction"] == pytest.approx(alone.metrics["clip_fraction"])
     assert wanted[1].metrics["clip_fraction"] > 0.1
+
+
+BESIDE = forked_groups(groups=1)
+CHUNKED: dict[str, Any] = {"max_tokens_per_microbatch": 9, **LAYOUTS["tree within group"]}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_adapters_of_all_linear_layers_train_as_in_each_step_alone(family: str) -> None:
+    model = adapted(exact(family), LoraConfig(rank=2, alpha=4, targets="all-linear"))
+    literal_loss(model, BESIDE, AlgorithmConfig(), None).loss.backward()
+    wanted = gradients(model)
+    learner = make_learner(model, gradient_checkpointing=True, **CHUNKED)
+    accumulated(learner, BESIDE)
+    assert distance(gradients(learner.model), wanted) <= 1e-12 * norm(wanted)
+    in_layers = [n for n in wanted if ".lora_B." in n and norm({n: wanted[n]}) > 0]
+    names = {name for name, module in model.named_modules() if module in stateful_layers(model)}
+    assert any(n.startswith(f"{name}.") for n in in_layers for name in names)
+
+
+@pytest.mark.parametrize("family", ["qwen3-5", "lfm2"])
+def test_a_reference_and_a_teacher_may_keep_states_too(family: str) -> None:
+    batch, model, other = flatten(BESIDE), exact(family), exact(family, seed=5)
+    policy, theirs = (full(torch.cat([step_logprobs(m, s)[0] for s in batch.steps])) for m in (model, other))
+    learner = make_learner(model, AlgorithmConfig(kl=KlConfig(coef=0.1)), reference=other, **CHUNKED)
+    gap = (policy - theirs)[batch.mask]
+    assert learner.update(batch).metrics["kl"] == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-9)
+    section = DistillationConfig(teacher="T", coef=0.5)
+    algorithm = AlgorithmConfig(distillation=section)
+    learner = make_learner(model, algorithm, teacher=other, traced=TracedGroups(share=1.0), **CHUNKED)
+    [result] = learner.train_batch(BESIDE)
+    traced = np.concatenate([trace.advantage for trace in result.traces])
+    expected = taught_advantages(model, other, BESIDE, section)
+    np.testing.assert_allclose(traced[batch.mask], expected[batch.mask], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3-5", "lfm2"])
+def test_a_warm_start_is_that_of_plain_calls(family: str) -> None:
+    """Its scores are float32."""
+    config = WarmStartConfig(demonstrations="x", steps=2, learning_rate=1e-2)
+    model, calls = exact(family), [[(s.prompt_ids, s.completion_ids) for s in flatten(BESIDE).steps[:3]]]
+    learner = make_learner(model, **CHUNKED)
+    supervised = Supervised(learner.forward, config)
+    losses = [supervised.step(calls, number) for number in range(2)]
+    adam = torch.optim.AdamW(model.parameters(), betas=config.optimizer.betas, weight_decay=0.0)
+    before = weights_of(model)
+    for number in range(2):
+        adam.zero_grad()
+        steps = [make_step(prompt, completion) for prompt, completion in calls[0]]
+        loss = -torch.cat([step_logprobs(model, step)[0] for step in steps]).mean()
+        assert losses[number] == pytest.approx(float(loss.detach()), rel=1e-6)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        adam.param_groups[0]["lr"] = learning_rate(config.optimizer, number, 2)
+        adam.step()
+    moved = distance(before, weights_of(model))
+    assert distance(weights_of(learner.model), weights_of(model)) <= 1e-4 * moved and moved > 0.1
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_bfloat16_rounds_as_transformers_does_in_it(family: str) -> None:
+    """By autocast: at most twice as far from float32 as each step alone is. With a base in bfloat16: near."""
+    model, algorithm = tiny(family), AlgorithmConfig(entropy_coef=0.01)
+    wanted, _ = separate_gradient(model, BESIDE, algorithm)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone, _ = separate_gradient(model, BESIDE, algorithm)
+    for budget in (9, 8192):
+        learner = make_learner(
+            model, algorithm, precision="bfloat16", **{**CHUNKED, "max_tokens_per_microbatch": budget}
+        )
+        found, _ = accumulated(learner, BESIDE)
+        assert 1e-3 * norm(wanted) < distance(found, wanted) <= 2 * distance(alone, wanted) < norm(wanted)
+    if family in ("qwen3-next", "lfm2-moe"):
+        return  # weights of experts as small as these are nothing that torch multiplies in bfloat16
+    adapt(model, None, LORA, 1, half=True, weights=True)
+    randomize(model)
+    exactly, _ = accumulated(make_learner(copy.deepcopy(model).float(), **CHUNKED), BESIDE)
+    found, _ = accumulated(make_learner(model, precision="bfloat16_pure", **CHUNKED), BESIDE)
+    assert 0 < distance(found, exactly) < 0.5 * norm(exactly)

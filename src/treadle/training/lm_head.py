@@ -38,6 +38,8 @@ class Head:
         return int(self.embedding.weight.shape[0])
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(self.embedding.weight.dtype)  # some models keep their residuals in float32
         logits: Tensor = self.embedding(hidden) * self.scale if self.scale != 1 else self.embedding(hidden)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
