@@ -25,7 +25,7 @@ _IMPORTED = (
     "pyarrow.parquet",
     "transformers",
     "transformers.models.qwen3.modeling_qwen3",
-    "treadle.api.train",
+    "treadle.api.run",
     "treadle.training.rank_group",
     "treadle.engines.remote",
     "treadle.cli.main",

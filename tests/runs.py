@@ -261,5 +261,5 @@ def _check_trained(path: Path, config: RunConfig) -> None:
 def undrawn() -> Iterator[None]:
     """Let runs end with an empty picture, in rooms with many runs; tests/cli/test_report.py looks at a real one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treadle.api.train.draw_runs", lambda runs, path: path.touch())
+        patch.setattr("treadle.api.run.draw_runs", lambda runs, path: path.touch())
         yield

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import treadle
-from treadle.api import public as api
+from treadle.api.train import train_run
 from treadle.plan.config import RunConfig
 from treadle.plan.inputs import Inputs
 
@@ -64,14 +64,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def players(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int, int]]:
     """Filled with who plays in the runs that are begun, as in `PLAYS`."""
-    found, run = set[tuple[str, int, int]](), api._run
+    found, run = set[tuple[str, int, int]](), train_run
 
     def noted(config: RunConfig, inputs: Inputs, *given: Any, **more: Any) -> dict[str, Any]:
         [(kind, name)] = {task.player for task in [*inputs.train, *inputs.held_out]}
         found.add((f"{kind} {name}", len(inputs.train), len(inputs.held_out)))
         return run(config, inputs, *given, **more)
 
-    monkeypatch.setattr(api, "_run", noted)
+    monkeypatch.setattr("treadle.api.public.train_run", noted)
     return found
 
 

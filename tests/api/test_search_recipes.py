@@ -17,7 +17,7 @@ from treadle.api.train import train_run
 from treadle.core.types import Status
 from treadle.envs.search.environment import Search
 from treadle.plan.config import RunConfig, load_recipe
-from treadle.plan.inputs import load_inputs
+from treadle.plan.inputs import load_data, load_inputs
 from treadle.plan.validation import check_settings
 
 SYNC, ASYNC = "search-r1", "search-r1-async"
@@ -63,7 +63,7 @@ def test_the_published_files_are_read_as_they_are(
         published(tmp_path / f"{split}.parquet", truth, prompt)
     config = recipe(name, tmp_path, *overrides)
     check_settings(config)
-    inputs = load_inputs(config)
+    inputs = load_data(config)
     assert (len(inputs.train), len(inputs.held_out)) == (3, 3)
     task = inputs.train[0]
     assert [dict(message) for message in task.prompt] == prompt

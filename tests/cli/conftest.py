@@ -63,7 +63,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def place(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Runs that are made here end with an empty picture: drawing one takes half the time of a tiny run."""
     monkeypatch.setenv("TREADLE_CACHE", str(cache))
-    monkeypatch.setattr("treadle.api.train.draw_runs", lambda runs, path: path.touch())
+    monkeypatch.setattr("treadle.api.run.draw_runs", lambda runs, path: path.touch())
     return make_place(tmp_path, cache)
 
 

@@ -177,7 +177,7 @@ def test_a_finished_run_is_given_more_updates_and_taken_back(finished: Trained, 
 def test_ctrl_c_saves_a_checkpoint_and_resume_goes_on(stopped: Trained, tmp_path: Path) -> None:
     assert stopped.done.status == 130
     command = f"treadle train {stopped.path} --resume"
-    assert stopped.done.err == f"stopped after 3 updates; continue with: {command}\n"
+    assert f"stopped after 3 updates, with a checkpoint; continue with {command}\n" in stopped.done.out
     shutil.copytree(stopped.path, tmp_path / "runs" / "run")
     done = treadle("train", tmp_path / "runs" / "run", "--resume")  # without its recipe
     assert done.status == 0, done.err
@@ -202,7 +202,8 @@ def test_resume_from_a_checkpoint_that_does_not_fit(stopped: Trained, place: Pla
 def test_ctrl_c_during_the_warm_start_leaves_nothing(place: Place) -> None:
     override = "warm_start.demonstrations=tests.cli.worlds:interrupted_demonstration"
     done = place.train(override, "warm_start.options={}")
-    assert (done.status, done.error) == (130, "interrupted; nothing was trained yet")
+    assert (done.status, done.err) == (130, "")
+    assert "interrupted; nothing was trained yet\n" in done.out
     assert not (place.runs / "new").exists()
 
 

@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Iterator[Pa
     """A run of 1999, gone on with since."""
     path = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as then:
-        then.setattr("treadle.api.train.datetime", Before)
+        then.setattr("treadle.api.run.datetime", Before)
         start(path, "orchestration.updates=1", f"model.chat_template={template}")
     resume(path, config=tiny("orchestration.updates=2", f"model.chat_template={template}"))
     yield path

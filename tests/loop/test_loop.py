@@ -19,7 +19,7 @@ import pytest
 
 from tests.runs import Interrupting, Summary, check_finished, put_config, query, resume, start, updates
 from tests.worlds import ROOT, Quiet, Ragged, Vowels, make_step, tiny, user, vowel_tasks
-from treadle.api import train
+from treadle.api import run as api_run
 from treadle.core.config import dump_yaml
 from treadle.core.errors import CheckpointError, ConfigError, RunError, TrainingStopped
 from treadle.core.rewards import Reward
@@ -419,9 +419,9 @@ def test_a_run_killed_before_its_summary_is_finished_by_resuming(
 
 
 def test_an_interrupt_does_not_wait_for_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_TO_CLOSE", 0.01)
+    monkeypatch.setattr(api_run, "_TO_CLOSE", 0.01)
     computed = threading.Event()
-    with pytest.raises(KeyboardInterrupt), train._closing(cast(Trainer, SimpleNamespace(close=computed.wait))):
+    with pytest.raises(KeyboardInterrupt), api_run._closing(cast(Trainer, SimpleNamespace(close=computed.wait))):
         raise KeyboardInterrupt
     computed.set()
 
@@ -705,7 +705,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_beginning(
     own = (ROOT / "src/treadle/recipes/tokenizer/chat_template.jinja").read_text()
     template.write_text("{{ strftime_now('%Y') }}" + own)
     with monkeypatch.context() as then:
-        then.setattr("treadle.api.train.datetime", Before)
+        then.setattr("treadle.api.run.datetime", Before)
         start(tmp_path / "run", "orchestration.updates=2", f"model.chat_template={template}")
     config = tiny("orchestration.updates=3", f"model.chat_template={template}")
     resume(tmp_path / "run", config=config)

@@ -6,40 +6,39 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors.torch import load, save
-
 from treadle.api.model_card import CARD, model_card
-from treadle.core.errors import CheckpointError, ConfigError
-from treadle.models.loading import load_tokenizer
+from treadle.core.errors import ConfigError
 from treadle.models.model_files import ADAPTER_CONFIG, tokenizer_directory
-from treadle.models.weights import convert_rest
 from treadle.plan.config import config_of
+from treadle.record.address import RunAddress, find_address
 from treadle.record.checkpoint_retention import checkpoint_update, read_checkpoint
 from treadle.record.run_directory import JsonLog, RunDirectory
 from treadle.rendering.chat import ChatRenderer
-from treadle.training.checkpoint import export_files, export_model, read_model_files
-from treadle.training.make import load_model
 
 
-def export_checkpoint(
-    run: Path, directory: Path, which: str = "latest", merge: bool = False, dtype: str | None = None
-) -> Path:
+def export_checkpoint(run: str | Path, directory: Path, merge: bool = False, dtype: str | None = None) -> Path:
     """Write weights, config, tokenizer, chat template and model card of a run's checkpoint; return the checkpoint.
 
-    merge: whether to merge an adapter into its base, for a whole model. dtype: dtype of the weights, such as
-    `bfloat16`;
-    default: as trained.
-    which: a name, `latest` or `best`. If the run removes the checkpoint meanwhile, the new latest or best one is used.
-    Raises RunError if there is none of that name, DamageError if it is damaged, CheckpointError if the directory exists
-    or the disk refuses, ConfigError if a configured chat template is missing or a weight does not fit the dtype.
-
+    run: `RUN`, `RUN@best` or `RUN@40`. merge: whether to merge an adapter into its base, for a whole model.
+    dtype: dtype of the weights, such as `bfloat16`; default: as trained.
+    If the run removes the checkpoint meanwhile, the new latest or best one is used. Raises RunError if there is none
+    of that name, DamageError if it is damaged, CheckpointError if the disk refuses,
+    ConfigError if the directory exists, a configured chat template is missing or a weight does not fit the dtype.
     """
     if directory.exists():
-        raise CheckpointError(f"{str(directory)!r} exists already; choose another directory")
-    place = RunDirectory.open(run)
+        raise ConfigError(f"{str(directory)!r} exists already; choose another directory")
+    address = find_address(run) or RunAddress(Path(run))
+    address.model()  # fails early, before torch is loaded
+    import torch
+
+    from treadle.models.loading import load_tokenizer
+    from treadle.models.weights import convert_rest
+    from treadle.training.checkpoint import export_files, export_model, read_model_files
+    from treadle.training.make import load_model
+
+    place = RunDirectory.open(address.run)
     config = config_of(place)
-    checkpoint, files = read_checkpoint(run, which, read_model_files)
+    checkpoint, files = read_checkpoint(address.run, address.checkpoint, read_model_files)
     if config.model.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_directory(config.model))
         renderer = ChatRenderer(tokenizer, (), chat_template=config.model.chat_template)
@@ -64,6 +63,9 @@ def export_checkpoint(
 
 def _converted(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files with weights in another dtype."""
+    import torch
+    from safetensors.torch import load, save
+
     converted = dict(files)
     for name in files:
         if name.endswith(".safetensors"):

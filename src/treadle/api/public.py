@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from treadle.api.evaluate import Evaluation, check_subject, evaluate_model, find_subject, held_out_inputs
+from treadle.api.export import export_checkpoint
+from treadle.api.train import train_run
 from treadle.core.config import apply_overrides, build
 from treadle.core.errors import ConfigError, TreadleError
 from treadle.core.types import Task
@@ -35,7 +36,6 @@ from treadle.plan.config import RunConfig, read_recipe, with_model_of_run
 from treadle.plan.inputs import (
     IN_MEMORY,
     SPLITS,
-    Inputs,
     Split,
     load_inputs,
     load_split,
@@ -45,11 +45,11 @@ from treadle.plan.inputs import (
 )
 from treadle.plan.other_models import make_models
 from treadle.plan.validation import check_config
-from treadle.record.address import RunAddress, checkpoint_named, find_address, run_path
+from treadle.record.address import checkpoint_named, run_path
 from treadle.record.run_directory import RunDirectory
 from treadle.report.callback import Callback
 from treadle.report.callbacks import load_callbacks
-from treadle.report.progress import NotebookProgress, PlainProgress, Progress, loading
+from treadle.report.progress import NotebookProgress, PlainProgress, Progress
 from treadle.rollout.agents.agent import Agent, check_agent, is_agent
 from treadle.rollout.attempt import Players
 from treadle.rollout.drivers.driver import DriverFactory, check_driver, is_driver
@@ -163,7 +163,7 @@ def train(
             "torch was imported before treadle.train was called, so that its threads spin while they wait: beside any "
             "other busy process that takes twice the time or more. Set OMP_WAIT_POLICY=PASSIVE, or import torch later"
         )
-    return _run(config, inputs, Path(run), progress, resume=resume)
+    return train_run(config, inputs, Path(run), progress, resume=resume)
 
 
 @_short_tracebacks
@@ -185,11 +185,9 @@ def resume(
     path = run_path(run)
     which = None if checkpoint is None else checkpoint_named(checkpoint)
     config = resumable_config(path, _overrides(settings), which)
-    check_config(config)
-    inputs = load_inputs(config)
-    inputs = replace(inputs, callbacks=inputs.callbacks | load_callbacks((), callbacks))
+    inputs = load_inputs(config, callbacks)
     wait_passively()
-    return _run(config, inputs, path, progress or _progress(config), resume=True, checkpoint=which)
+    return train_run(config, inputs, path, progress or _progress(config), resume=True, checkpoint=which)
 
 
 @_short_tracebacks
@@ -237,10 +235,7 @@ def export(run: str | Path, directory: str | Path, *, merge: bool = False, dtype
     merge: whether to merge an adapter into its base. dtype: dtype of the weights, such as `bfloat16`.
     Raises RunError, CheckpointError or ConfigError.
     """
-    address = find_address(run) or RunAddress(Path(run))
-    from treadle.api.export import export_checkpoint  # torch
-
-    export_checkpoint(address.run, Path(directory), address.checkpoint, merge, dtype)
+    export_checkpoint(run, Path(directory), merge, dtype)
     return Path(directory)
 
 
@@ -259,20 +254,14 @@ def sft(
     start: a recipe, run or model to start from; default: the first source's latest checkpoint. select: such as
     `"reward >= 1, best_of=2"`. settings: `{"warm_start.steps": 100}`. Raises ConfigError, DataError or RunError.
     """
-    from treadle.api.sft import prepare  # pyarrow
+    from treadle.api.sft import learn, prepare  # pyarrow
 
     names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     begin = None if start is None else str(start)
     lesson = prepare(begin, [str(name) for name in names], select, _overrides(settings))
     if Path(directory).exists():
         raise ConfigError(f"{str(directory)!r} exists already; choose another directory")
-    wait_passively()
-    shown = progress or PlainProgress(0)
-    with loading(shown):
-        from treadle.api.warm_start import learn_recorded
-
-    with paused_event_loop():
-        return learn_recorded(lesson, Path(directory), shown)
+    return learn(lesson, Path(directory), progress or PlainProgress(0))
 
 
 @_short_tracebacks
@@ -294,25 +283,6 @@ def _overrides(settings: Mapping[str, Any] | None) -> list[str]:
 def _progress(config: RunConfig) -> Progress:
     shows = NotebookProgress if type(sys.stdout).__module__.startswith("ipykernel.") else PlainProgress
     return shows(config.orchestration.updates, config.data.table_by)
-
-
-def _run(
-    config: RunConfig, inputs: Inputs, path: Path, progress: Progress, resume: bool, checkpoint: str | None = None
-) -> dict[str, Any]:
-    try:
-        with loading(progress):
-            from treadle.api.train import train_run
-
-        with paused_event_loop():  # in a notebook
-            summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=checkpoint)
-    except KeyboardInterrupt:
-        saved = any(path.glob("checkpoints/step-*"))
-        advice = "continue from the latest checkpoint with resume=True" if saved else "nothing was trained yet"
-        progress.log(f"interrupted; {advice}")
-        raise
-    if summary["stopped_early"]:
-        progress.log(f"stopped after {summary['updates']} updates, with a checkpoint; continue with resume=True")
-    return summary
 
 
 def _player(player: Any) -> tuple[str, str, Any]:

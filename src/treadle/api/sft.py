@@ -6,18 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from treadle.api.evaluate import find_subject
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, DataError
+from treadle.loop.thread_count import wait_passively
 from treadle.models.model_files import check_model_files, located, require_model_or_adapter
 from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
-from treadle.plan.inputs import IN_MEMORY
+from treadle.plan.inputs import IN_MEMORY, Inputs, check_demonstration, load_data
 from treadle.record.address import began_of, find_address
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory, read_run
 from treadle.record.selection import Selection
 from treadle.record.trajectory_files import read_files
+from treadle.report.progress import Progress, loading
+from treadle.rollout.isolation.event_loop import paused_event_loop
+from treadle.rollout.random_calls import RANDOM_CALLS
 from treadle.training.config import WarmStartConfig
+
+if TYPE_CHECKING:
+    from treadle.api.warm_start import RecordedReport, WarmStartReport
 
 _BATCH, _PASSES = 64, 3
 _SECTION = "warm_start."
@@ -74,6 +82,34 @@ def prepare(start: str | None, sources: Sequence[str], select: str = "", overrid
     subject = start if is_recipe or find_address(start) is not None else None
     config = config.model_copy(update={"warm_start": section})
     return Lesson(config, subject, tuple(sources), chosen, len(recorded), select, began_of(start))
+
+
+def learn(lesson: Lesson, directory: Path, progress: Progress) -> RecordedReport:
+    """Train the lesson's model on its trajectories, and write it into a new directory.
+
+    Raises ConfigError for ids of another vocabulary, DataError if there is nothing to learn, TrainingStopped.
+    """
+    wait_passively()
+    with loading(progress):
+        from treadle.api.warm_start import learn_recorded
+
+    with paused_event_loop():  # a notebook's
+        return learn_recorded(lesson, directory, progress)
+
+
+def learn_demonstrations(config: RunConfig, directory: Path, progress: Progress) -> WarmStartReport:
+    """Write the configured model, warm-started, into a new directory.
+
+    Raises ConfigError or DataError for what cannot be learned, TrainingStopped, CheckpointError.
+    """
+    assert config.warm_start is not None, "the configuration has a warm start"
+    check_model_files(config.model)
+    check_demonstration(config)
+    inputs = load_data(config) if config.warm_start.demonstrations == RANDOM_CALLS else Inputs([], [])
+    with loading(progress):
+        from treadle.api.warm_start import make_warm_model
+
+    return make_warm_model(config, inputs, directory, progress)
 
 
 def read_source(source: str | Path) -> Iterator[RecordedTrajectory | LoggedConversation]:

@@ -23,13 +23,13 @@ from treadle.api.evaluate import (
     held_out_inputs,
     limited,
 )
+from treadle.api.export import export_checkpoint
 from treadle.cli.console import Console, Table, make_progress, make_table
 from treadle.core.config import build
 from treadle.core.errors import ConfigError
 from treadle.models.model_cache import PACKAGED, ModelSource, converted_models, is_convertible, list_converted
 from treadle.models.model_files import is_adapter, is_hub_name
 from treadle.plan.config import RunConfig
-from treadle.record.address import RunAddress, find_address
 from treadle.report.metrics import shown
 from treadle.rollout.other_models import OtherModelConfig
 
@@ -145,16 +145,9 @@ def _print_evaluation(evaluation: Evaluation, config: RunConfig, model: str) -> 
 
 
 def run_export(options: argparse.Namespace) -> int:
-    if options.out.exists():
-        raise ConfigError(f"{str(options.out)!r} exists already; choose another directory")
     if options.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", options.push):
         raise ConfigError(f"--push {options.push!r} is not a repository name; give ORG/NAME")
-    address = find_address(options.run_address) or RunAddress(Path(options.run_address))
-    address.model()  # fails early, before torch is loaded
-
-    from treadle.api.export import export_checkpoint
-
-    checkpoint = export_checkpoint(address.run, options.out, address.checkpoint, options.merge, options.dtype)
+    checkpoint = export_checkpoint(options.run_address, options.out, options.merge, options.dtype)
     console = Console()
     console.line(f"model of {checkpoint}: {options.out}")
     where = "model.adapter" if is_adapter(options.out) else "model.path"

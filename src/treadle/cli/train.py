@@ -12,22 +12,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from treadle.api.train import train_run
+from treadle.cli.commands import INTERRUPTED
 from treadle.cli.console import Console, Part, Table, make_progress, make_table
 from treadle.cli.show import print_transcript
 from treadle.core.errors import ConfigError
 from treadle.core.processes import environment
-from treadle.models.model_files import check_model_files
 from treadle.plan.checks import Check, DryRun
 from treadle.plan.config import RunConfig, load_recipe, recipe_names, with_model_of_run
 from treadle.plan.dry_run import dry_run
-from treadle.plan.inputs import Inputs, has_held_out, is_of_python, load_inputs, resumable_config
-from treadle.plan.validation import check_config
+from treadle.plan.inputs import has_held_out, is_of_python, load_inputs, resumable_config
 from treadle.record.address import checkpoint_named, find_address
 from treadle.record.run_directory import RunDirectory, find_run, make_directory, no_run
 from treadle.report.metrics import shown
-from treadle.report.progress import loading
-from treadle.rollout.random_calls import RANDOM_CALLS
-from treadle.training.demonstrations import load_demonstrations
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -44,24 +41,16 @@ def run_train(options: argparse.Namespace) -> int:
         path = options.runs / (options.name or "")
         if options.name:
             RunDirectory(path).check_free()  # fails early, before torch is loaded
-    check_config(config)
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
-        command = RunDirectory(path).resume_command
+        how = {"resume": resume, "checkpoint": options.resume_from, "resume_with": RunDirectory(path).resume_command}
         try:
             with make_progress(config) as progress:
-                with loading(progress):
-                    from treadle.api.train import train_run
-
-                summary = train_run(config, inputs, path, progress, resume=resume, checkpoint=options.resume_from)
-        except KeyboardInterrupt:
-            saved = any(path.glob("checkpoints/step-*"))
-            advice = f"continue from the latest checkpoint with: {command}" if saved else "nothing was trained yet"
-            Console(stderr=True).line(f"interrupted; {advice}")
-            return 130
+                summary = train_run(config, inputs, path, progress, **how)
+        except KeyboardInterrupt:  # its advice was shown
+            return INTERRUPTED
         if summary["stopped_early"]:
-            Console(stderr=True).line(f"stopped after {summary['updates']} updates; continue with: {command}")
-            return 130
+            return INTERRUPTED
         print_result(summary, path, config)
         return 0
 
@@ -213,23 +202,16 @@ def run_sft(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {str(options.out)!r} exists already; choose another directory")
     if options.sources:
         return _learn_recorded(options, next(iter(starts), None), overrides)
+    from treadle.api.sft import learn_demonstrations  # pyarrow
+
     recipe = starts[0]
     if options.select:
         raise ConfigError("--select chooses among recorded trajectories; add --from RUN")
     config = with_model_of_run(load_recipe(recipe, overrides))
     if config.warm_start is None:
         raise ConfigError(f"recipe {recipe!r} has no warm_start section, so there is nothing to learn; add one")
-    check_model_files(config.model)
-    if config.warm_start.demonstrations == RANDOM_CALLS:
-        inputs = load_inputs(config)
-    else:
-        load_demonstrations(config.warm_start.demonstrations, config.warm_start.options, config.seed)(0)
-        inputs = Inputs([], [])
     with make_progress(config) as progress:
-        with loading(progress):
-            from treadle.api.warm_start import make_warm_model
-
-        report = make_warm_model(config, inputs, options.out, progress)
+        report = learn_demonstrations(config, options.out, progress)
     how = "read from the cache" if report.cached else f"{report.steps} steps in {report.seconds:.0f} s"
     Console().line(f"loss {report.loss:.3f} nats a token ({how})")
     _print_next(options.out, config, recipe, recipe, overrides)
@@ -241,15 +223,12 @@ def _is_override(word: str) -> bool:
 
 
 def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: Sequence[str]) -> int:
-    from treadle.api.sft import prepare  # pyarrow
+    from treadle.api.sft import learn, prepare  # pyarrow
 
     sources = [word for word in options.sources if not _is_override(word)]
     lesson = prepare(start, sources, options.select, overrides)
     with make_progress(lesson.config) as progress:
-        with loading(progress):
-            from treadle.api.warm_start import learn_recorded
-
-        report = learn_recorded(lesson, options.out, progress)
+        report = learn(lesson, options.out, progress)
     console, exactly = Console(), "as recorded"
     if report.inexact:
         exactly = f"not exact: {report.inexact:,} trajectories are text that was tokenized now"

@@ -67,7 +67,17 @@ class Loop:
         """
         self.state = state
         try:
-            await self._run()
+            await self.weight_sync.publish(state.version)
+            self.reporter.callbacks.publish(state.version)
+            await self._evaluate()
+            if self.checkpointer.saved is None:
+                await self._save()
+            async with self.scheduler.sampling():
+                await self._train()
+            await self._save()
+            if self.is_last and not self.finished:
+                await self._evaluate()
+                await self._save()
         except StopConditionMet as condition:
             await self._save()
             raise stopped(condition, self.state.update) from None
@@ -81,19 +91,6 @@ class Loop:
     def finished(self) -> bool:
         """Return whether all updates are made, and the last weights are evaluated."""
         return self.is_last and not self.evaluator.pending(self.state)
-
-    async def _run(self) -> None:
-        await self.weight_sync.publish(self.state.version)
-        self.reporter.callbacks.publish(self.state.version)
-        await self._evaluate()
-        if self.checkpointer.saved is None:
-            await self._save()
-        async with self.scheduler.sampling():
-            await self._train()
-        await self._save()
-        if self.is_last and not self.finished:
-            await self._evaluate()
-            await self._save()
 
     async def _train(self) -> None:
         while not self.is_last and not self.stop.requested:

@@ -14,7 +14,7 @@ from pathlib import Path
 from treadle.models.model_files import base_directory, require_model, require_template, tokenizer_directory
 from treadle.plan.checks import Check, DryRun, Log
 from treadle.plan.config import RunConfig
-from treadle.plan.inputs import Inputs, check_demonstration, load_inputs
+from treadle.plan.inputs import Inputs, check_demonstration, load_data
 from treadle.plan.validation import check_engine_config, check_settings
 from treadle.report.callbacks import load_callbacks
 
@@ -44,7 +44,7 @@ def _settings(config: RunConfig) -> tuple[object, str]:
 
 def _data(config: RunConfig) -> tuple[Inputs, str]:
     """Load tasks and players; the other inputs are checked separately."""
-    inputs = load_inputs(config.model_copy(update={"warm_start": None, "callbacks": ()}))
+    inputs = load_data(config)
     players = inputs.players
     names = [*players.environments, *players.agents, *players.drivers]
     held_out = f", {len(inputs.held_out)} held out" if inputs.held_out else ""

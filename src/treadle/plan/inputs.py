@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from treadle.data.tasks import Player, check_disjoint, players, tasks_sha256, wi
 from treadle.envs.tasks import load_environment, load_reward
 from treadle.plan.config import RunConfig, config_of, is_registered
 from treadle.plan.other_models import make_models
-from treadle.plan.validation import check_changes, check_context
+from treadle.plan.validation import check_changes, check_config, check_context
 from treadle.record.checkpoint_retention import find_checkpoint
 from treadle.record.run_directory import RunDirectory
 from treadle.rendering.chat import ChatRenderer
@@ -102,15 +102,21 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
     return config
 
 
-def load_inputs(config: RunConfig) -> Inputs:
-    """Load tasks, players and callbacks as configured, and check the first demonstration. Needs no torch.
+def load_inputs(config: RunConfig, callbacks: Sequence[Callback] = ()) -> Inputs:
+    """Check the configuration, then load tasks, players and callbacks. Needs no torch.
 
-    Raises ConfigError or DataError.
+    callbacks: beside those configured. Raises ConfigError or DataError.
     """
+    check_config(config)
     check_demonstration(config)
+    return replace(load_data(config), callbacks=load_callbacks(config.callbacks, callbacks))
+
+
+def load_data(config: RunConfig) -> Inputs:
+    """Load tasks and players, without callbacks. Raises ConfigError or DataError."""
     configured = configured_players(config)
     train, held_out = (load_split(config, split, configured.environments) for split in SPLITS)
-    return make_inputs(train, held_out, configured, load_callbacks(config.callbacks))
+    return make_inputs(train, held_out, configured)
 
 
 def check_demonstration(config: RunConfig) -> None:
