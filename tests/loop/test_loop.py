@@ -679,7 +679,7 @@ def test_a_run_whose_groups_teach_nothing_stops_and_says_so(tmp_path: Path) -> N
     ):
         start(tmp_path / "run", "algorithm.dynamic_sampling=filter", inputs=inputs)
     with pytest.raises(
-        ConfigError, match=r"dynamic_sampling is 'filter', but advantage 'reinforce\+\+' has no baseline"
+        ConfigError, match=r"dynamic_sampling is 'filter', but advantage 'reinforce\+\+' has no group baseline"
     ):
         start(tmp_path / "not", "algorithm.dynamic_sampling=filter", "algorithm.advantage=reinforce++")
 
