@@ -265,7 +265,8 @@ def _gae(batch: FlatBatch, signals: Signals, options: GaeConfig) -> Doubles:
     main = batch.mask & (source == np.arange(len(batch)))
     token = np.asarray(np.bincount(source, Rewards.of(batch, signals.penalty).token, len(batch)), np.float64)
     advantage = gae(token, signals.values, main, batch.trajectory_id, options.gamma, options.gae_lambda)
-    togo = (advantage + signals.values)[source]  # a sub-agent's token takes the return of the step that called it
+    # A sub-agent's token takes the return of the step that called it.
+    togo = (advantage + signals.values)[source]
     return np.where(batch.mask & ~main, togo - signals.values, advantage)
 
 

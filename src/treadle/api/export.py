@@ -28,7 +28,8 @@ def export_checkpoint(run: str | Path, directory: Path, merge: bool = False, dty
     if directory.exists():
         raise ConfigError(f"{str(directory)!r} exists already; choose another directory")
     address = find_address(run) or RunAddress(Path(run))
-    address.model()  # fails early, before torch is loaded
+    # Fails early, before torch is loaded.
+    address.model()
     import torch
 
     from treadle.models.loading import load_tokenizer

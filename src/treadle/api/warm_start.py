@@ -177,7 +177,8 @@ async def run_warm_start(
     report = WarmStartReport(result.loss, result.steps, time.perf_counter() - started, cached=False)
     try:
         await trainer.export(entry, {"report.json": json.dumps(asdict(report)).encode()})
-    except CheckpointError as error:  # another run was faster, or the disk refuses: the trained weights are still valid
+    except CheckpointError as error:
+        # Another run was faster, or the disk refuses: the trained weights are still valid.
         progress.log(f"the warm start was not cached: {error}")
     return report
 

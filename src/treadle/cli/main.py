@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         status = _run(options)
-    except KeyboardInterrupt:  # before the command began, or again while reporting the first
+    except KeyboardInterrupt:
+        # Before the command began, or again while reporting the first.
         status = INTERRUPTED
     if arguments is None and status == INTERRUPTED:
         leave(status)
@@ -31,13 +32,15 @@ def _run(options: argparse.Namespace) -> int:
     from treadle.cli.options import exit_status
     from treadle.loop.thread_count import wait_passively
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the commands show their own progress
+    # The commands show their own progress.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     wait_passively()
     return exit_status(lambda options: load_command(options.run)(options), options, f"treadle {options.command}")
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # Ctrl-C in a finalizer is raised again
+    # Ctrl-C in a finalizer is raised again.
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
 

@@ -28,7 +28,8 @@ def address_of(options: argparse.Namespace, command: str) -> GatewayConfig:
 
 def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, command: str) -> int:
     """Run a command ("treadle train", for errors); return 0 done, 1 failed, 2 wrong input or 130 interrupted."""
-    if not os.isatty(0):  # piped input cannot answer questions; a debugger may read a terminal
+    # Piped input cannot answer questions; a debugger may read a terminal.
+    if not os.isatty(0):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         if nothing:
@@ -39,7 +40,8 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         return status
     except TreadleError as error:
         problem, status = str(error), 2 if isinstance(error, ConfigError | DataError) else 1
-    except BrokenPipeError:  # `treadle report RUN | head`: the reader has exited
+    except BrokenPipeError:
+        # `treadle report RUN | head`: the reader has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except IsADirectoryError as error:
@@ -50,7 +52,8 @@ def exit_status(run: Callable[[argparse.Namespace], int], options: argparse.Name
         path = re.sub(r"\.([^/]+?)(\.\d+)?\.tmp$", r"\1", str(error.filename2 or error.filename or ""))
         remedy = "choose another place, or check its permissions"
         problem, status = f"{path}: {refusal(error, remedy)}" if is_refused(error) and path else str(error), 1
-    except MemoryError as error:  # includes pyarrow's, if `ulimit -v` refuses an allocation
+    except MemoryError as error:
+        # Includes pyarrow's, if `ulimit -v` refuses an allocation.
         problem, status = f"out of memory: {error}" if str(error) else "out of memory", 1
     except sqlite3.Error as error:
         problem, status = f"the run's ledger.sqlite cannot be read: {error}", 1

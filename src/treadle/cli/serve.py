@@ -59,7 +59,8 @@ def run_serve(options: argparse.Namespace) -> int:
     from treadle.rollout.gateway.serving import serving  # Starlette and uvicorn
 
     address = address_of(options, "treadle serve")
-    with listen(address, "--{} {}") as listening:  # early, so that a busy port fails before a model is loaded
+    # Early, so that a busy port fails before a model is loaded.
+    with listen(address, "--{} {}") as listening:
         from treadle.models.chat import load_chat
         from treadle.plan.device import check_device, chosen, settled_engine
         from treadle.training.make import load_source
@@ -70,7 +71,8 @@ def run_serve(options: argparse.Namespace) -> int:
         tokenizer, renderer = load_chat(model, began)
         recording = _recording(options, tokenizer.backend_tokenizer)
         source = load_source(model, seed=0)
-        gc.freeze()  # garbage collection over the libraries would halt every request for some 200 ms
+        # Garbage collection over the libraries would halt every request for some 200 ms.
+        gc.freeze()
         gateway = Gateway(model=Path(options.model).name)
         server = serving(gateway, address, listening)
         asyncio.run(_serve(options, config, renderer, source, gateway, server, recording))

@@ -40,7 +40,8 @@ def run_train(options: argparse.Namespace) -> int:
         config = with_model_of_run(load_recipe(options.recipe, options.overrides))
         path = options.runs / (options.name or "")
         if options.name:
-            RunDirectory(path).check_free()  # fails early, before torch is loaded
+            # Fails early, before torch is loaded.
+            RunDirectory(path).check_free()
     inputs = load_inputs(config)
     with nullcontext(path) if resume else _new_directory(options, config) as path:
         how = {"resume": resume, "checkpoint": options.resume_from, "resume_with": RunDirectory(path).resume_command}
@@ -85,7 +86,8 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
         yield path
     finally:
         run = RunDirectory(path)
-        if new and run.is_stub and run.state() == "stopped":  # not another process's of the same name
+        # Not another process's of the same name.
+        if new and run.is_stub and run.state() == "stopped":
             shutil.rmtree(path)
         elif not options.name:
             with suppress(OSError):  # unless it is not empty
@@ -93,14 +95,15 @@ def _new_directory(options: argparse.Namespace, config: RunConfig) -> Iterator[P
 
 
 def print_dry_run(config: RunConfig, runs: Path) -> int:
-    """Print a line per part as it is tried, then the first prompt and memory; return 0 if nothing is missing."""
+    """Print a line per tried part, then the first prompt and memory; return 0 if nothing is missing."""
     console = Console()
 
     def tell(check: Check) -> None:
         state = ("missing  ", "bold red") if check.is_missing else ("ok       ", "green")
         console.line(f"{check.name:<13} ", state, one_line(check.text))
 
-    with environment({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):  # read when the libraries are imported
+    # Read when the libraries are imported.
+    with environment({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}):
         result = dry_run(config, runs, Console(stderr=True).line, tell)
     _print_prompt(console, result)
     if result.memory:
@@ -167,7 +170,8 @@ def before_after_table(results: list[dict[str, Any]], config: RunConfig) -> Tabl
         how = "greedy" if temperature == 0 else f"T={temperature:g}"
         if same[0]["update"] == 0:
             columns[f"before, {how}"] = same[0]
-        if 0 < same[-1]["update"] == results[-1]["update"]:  # otherwise it was switched off, or changed, on a resume
+        # Otherwise it was switched off, or changed, on a resume.
+        if 0 < same[-1]["update"] == results[-1]["update"]:
             columns[f"after, {how}"] = same[-1]
     table = make_table(first, *columns, title=f"held-out success, {results[0]['tasks']} tasks", text=(first,))
     for key in results[0]["by"]:

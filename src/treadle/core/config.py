@@ -343,7 +343,8 @@ def _problems(cls: type[Config], data: Mapping[str, Any]) -> list[_Problem]:
                 field = _fields_at(cls, keys[:-1]).get(str(keys[-1]))
                 purpose = f": {field.description}" if field is not None and field.description else ""
                 problems.append(_Problem(path, f"missing key {path!r}{purpose}", named=False))
-            case "value_error":  # raised by a validator, whose message names the value
+            case "value_error":
+                # Raised by a validator, whose message names the value.
                 refused.setdefault(path, ("", []))[1].append(str(detail["ctx"]["error"]))
             case kind:
                 expected = detail["msg"].removeprefix("Input should be ") + " (quote it)" * (kind == "string_type")
@@ -359,7 +360,8 @@ def _keys(cls: type[Config], data: Any, location: Location) -> Location:
     for part in location:
         if isinstance(data, dict | list) and (part in data or isinstance(part, int)):
             data = data[part]  # type: ignore[index]  # dict by key, list by index
-        elif part in _fields_at(cls, keys):  # a missing key or an invalid default
+        elif part in _fields_at(cls, keys):
+            # A missing key or an invalid default.
             data = None
         else:
             continue

@@ -25,7 +25,7 @@ def changes(before: Config, after: Config) -> list[Change]:
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    """Path -> value; options of what is registered (`driver_options`) each by itself."""
+    """Return path -> value; options of registered components (`driver_options`) are split up, too."""
     values: dict[str, Any] = {}
     for line in describe(config):
         if isinstance(line.value, dict) and line.path.endswith("options"):

@@ -1,4 +1,4 @@
-"""A request that a run ends before its last update."""
+"""A request to end a run before its last update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class StopRequest:
-    """Asks the loop to finish its update, save a checkpoint and leave: on Ctrl-C, SIGTERM, or when something fails."""
+    """Asks the loop to finish its update, save a checkpoint and stop: on Ctrl-C, SIGTERM, or after a failure."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -20,7 +20,7 @@ class StopRequest:
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def request(self, reason: str = "", error: BaseException | None = None) -> None:
-        """Request a stop, also from a signal handler or another thread. reason, error: what went wrong, if anything."""
+        """Request a stop, even from a signal handler or another thread. reason, error: the failure, if any."""
         self.requested = True
         if reason and self._reason is None:
             self._reason = reason, error
@@ -29,7 +29,7 @@ class StopRequest:
             loop.call_soon_threadsafe(event.set)
 
     def raise_reason(self, update: int) -> None:
-        """Raise TrainingStopped if something went wrong: the run was asked to stop then, and saved at this update."""
+        """Raise TrainingStopped if a failure caused the request; the run was then saved at this update."""
         if self._reason is not None:
             raise stopped(self._reason[0], update) from self._reason[1]
 

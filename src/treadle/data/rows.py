@@ -124,7 +124,8 @@ def as_prompt(value: Any, where: str, column: str = "prompt") -> tuple[Message, 
         raise DataError(f"{where}: prompt must be text or a JSON array of messages, got {value!r:.100}; write {PROMPT}")
     messages = [
         {key: part for key, part in message.items() if part is not None} if isinstance(message, Mapping) else message
-        for message in value  # Arrow fills in null for keys of other rows' messages
+        # Arrow fills in null for keys of other rows' messages.
+        for message in value
     ]
     return as_messages(messages, f"{where}: prompt")
 

@@ -72,7 +72,8 @@ def parquet_part(path: Path, stem: str, setting: str) -> Part:
         schema = pq.read_schema(path)
 
     def batches(columns: list[str]) -> Iterator[Any]:
-        with _reading(path, setting):  # no pre_buffer: it keeps a whole row group in memory, perhaps the whole file
+        # No pre_buffer: it keeps a whole row group in memory, perhaps the whole file.
+        with _reading(path, setting):
             file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
             yield from file.iter_batches(batch_size=_BATCH, columns=columns, use_threads=False)
 
@@ -328,7 +329,8 @@ def is_well_formed(batch: Any, paths: Mapping[str, str | Mapping[str, str]]) -> 
     paths: paths of a task's parts, by name; extras also as a mapping.
     """
     try:
-        batch.validate(full=True)  # includes a check that text is UTF-8
+        # Includes a check that text is UTF-8.
+        batch.validate(full=True)
     except pa.ArrowInvalid:
         return False
     return not any(player in paths for player in PLAYERS) and all(

@@ -140,7 +140,8 @@ class TaskRange(LazyTasks):
         return (each for number, each in enumerate(self._tasks.task_ids()) if number in self._numbers)
 
     def players(self) -> set[Player]:
-        return self._tasks.players()  # includes players outside the range
+        # Includes players outside the range.
+        return self._tasks.players()
 
     def sha256(self) -> str:
         return hashlib.sha256(f"{self._tasks.sha256()} {self._numbers}".encode()).hexdigest()

@@ -145,7 +145,8 @@ class BudgetedEngine:
 
     def close_session(self, session: str) -> None:
         if (admission := self._admission.pop(session, None)) is not None:
-            admission.set()  # waiting calls proceed to the engine, which refuses them
+            # Waiting calls proceed to the engine, which refuses them.
+            admission.set()
             if tokens := self._held.pop(session, 0):
                 self._expected.note(tokens)
             self._admit(self._budget.release(session))

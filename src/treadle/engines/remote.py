@@ -349,7 +349,8 @@ class RemoteEngine:
     async def _drive(self) -> None:
         try:
             while True:
-                await asyncio.sleep(0)  # lets answers and closings of the same tick take effect
+                # Lets answers and closings of the same tick take effect.
+                await asyncio.sleep(0)
                 if not self._wave_is_complete():
                     return
                 async with self._turn:
@@ -365,7 +366,8 @@ class RemoteEngine:
             await self._ready()
         except EngineEnded as error:
             self._fail_waiting(error)
-        if not self._wave_is_complete():  # a publication or a restart intervened
+        # A publication or a restart intervened.
+        if not self._wave_is_complete():
             return
         waiting, self._waiting, closed, self._closed = self._waiting, {}, self._closed, []
         for answer in waiting:

@@ -83,7 +83,8 @@ def processed_logprobs(logits: Tensor, how: Rules) -> Tensor:
         size = logits.shape[-1]
         rank = torch.where(how.top_k == 0, size, how.top_k.clamp(max=size))
         threshold = logits.topk(int(rank.max())).values.gather(1, rank - 1)
-        logits = logits.masked_fill(logits < threshold, float("-inf"))  # ties with the last one are kept, as in vLLM
+        # Ties with the last one are kept, as in vLLM.
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     if how.top_p is not None:
         logits = logits.masked_fill(_outside_nucleus(logits, how.top_p), float("-inf"))
     return logits.log_softmax(-1)

@@ -149,6 +149,7 @@ def is_running(pid: int) -> bool:
         return True
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:  # just ended, or the system has no /proc
+    except OSError:
+        # Just ended, or the system has no /proc.
         return not Path("/proc/self/stat").exists()
     return stat.rpartition(")")[2].split()[0] not in "ZX"

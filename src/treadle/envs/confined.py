@@ -44,7 +44,8 @@ class Child:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
-            start_new_session=True,  # shields it from Ctrl-C, as the run may still need it
+            # Shields it from Ctrl-C, as the run may still need it.
+            start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -61,7 +62,8 @@ class Child:
     def ask(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Return the child's answer to a message. Raises NoAnswer. timeout: seconds."""
         self.usable = False
-        with suppress(BrokenPipeError):  # it has ended; the missing answer reports that below
+        # It has ended; the missing answer reports that below.
+        with suppress(BrokenPipeError):
             self._input.write(json.dumps(message).encode() + b"\n")
             self._input.flush()
         return self._answer(timeout)

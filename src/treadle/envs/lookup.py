@@ -99,7 +99,8 @@ class World:
         if name not in self._pages:
             draws = random.Random(f"lookup/page/{self.seed}/{name}")
             items = [(field, draws.choice(VALUES[field])) for field in FIELDS[name]]
-            draws.shuffle(items)  # a field's position must not reveal its kind
+            # A field's position must not reveal its kind.
+            draws.shuffle(items)
             self._pages[name] = dict(items)
         return self._pages[name]
 

@@ -217,7 +217,8 @@ def _described(tool: Tool) -> _Described:
         default = ... if parameter.default is parameter.empty else parameter.default
         line = re.search(rf"^\s*{re.escape(key)}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
         about = Field(alias=key, description=line[1]) if line else Field(alias=key)
-        fields[f"p{number}"] = Annotated[hints[key], about], default  # own names, because pydantic reserves some
+        # Own names, because pydantic reserves some.
+        fields[f"p{number}"] = Annotated[hints[key], about], default
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters = _without_titles(model.model_json_schema())
@@ -252,7 +253,8 @@ def _json(value: Any) -> str:
             raise TypeError(f"a tool gave a {type(value).__name__}; return text, or JSON data")
         return text
 
-    if isinstance(value, set | frozenset):  # its order differs between processes
+    # Its order differs between processes.
+    if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     return json.dumps(to_jsonable_python(value, fallback=other), ensure_ascii=False)
 

@@ -108,7 +108,8 @@ def _said(reply: str) -> str:
 
 def _object(reply: str) -> Any:
     """Return the JSON object of a reply. Raises ValueError."""
-    if reply.strip().startswith("{"):  # one of its texts may contain a closing tag
+    # One of its texts may contain a closing tag.
+    if reply.strip().startswith("{"):
         with suppress(ValueError):
             return read_json(reply)
     said = _said(reply)

@@ -171,7 +171,8 @@ async def open_serving(
     spec = EngineSpec(config, renderer, source, lambda: source.module, device=device)
     engine, weight_sync = await open_engine(spec)
     try:
-        await weight_sync.publish(0)  # servers already running may have any weights
+        # Servers already running may have any weights.
+        await weight_sync.publish(0)
     except BaseException:
         await engine.close()
         raise

@@ -101,7 +101,8 @@ class Loop:
             if self.is_last:
                 return
             if self.plan.max_staleness:
-                self.scheduler.start_groups(self.state.version)  # sampling need not wait for the steps below
+                # Sampling need not wait for the steps below.
+                self.scheduler.start_groups(self.state.version)
             await self._evaluate()
             if self.checkpointer.is_due(self.state):
                 await self._save()
@@ -192,7 +193,8 @@ class Checkpointer:
         with self._reporter.timed("checkpoint", state.update):
             manifest = await self._trainer.save(folder / name) if new else None
             self._store.ledger.commit_checkpoint(name, state, self._batches, finished, manifest)
-            self._store.ledger.copy_out()  # before older checkpoints are removed
+            # Before older checkpoints are removed.
+            self._store.ledger.copy_out()
         self._batches.clear()
         self.saved = state.update
         remove_others(folder, retained(checkpoint_updates(folder), self._plan.retention, state.evaluations))

@@ -112,7 +112,8 @@ class RolloutScheduler:
                 raise several.exceptions[0] from several.exceptions[0].__cause__
             raise
         finally:
-            await self.groups.store.settled()  # even if its awaiters were cancelled
+            # Even if its awaiters were cancelled.
+            await self.groups.store.settled()
 
     def status(self) -> list[ComponentStatus]:
         """Return the groups being sampled and the number waiting to be trained; thread-safe."""
@@ -195,7 +196,8 @@ class RolloutScheduler:
         def ended(task: asyncio.Task[None]) -> None:
             self._running.discard(task)
             for attempt in attempts:
-                attempt.running.cancel()  # only matters if the task was cancelled before it awaited them
+                # Only matters if the task was cancelled before it awaited them.
+                attempt.running.cancel()
 
         task = self._tasks.create_task(self._finish(wave, attempts))
         self._running.add(task)
@@ -297,5 +299,6 @@ async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except Exception:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)  # nothing may be sampling when the run ends
+        # Nothing may be sampling when the run ends.
+        await asyncio.wait(tasks)
         raise

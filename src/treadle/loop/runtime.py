@@ -33,7 +33,8 @@ class CheckedRunner(RolloutRunner, Protocol):
 
     async def check(self, tasks: Sequence[Task]) -> None: ...  # raises ConfigError or EngineError
 
-    def status(self) -> Sequence[ComponentStatus]: ...  # current load of its own processes; thread-safe
+    # Current load of its own processes; thread-safe.
+    def status(self) -> Sequence[ComponentStatus]: ...
 
 
 OpenRollouts = Callable[

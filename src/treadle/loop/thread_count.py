@@ -24,7 +24,8 @@ def wait_passively() -> bool:
     """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         return True
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # child processes inherit it in any case
+    # Child processes inherit it in any case.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     return "torch" not in sys.modules
 
 

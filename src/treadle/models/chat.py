@@ -54,7 +54,8 @@ def load_chat(config: ModelConfig, began: datetime | None) -> tuple[PreTrainedTo
     stop = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     places = [directory]
     if config.build is None:
-        with suppress(ConfigError):  # a missing model is reported when it is loaded
+        # A missing model is reported when it is loaded.
+        with suppress(ConfigError):
             places.insert(0, base_directory(config))
     for place in dict.fromkeys(places):
         stop += _declared(place, len(tokenizer))

@@ -23,8 +23,10 @@ _PRE_TOKENIZERS = {
 def read_model(file: Path) -> PreTrainedModel:
     """Return the model in a GGUF file, in float32. Raises ConfigError if transformers cannot read it."""
     model = load_pretrained(file.parent, str(file.parent), file.name)
-    model.config.__dict__.pop("quantization_config", None)  # its weights are no longer quantized
-    model.name_or_path = ""  # files beside it do not belong to the model
+    # Its weights are no longer quantized.
+    model.config.__dict__.pop("quantization_config", None)
+    # Files beside it do not belong to the model.
+    model.name_or_path = ""
     return model
 
 
@@ -34,7 +36,8 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(file.parent), gguf_file=file.name, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a third-party library, which raises any exception for a damaged file
+    except Exception as error:
+        # A third-party library, which raises any exception for a damaged file.
         raise ConfigError(f"{str(file)!r}: its tokenizer cannot be read: {error}") from error
     if make := _PRE_TOKENIZERS.get(_read_text(file, gguf.Keys.Tokenizer.PRE)):
         tokenizer.backend_tokenizer.pre_tokenizer = make()

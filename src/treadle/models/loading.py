@@ -50,7 +50,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a third-party library, which raises any exception for a damaged file
+    except Exception as error:
+        # A third-party library, which raises any exception for a damaged file.
         if names_code(directory / "tokenizer_config.json"):
             raise ConfigError(
                 f"the tokenizer in {str(directory)!r} brings its own code (auto_map in tokenizer_config.json), "
@@ -111,7 +112,8 @@ def load_frozen(path: str, field: str, policy: PreTrainedModel, weights: bool = 
     mine, theirs = policy.config.get_text_config(), model.config.get_text_config()
     for name in ("vocab_size", "max_position_embeddings"):
         needed = getattr(mine, name, 0)
-        there = getattr(theirs, name, needed)  # one that names no context has no limit
+        # Models that name no context have no limit.
+        there = getattr(theirs, name, needed)
         if there < needed:
             raise ConfigError(f"{field}: {name} of {path!r} is {there}, smaller than the model's {needed}")
     return model

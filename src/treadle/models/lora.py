@@ -147,7 +147,8 @@ def load_adapter(model: PreTrainedModel, directory: Path, config: LoraConfig | N
         base = _read_base((directory / BASE).read_bytes()) if (directory / BASE).is_file() else None
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ConfigError(f"model.adapter: {str(directory)!r} cannot be loaded: {error}") from error
-    if base is not None and weights:  # directories made by peft have none
+    # Directories made by peft have none.
+    if base is not None and weights:
         _check_base(base, directory, Path(str(model.name_or_path)))
     _require_plain(model, directory, settings)
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}

@@ -90,7 +90,8 @@ def require_model(name: str, setting: str) -> Path:
             raise ConfigError(f"{setting}: {name!r} is not in the cache yet; run: treadle models get {name}")
         return directory
     if is_hub_name(name):
-        from treadle.models.hub import hub_directory  # huggingface_hub comes with an extra
+        # huggingface_hub comes with an extra.
+        from treadle.models.hub import hub_directory
 
         return hub_directory(name, setting)
     if name.startswith("~"):
@@ -136,7 +137,8 @@ def tokenizer_directory(config: ModelConfig) -> Path:
     if not (directory / "tokenizer.json").is_file() and is_convertible(name):
         directory = require_model(name, setting)
     elif not directory.is_dir() and is_hub_name(name):
-        from treadle.models.hub import hub_directory  # huggingface_hub comes with an extra
+        # huggingface_hub comes with an extra.
+        from treadle.models.hub import hub_directory
 
         directory = hub_directory(name, setting, weights=config.tokenizer is None)
     if not (directory / "tokenizer.json").is_file():

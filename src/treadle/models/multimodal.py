@@ -80,7 +80,8 @@ def _take_off(module: nn.Module, needed: set[nn.Module]) -> None:
 
 def _stored(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a directory by name, memory-mapped: none is read before it is used."""
-    files = {"model.safetensors"}  # transformers prefers it to an index beside it
+    # transformers prefers it to an index beside it.
+    files = {"model.safetensors"}
     if not (directory / "model.safetensors").is_file():
         files = set(json.loads((directory / "model.safetensors.index.json").read_bytes())["weight_map"].values())
     stored: dict[str, Tensor] = {}

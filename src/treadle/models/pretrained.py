@@ -1,4 +1,4 @@
-"""Loading the causal language model in a directory, with nothing of it missing and none of its code run."""
+"""Loading the causal language model in a directory, completely and without running its code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
                 device_map=None if weights else "meta",
                 dtype=torch.float32,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, like missing weights
+                # Reported below, like missing weights.
+                ignore_mismatched_sizes=True,
                 local_files_only=True,
                 trust_remote_code=False,
             )

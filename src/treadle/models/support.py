@@ -77,7 +77,8 @@ def context_of(config: PretrainedConfig) -> int:
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its head; the model itself if it does not separate them."""
     decoder: PreTrainedModel = model.get_decoder()
-    inner = getattr(model, "model", None)  # for Llama 4, which has another name in `base_model_prefix`
+    # For Llama 4, which has another name in `base_model_prefix`.
+    inner = getattr(model, "model", None)
     return inner if decoder is model and isinstance(inner, PreTrainedModel) else decoder
 
 
@@ -85,7 +86,8 @@ def refuse_randomness(model: PreTrainedModel) -> None:
     """Raise ConfigError for dropout or routing noise: the trained policy would differ from the sampling one."""
     rates = {f"dropout of {name}": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for name, value in model.config.get_text_config().to_dict().items():
-        unused = name.startswith(("summary_", "classifier_"))  # settings of heads that a causal LM lacks
+        # Settings of heads that a causal LM lacks.
+        unused = name.startswith(("summary_", "classifier_"))
         if not unused and ("dropout" in name or "jitter" in name or name.endswith("_pdrop")):
             rates[name] = value
     for name, value in rates.items():

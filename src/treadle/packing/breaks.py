@@ -249,7 +249,8 @@ def callers(related: Sequence[Relation]) -> Indices:
     conversation = _conversations(related)
     last = {name: number for number, name in enumerate(conversation)}
     parents = np.arange(len(related))
-    main = latest = 0  # the conversation, and the step, that the main branch has reached
+    # The conversation, and the step, that the main branch has reached.
+    main = latest = 0
     caller: dict[int, int] = {}  # sub-agents' conversations
     for number, name in enumerate(conversation):
         if name != main and name not in caller and last[main] > number:

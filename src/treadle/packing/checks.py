@@ -44,7 +44,8 @@ def _fault(
 ) -> str | None:
     for number, step in enumerate(trajectory.steps):
         fault = None if step_drop_reason(trajectory, step) else _step_fault(step, vocabulary, context)
-        if fault is None and routing is not None:  # dropped steps, too: later steps inherit their routing
+        # Dropped steps, too: later steps inherit their routing.
+        if fault is None and routing is not None:
             fault = _routing_fault(step, *routing)
         if fault is not None:
             return f"step {number}: {fault}"

@@ -105,7 +105,8 @@ def compactions(calls: Sequence[RecordedCall], related: Sequence[Relation]) -> l
     new, main = _newly_read(calls), callers(related) == np.arange(len(calls))
     found: list[Compaction] = []
     last: RecordedCall | None = None  # of the main branch
-    opening = False  # the continuing step was rejected and replaced by another
+    # The continuing step was rejected and replaced by another.
+    opening = False
     for at, call in enumerate(calls):
         if call.cause is BreakCause.SUMMARY and main[at] and last is not None and not opening:
             first = at

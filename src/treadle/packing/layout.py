@@ -164,12 +164,16 @@ def _cuts(arranged: Arrangement, budget: int) -> list[tuple[int, int]]:
     """
     lengths, shared = arranged.lengths, arranged.shared
     count = len(lengths)
-    upto = np.concatenate([[0], np.cumsum(lengths - shared)])  # nodes of calls [0, i) if nothing is cut
+    # Nodes of calls [0, i) if nothing is cut.
+    upto = np.concatenate([[0], np.cumsum(lengths - shared)])
     least = np.zeros(count + 1)
     start_of = np.zeros(count + 1, np.int64)
-    first = 0  # start of the widest range within the budget that ends here; it only increases
-    long = 0  # calls [0, long) end with the last one longer than the budget
-    tied = 0  # calls [tied, end) share enough to go over the budget together
+    # Start of the widest range within the budget that ends here; it only increases.
+    first = 0
+    # Calls [0, long) end with the last one longer than the budget.
+    long = 0
+    # Calls [tied, end) share enough to go over the budget together.
+    tied = 0
     for end in range(1, count + 1):
         if shared[end - 1] <= _LOOSE * budget:
             tied = end - 1

@@ -102,11 +102,13 @@ class PrefixTree:
         subtree_end = np.full(nodes, nodes, np.int64)
         width = _width(calls)
         keys = np.full((nodes, width), -1, np.int32) if width else None
-        path = np.empty(int(lengths.max(initial=0)), np.int64)  # depth -> node, from the root to the newest leaf
+        # Depth -> node, from the root to the newest leaf.
+        path = np.empty(int(lengths.max(initial=0)), np.int64)
         sources: list[Indices] = [np.empty(0, np.int64)]
         size = bottom = 0
         for call, depth_kept, length in zip(calls, common.tolist(), lengths.tolist(), strict=True):
-            subtree_end[path[depth_kept:bottom]] = size  # these nodes get no further descendants
+            # These nodes get no further descendants.
+            subtree_end[path[depth_kept:bottom]] = size
             end = size + length - depth_kept
             token_ids[size:end] = call.token_ids[depth_kept:]
             depth[size:end] = np.arange(depth_kept, length)

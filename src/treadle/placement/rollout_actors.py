@@ -55,7 +55,8 @@ class WorkerEngine:
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
     def open_session(self, session: str) -> None:
-        if session not in self.routes or session in self._closed:  # otherwise the run's process has opened it
+        # Otherwise the run's process has opened it.
+        if session not in self.routes or session in self._closed:
             self._closed.discard(session)
             self.ask("open_session", session)
 
@@ -74,7 +75,8 @@ class WorkerEngine:
         if route := self.routes.get(session):
             try:
                 completion = await route.call("generate", prompt_ids, sampling, session, cache_salt)
-            except (WorkerLost, ServerLost):  # the run's process knows the session's next engine
+            except (WorkerLost, ServerLost):
+                # The run's process knows the session's next engine.
                 self.routes[session] = None
             else:
                 return completion
@@ -303,7 +305,8 @@ class _Worker:
         if log is not None:
             self._logs[name] = _Log(log, address, list(log.recorded(address)))
         attempt = asyncio.ensure_future(self._play(name, group_id, task, address, sampling))
-        attempt.add_done_callback(partial(self._ended, name))  # also covers attempts cancelled before they begin
+        # Also covers attempts cancelled before they begin.
+        attempt.add_done_callback(partial(self._ended, name))
         return attempt
 
     def status(self, name: str) -> ComponentStatus:
@@ -393,7 +396,8 @@ class _Worker:
             log.log.restarted(log.address, player, what)
 
     def open_session(self, session: str) -> None:
-        with suppress(EngineError):  # calls of a closed session are refused
+        # Calls of a closed session are refused.
+        with suppress(EngineError):
             self._engine.open_session(session)
 
     def close_session(self, session: str) -> None:

@@ -53,7 +53,8 @@ def placed(plan: RuntimePlan, directory: Path, log: Callable[[str], None]) -> It
 def check_transfer(plan: RuntimePlan, placement: Placement) -> None:
     """Raise PlacementError for vLLM servers on other nodes than the first rank, which hands them a file."""
     if plan.engine.kind != "vllm" or plan.engine.vllm.transfer == "collective" or plan.adapters:
-        return  # adapters are in the run's directory, which all nodes see
+        # Adapters are in the run's directory, which all nodes see.
+        return
     nodes = {
         str(bundle): place.node
         for bundle, place in zip(placement.reservation.bundles, placement.places, strict=True)
@@ -138,7 +139,8 @@ def connected(address: str | None, bundles: Sequence[Bundle], log: Callable[[str
 @contextmanager
 def _local(bundles: Sequence[Bundle], log: Callable[[str], None]) -> Iterator[None]:
     if any(bundle.resources.get("GPU") for bundle in bundles):
-        from torch.cuda import device_count  # the devices that ranks and engines will see
+        # The devices that ranks and engines will see.
+        from torch.cuda import device_count
 
         if lacking := shortage(bundles, {"this machine": {"CPU": float("inf"), "GPU": device_count()}}):
             raise PlacementError(f"{lacking}; lower `placement`, or set placement.address to a cluster that has it")

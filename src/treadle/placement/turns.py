@@ -44,7 +44,8 @@ class Turns:
         """Hold a side's turn inside the block, shared with its other calls. wake: engines need the latest weights."""
         if self._whose != side or (side == "engines" and wake and self._asleep):
             await self._pass_to(side, wake)
-        self._calls += 1  # no await since the turn was confirmed
+        # No await since the turn was confirmed.
+        self._calls += 1
         try:
             yield
         finally:

@@ -73,7 +73,8 @@ class DryRun:
             how = f"{error.name} is not installed; {how_to_install(error.name)}"
             self._add(Check(name, how, is_missing=True))
         else:
-            if text:  # otherwise more of this part will be tried
+            # Otherwise more of this part will be tried.
+            if text:
                 self._add(Check(name, text))
             return made
         return None

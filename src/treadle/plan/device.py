@@ -19,9 +19,9 @@ _NVIDIA = Path("/proc/driver/nvidia/gpus")  # one directory per GPU, independent
 
 
 def settled(config: RunConfig, before: RunConfig | None = None) -> RunConfig:
-    """Return the configuration with device and precisions filled in, as it is stored.
+    """Return the configuration with device and precisions filled in, for storage.
 
-    before: configuration of the run to continue, whose values are kept unless others are configured.
+    before: configuration of the run to continue; its values are kept unless others are configured.
     Raises ConfigError for a missing device (`check_device`).
     """
     device: Device = before.device if before is not None and config.device == "auto" else config.device

@@ -176,7 +176,8 @@ def _drivers(inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Log
 
 async def _described(name: str, driver: AttemptDriver[Any], inputs: Inputs) -> str:
     played = next((task for task in chain(inputs.train, inputs.held_out) if task.player == ("driver", name)), None)
-    describe = getattr(driver, "describe", None)  # a driver need not inherit the method
+    # A driver need not inherit the method.
+    describe = getattr(driver, "describe", None)
     return (played and describe and await describe(played)) or f"{name} can be started"
 
 
@@ -196,7 +197,7 @@ def _demonstrations(
 
 
 def _memory(parts: list[MemoryPart], ranks: int) -> tuple[object, str]:
-    """Compare needed and available memory: of this machine, and of its GPUs, if used."""
+    """Compare needed with available memory on this machine, and on its GPUs, if used."""
     texts: list[str] = []
     lacking: MemoryPart | None = None
     for on_gpu in (True, False):
@@ -427,7 +428,8 @@ def _widths(config: PretrainedConfig) -> _Widths | None:
     attention = [each for each in heads if each is not None]
     if layers is None or hidden is None or (intermediate is None and attending) or len(attention) < len(attending):
         return None
-    blocks = [kind for kind in layer_kinds(text) if kind in ("mlp", "moe")]  # Nemotron-H's blocks with only an MLP
+    # Nemotron-H's blocks with only an MLP.
+    blocks = [kind for kind in layer_kinds(text) if kind in ("mlp", "moe")]
     expert = _number(text, "moe_intermediate_size") or (_number(text, "num_local_experts") and intermediate)
     if expert and set(blocks) != {"mlp"}:
         shared = _number(text, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size") or 0

@@ -88,7 +88,8 @@ def resumable_config(path: Path, overrides: Sequence[str] = (), checkpoint: str 
     config = config_of(run, overrides)
     if checkpoint is not None or not run.is_unsaved:  # it is restarted
         check_changes(changes(config_of(run), config))
-        find_checkpoint(path, checkpoint or "latest")  # fails early, before torch is loaded
+        # Fails early, before torch is loaded.
+        find_checkpoint(path, checkpoint or "latest")
     if is_in_memory(config.data.train):
         raise RunError(
             f"run {str(path)!r} was started from Python; continue with treadle.train(..., resume=True) there"
@@ -264,8 +265,8 @@ def check_drivers(players: Players, renderer: ChatRenderer, config: RunConfig, l
 def first_prompt(
     inputs: Inputs, renderer: ChatRenderer, config: RunConfig, log: Callable[[str], None]
 ) -> FirstPrompt | None:
-    """Return the prompt of the first task whose environment resets; None if an agent, a driver or another role of the
-    policy makes it.
+    """Return the prompt of the first task with an environment that resets; None if an agent, a driver or another role
+    of the policy makes it.
 
     log: receives lines about environments that block the event loop, or do not end. Raises ConfigError if none of up to
     three can be reset, if one refuses its options, may wait longer than `rollout.environment_timeout` or needs more
@@ -342,7 +343,8 @@ async def _first(
                 return None
             raise
         finally:
-            await environment.close()  # its errors are only warnings, as in an attempt
+            # Its errors are only warnings, as in an attempt.
+            await environment.close()
             user.release()
             for model in models.values():
                 await model.close()

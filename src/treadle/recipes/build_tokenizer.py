@@ -142,7 +142,8 @@ def write(folder: Path, plan: Plan) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": TURN_END,
-        "clean_up_tokenization_spaces": False,  # decoding must give back exactly what was sampled
+        # Decoding must give back exactly what was sampled.
+        "clean_up_tokenization_spaces": False,
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = {

@@ -145,7 +145,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _harbor_result(path: Path) -> dict[str, Any]:
-    """Return task and reward of the trial whose agent wrote `path`; empty if missing."""
+    """Return task and reward of the trial that contains `path`; empty if missing."""
     try:
         result = read_json((path.parent.parent / "result.json").read_text("utf-8"))
         return {"task_id": result["task_name"], "reward": result["verifier_result"]["rewards"]["reward"]}

@@ -1,8 +1,8 @@
-"""A recorded step as plain data: `describe` names each fact once, and all else is a projection of it.
+"""A recorded step as plain data: `describe` names each fact once, and everything else is derived from it.
 
 rollout_store.step_row                a row of a Parquet shard
-trajectory_files.as_record, atif      what `treadle export-traces` writes
-shown_steps                           what `treadle show` prints, and `treadle view` draws
+trajectory_files.as_record, atif      records of `treadle export-traces`
+shown_steps                           steps in `treadle show` and `treadle view`
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = (
 
 
 def describe(step: Step) -> dict[str, Any]:
-    """Return all of a step by name, with its sampling parameters and reward components; arrays stay arrays."""
+    """Return all fields of a step by name, with its sampling parameters and reward components; arrays stay arrays."""
     own = {f.name: getattr(step, f.name) for f in fields(step) if f.name not in ("sampling", "given")}
     return {
         **own,
@@ -44,9 +44,9 @@ def describe(step: Step) -> dict[str, Any]:
 def shown_steps(
     steps: Sequence[Step], texts: TokenTexts, advantage: float | None, traces: Iterable[StepTrace] = ()
 ) -> tuple[list[dict[str, Any]], list[Compaction]]:
-    """Return the steps of a trajectory as they are shown, and its compactions.
+    """Return the steps of a trajectory for display, and its compactions.
 
-    advantage: mean over the trajectory. traces: of its steps; the last one of a step counts.
+    advantage: mean over the trajectory. traces: traces of its steps; the last one of a step counts.
     """
     related, traced = step_relations(steps, texts), {trace.step: trace for trace in traces}
     shown = [
@@ -74,13 +74,14 @@ def _shown(
         "components": step.given.by_name,  # with the sum of the token rewards
         "rejection": rejection(step),
         "versions": np.unique(step.policy_versions).tolist(),
-        "update": None if trace is None else trace.update,  # the update that computed the learner's columns
+        # The update that computed the learner's columns.
+        "update": None if trace is None else trace.update,
         "columns": {} if step.chat else _columns(step, None if step.dropped else advantage, trace),
     }
 
 
 def _columns(step: Step, advantage: float | None, trace: StepTrace | None) -> dict[str, list[Any]]:
-    """Return name -> a value for each sampled token, for the recorded columns."""
+    """Return name -> values of all sampled tokens, for the recorded columns."""
     mask = step.mask.tolist()
     columns: dict[str, list[Any]] = {
         "logprob": _rounded(step.logprobs),

@@ -75,7 +75,8 @@ class Ledger(LedgerReader):
     def close(self) -> None:
         """Close it, when no other thread uses it, as a single file, readable on a read-only disk."""
         with self._lock:
-            with suppress(sqlite3.Error):  # it has a reader and stays in WAL mode
+            # It has a reader and stays in WAL mode.
+            with suppress(sqlite3.Error):
                 self._db.execute("PRAGMA journal_mode=DELETE")
             self._db.close()
 

@@ -227,7 +227,8 @@ class LedgerReader:
 
     def step_states(self) -> list[Row]:
         """Return steps and tokens of each split, state and reason, the most frequent first."""
-        by_trajectory = (  # first, so that each trajectory is looked up once
+        # First, so that each trajectory is looked up once.
+        by_trajectory = (
             "SELECT trajectory_id, state, reason, count(*) AS count, sum(prompt_tokens) AS prompt_tokens, "
             "sum(completion_tokens) AS completion_tokens FROM steps GROUP BY 1, 2, 3"
         )

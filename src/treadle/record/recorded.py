@@ -236,7 +236,8 @@ def read_run(path: Path) -> Iterator[RecordedTrajectory]:
     ledger = run.ledger()
     ledger.prove("groups", "trajectories", "steps")
     vocabulary, rows = vocabulary_sha256(load_run_tokenizer(path)), ledger.sampled_once()
-    shards = ledger.shards()  # includes any that the run has recorded since
+    # Includes any that the run has recorded since.
+    shards = ledger.shards()
     read = lru_cache(_SHARDS)(lambda name: read_shard(run.rollouts, shards[name]))
     for row in rows:
         task = Task(**json.loads(row["task"]))

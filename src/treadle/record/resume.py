@@ -75,9 +75,11 @@ def roll_back(
     latest = ledger.latest_checkpoint()
     if latest is not None and latest[0] != name:
         steps = ledger.return_to(name)
-        ledger.copy_out()  # before removing checkpoints referenced by an older copy
+        # Before removing checkpoints referenced by an older copy.
+        ledger.copy_out()
         log(f"back from {latest[0]} to {name}: {steps} steps are dropped as {DropReason.ROLLED_BACK}")
-    committed = ledger.checkpoint_names()  # unreferenced directories are removed
+    # Unreferenced directories are removed.
+    committed = ledger.checkpoint_names()
     on_disk = [update for update in checkpoint_updates(run.checkpoints) if checkpoint_name(update) in committed]
     remove_others(run.checkpoints, {name, *retained(on_disk, keeping, state.evaluations)})
     restored, unreadable = (

@@ -247,7 +247,8 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
         content = (source / "tokenizer.json").read_bytes()
     try:
         return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:
+        # The library raises no narrower class.
         raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
 
 

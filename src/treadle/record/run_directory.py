@@ -249,7 +249,8 @@ class RunDirectory:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError as error:  # held by another run, or briefly by a reader: `state`
+            except BlockingIOError as error:
+                # Held by another run, or briefly by a reader: `state`.
                 if not attempts_left:
                     file.close()
                     raise self._in_progress() from error

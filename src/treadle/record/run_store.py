@@ -55,14 +55,17 @@ class RunStore:
         together, and none may assume its own were written.
         """
         if self.calls is not None:
-            await self.calls.settled()  # its calls must not be written after it
+            # Its calls must not be written after it.
+            await self.calls.settled()
         self._pending.append(part)
         self._version = version
         async with self._turn:
-            await asyncio.sleep(0)  # batches attempts that finish at the same moment
+            # Batches attempts that finish at the same moment.
+            await asyncio.sleep(0)
             parts, self._pending = self._pending, []
             failed = self._writing is not None and self._writing.done() and self._writing.exception() is not None
-            if parts and not failed:  # otherwise another caller has written ours, or failed
+            # Otherwise another caller has written ours, or failed.
+            if parts and not failed:
                 self._writing = asyncio.ensure_future(self._record_all(parts))
             assert self._writing is not None  # ours, or another caller's
             await asyncio.shield(self._writing)
@@ -119,7 +122,8 @@ def open_ledger(run: RunDirectory, directory: str | None) -> Iterator[Ledger]:
             f"orchestration.ledger_directory={directory}: {refusal(error, 'give a directory to write to')}"
         ) from error
     with closing(Ledger(local, copy=run.ledger_file)) as ledger:
-        ledger.copy_out()  # marks the copy as this ledger's own
+        # Marks the copy as this ledger's own.
+        ledger.copy_out()
         try:
             yield ledger
         finally:

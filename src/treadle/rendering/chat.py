@@ -113,7 +113,8 @@ class ChatRenderer:
         render = partial(self.template(tools or ()).render, tools=tools, options=options)
         try:
             return render(messages, generation_prompt=generation_prompt)
-        except DataError:  # gpt-oss reads thoughts from here, but not beside content
+        except DataError:
+            # gpt-oss reads thoughts from here, but not beside content.
             if not any("thinking" in message for message in messages):
                 raise
             shown = [{key: item for key, item in message.items() if key != "thinking"} for message in messages]

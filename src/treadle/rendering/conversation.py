@@ -156,7 +156,8 @@ class Conversation:
         setting, message = self._setting(tools, {}), messages[-1]
         as_text = setting.template.arguments_as_text
         shown = [_shown(m, False, as_text, self._renderer.roles) for m in messages]
-        for m in shown[:-1]:  # gpt-oss writes earlier thoughts in a prompt, and not before a reply
+        # gpt-oss writes earlier thoughts in a prompt, and not before a reply.
+        for m in shown[:-1]:
             for key in ("reasoning_content", "thinking"):
                 m.pop(key, None)
         write = partial(self._renderer.write, tools=setting.tools, options=setting.options)
@@ -167,7 +168,8 @@ class Conversation:
             written, asked = (self._structure.plain(t)[-80:] for t in (text, prompt))
             raise DataError(f"the chat template writes this reply as {written!r}, and prompts for it with {asked!r}")
         follows: Plain = {"role": "tool" if message.get("tool_calls") else "user", "content": "-"}
-        with suppress(DataError):  # some templates end a turn only where the next one begins
+        # Some templates end a turn only where the next one begins.
+        with suppress(DataError):
             longer = write([*shown, follows], generation_prompt=False)
             text = longer if longer.startswith(text) else text
         reply = text[same:]
@@ -305,7 +307,8 @@ class Conversation:
         kept, lost = self._carried_on(draft, text) or self._spliced(draft, text)
         pieces: list[Ids] = []
         spans: list[Span] = []
-        at, after, tokens = 0, None, 0  # end of the encoded text, end token before the rest, number of ids
+        # End of the encoded text, end token before the rest, number of ids.
+        at, after, tokens = 0, None, 0
         for reply in kept:
             between = self._structure.encode(text[at : reply.start], after)
             tokens += sum(map(len, between))

@@ -242,7 +242,8 @@ def _readings(text: str) -> Iterator[Any]:
         value = read_json(text, strict=False, unique=True)
     except ValueError:
         return
-    if not isinstance(value, str):  # texts are written verbatim, never as JSON
+    # Texts are written verbatim, never as JSON.
+    if not isinstance(value, str):
         yield value
 
 

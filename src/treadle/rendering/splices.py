@@ -63,7 +63,8 @@ def locate(
     limits = _limits(places, len(messages), len(text))
     splices: list[Splice] = []
     lost: dict[int, BreakCause] = {}
-    at, hidden = 0, False  # text before `at` is done; hidden: an assistant message after it has no mark
+    # Text before `at` is done; hidden: an assistant message after it has no mark.
+    at, hidden = 0, False
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             if places.fences.get(number, -1) > at:
@@ -127,7 +128,8 @@ def _turn(
     """Find the turn, from its head to the end token."""
     if window.first is not None:
         start = text.rfind(reply.head, window.start, window.first)
-    elif window.hidden:  # take the last of several empty turns
+    elif window.hidden:
+        # Take the last of several empty turns.
         start = text.rfind(reply.head, window.start, window.limit) if window.tight else -1
     else:
         start = text.find(reply.head, window.start, window.limit)
@@ -135,7 +137,8 @@ def _turn(
     end = ends.search(text, parts_end, window.limit) if start >= 0 else None
     if end is None:
         return BreakCause.REWRITTEN
-    if window.first is None:  # without marks, every part must be in the text
+    # Without marks, every part must be in the text.
+    if window.first is None:
         written = text[start : end.start()]
         for _, wanted, cause in _wanted(message):
             if wanted not in written:

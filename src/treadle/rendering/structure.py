@@ -137,12 +137,14 @@ def any_of(strings: Iterable[str]) -> re.Pattern[str]:
 def _renamed(spec: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Rename tokens in a tokenizer (as JSON data), so that its model cannot make them of other text either."""
     model = spec["model"]
-    vocabulary = model["vocab"]  # token -> id; in Unigram models [token, score] in order of ids
+    # Token -> id; in Unigram models [token, score] in order of ids.
+    vocabulary = model["vocab"]
     if isinstance(vocabulary, Mapping):
         renamed: dict[str, Any] = {"vocab": {names.get(token, token): ident for token, ident in vocabulary.items()}}
     else:
         renamed = {"vocab": [(names.get(token, token), score) for token, score in vocabulary]}
-    if "merges" in model:  # merges of converted SentencePiece models can produce structural tokens
+    # Merges of converted SentencePiece models can produce structural tokens.
+    if "merges" in model:
         renamed["merges"] = [(a, b) for a, b in model["merges"] if not (a in names or b in names or a + b in names)]
     if isinstance(model.get("unk_token"), str):
         renamed["unk_token"] = names.get(model["unk_token"], model["unk_token"])
@@ -208,7 +210,8 @@ def offsets(pieces: Sequence[bytes]) -> list[int]:
     decoder, places, at = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for piece in pieces:
         pending = decoder.getstate()[0]
-        is_cut = piece and not 0x80 <= piece[0] < 0xC0  # pending bytes end before this token
+        # Pending bytes end before this token.
+        is_cut = piece and not 0x80 <= piece[0] < 0xC0
         places.append(at + len(pending.decode(errors="replace")) if is_cut else at)
         at += len(decoder.decode(piece))
     return places

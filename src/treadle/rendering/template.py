@@ -84,7 +84,8 @@ class ChatTemplate:
         shown = [{**m, "role": Role.of(m["role"])} for m in messages] if self._composed else messages
         try:
             text = self._template.render(messages=shown, tools=tools, documents=None, **variables)
-        except _REFUSALS as error:  # many refuse roles that do not alternate
+        except _REFUSALS as error:
+            # Many refuse roles that do not alternate.
             roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", ..." if len(messages) > 8 else "")
             why = str(error) or type(error).__name__
             raise DataError(f"the chat template refuses a conversation of {roles}: {why}") from error
@@ -105,7 +106,8 @@ class ChatTemplate:
             raise ConfigError(f"the chat template, line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}") from error
-        template.globals = dict(template.globals)  # every rendering copies them, which is slow from a ChainMap
+        # Every rendering copies them, which is slow from a ChainMap.
+        template.globals = dict(template.globals)
         return template
 
     def _unclaimed(self) -> list[str]:
@@ -124,7 +126,8 @@ class ChatTemplate:
             function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
             call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
             text = self._try([_QUESTION, call])
-            if _PROBE in text and '\\"' not in text:  # quotes are escaped if text is encoded as JSON again
+            # Quotes are escaped if text is encoded as JSON again.
+            if _PROBE in text and '\\"' not in text:
                 return as_text
         return False
 

@@ -212,7 +212,8 @@ def _folded(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 def extended_spans(base: Sequence[Span], shared: int, ids: Sequence[int], texts: TokenTexts) -> list[Span]:
     """Return the spans of a sequence that has its first `shared` tokens in common with one with the spans `base`."""
     if shared and ids[shared - 1] in texts.special and not _ENDS.match(texts.raw(ids[shared - 1])):
-        shared -= 1  # the marker may introduce another role
+        # The marker may introduce another role.
+        shared -= 1
     kept = [s.model_copy(update={"end": min(s.end, shared)}) for s in base if s.start < shared]
     role = kept[-1].role if kept else ""
     new = message_spans(ids[shared:], texts, role)

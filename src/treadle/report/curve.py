@@ -53,7 +53,7 @@ class RunMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RunGroup:
-    """Runs that differ only in the seed. settings: those that distinguish them from other groups,
+    """Runs that differ only in the seed. settings: the ones that distinguish them from other groups,
     `training.packing=tree`.
 
     hidden: number of other settings that differ between groups.
@@ -246,7 +246,8 @@ def draw_runs(runs: Sequence[RunMetrics], path: Path) -> list[RunGroup]:
 
 def make_figure(groups: Sequence[RunGroup], shown: Sequence[Panel]) -> Figure:
     """Return a figure of the groups' panels, with one legend for all of them."""
-    from matplotlib.figure import Figure  # half a second of import, only needed here
+    # Half a second of import, only needed here.
+    from matplotlib.figure import Figure
 
     columns = max(1, min(len(shown), 2 if len(shown) <= 4 else 3))
     rows = max(1, math.ceil(len(shown) / columns))

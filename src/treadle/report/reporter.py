@@ -84,7 +84,8 @@ class Reporter:
         self.seconds = {}
         of_run = run_metrics(phases, *self.clock.read(), len(abandoned_threads()))
         for number, result in enumerate(results):
-            first = number * grading.tasks_per_update % len(groups)  # each epoch goes through all groups
+            # Each epoch goes through all groups.
+            first = number * grading.tasks_per_update % len(groups)
             own = groups[first : first + grading.tasks_per_update]
             played = trajectory_metrics(own, grading.group_size, grading.success_at, state.version, grading.success_of)
             row = {"kind": "update", "update": state.update + number + 1, "version": state.version}
@@ -159,7 +160,8 @@ def run_summary(
     def before(results: list[dict[str, Any]]) -> float | None:
         return results[0]["success"] if results and results[0]["update"] == 0 else None
 
-    def after(results: list[dict[str, Any]]) -> float | None:  # missing if it was switched off, or changed, on a resume
+    # Missing if it was switched off, or changed, on a resume.
+    def after(results: list[dict[str, Any]]) -> float | None:
         return results[-1]["success"] if results and 0 < results[-1]["update"] == last else None
 
     return {

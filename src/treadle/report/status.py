@@ -153,6 +153,7 @@ class LiveStatus(Callback):
         components = tuple(component for source in tuple(self.sources) for component in source())
         status = replace(self._status, written=time.time(), components=components)
         temporary = path.with_name(f".{path.name}.new")
-        with suppress(OSError):  # a full disk ends the run elsewhere; the next write may succeed
+        # A full disk ends the run elsewhere; the next write may succeed.
+        with suppress(OSError):
             temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
             os.replace(temporary, path)  # need not be durable

@@ -79,7 +79,8 @@ class Tracker(Callback):
     def update(self, row: Mapping[str, Any]) -> None:
         figures = {name: value for name, value in scalars(row) if name != "update"}
         self._call(self.log, figures, row["update"])
-        if self._samples:  # for a batch of several updates, logged with the first
+        # For a batch of several updates, logged with the first.
+        if self._samples:
             self._call(self.log_samples, self._samples, row["update"])
         self._samples = []
 
@@ -124,7 +125,8 @@ class TensorBoard(Tracker):
     def log(self, figures: Mapping[str, float], update: int) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, update)
-        self._writer.flush()  # so that a killed run has them, too
+        # So that a killed run has them, too.
+        self._writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], update: int) -> None:
         self._writer.add_text("samples", as_markdown(samples), update)
@@ -162,7 +164,8 @@ class WandB(Tracker):
             resume="allow",
             dir=str(run.directory),
             config=run.config.model_dump(mode="json"),
-            settings=self._library.Settings(console="off"),  # leaves the terminal's live line alone
+            # Leaves the terminal's live line alone.
+            settings=self._library.Settings(console="off"),
         )
         self._open.define_metric("update")
         self._open.define_metric("*", step_metric="update")

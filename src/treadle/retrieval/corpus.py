@@ -46,7 +46,8 @@ def top_hits(scores: npt.NDArray[np.float32], topk: int) -> list[Hit]:
     matches = np.flatnonzero(scores > 0)
     if len(matches) > topk:
         least = np.partition(scores[matches], -topk)[-topk]
-        matches = matches[scores[matches] >= least]  # ties with the last place are decided below
+        # Ties with the last place are decided below.
+        matches = matches[scores[matches] >= least]
     best = matches[np.argsort(-scores[matches], kind="stable")[:topk]]
     return [Hit(int(number), float(scores[number])) for number in best]
 

@@ -126,6 +126,7 @@ def _cached(target: Path, write: Callable[[Path], None]) -> Path:
             try:
                 (Path(building) / target.name).rename(target)
             except OSError:
-                if not target.exists():  # otherwise another process was faster
+                # Otherwise another process was faster.
+                if not target.exists():
                     raise
     return target

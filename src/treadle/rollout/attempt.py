@@ -196,7 +196,8 @@ class Rollouts:
             weighted = self._shaper.apply_weights(played)
             if spec.address.stream is not Stream.TRAIN:
                 return with_measured(weighted, user)
-            shaped = weighted  # with group rewards, shaping happens once the group is complete
+            # With group rewards, shaping happens once the group is complete.
+            shaped = weighted
             if self._shaper.group is None:
                 shaped = await self._shaper.shape(task.copy(), weighted, user)
             trained = self.config.compaction is None or self.config.compaction.trained

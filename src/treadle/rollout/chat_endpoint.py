@@ -124,7 +124,8 @@ class Endpoint(Generic[Answer]):
 
     async def _send(self, body: Mapping[str, Any]) -> Answer:
         """Return the answer to a request. Raises _Passing for a transient problem, EngineError for a refusal."""
-        headers = {"Accept-Encoding": "identity"}  # so that counted bytes equal read bytes
+        # So that counted bytes equal read bytes.
+        headers = {"Accept-Encoding": "identity"}
         if self._key_env:
             headers["Authorization"] = f"Bearer {os.environ[self._key_env]}"
         try:

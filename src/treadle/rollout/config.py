@@ -59,7 +59,8 @@ def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> soc
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listening = socket.create_server((config.host, config.port), family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be resolved
+    except (OSError, UnicodeError) as error:
+        # The latter for a name that cannot be resolved.
         reason = getattr(error, "strerror", None) or error
         text = f"{setting.format('host', config.host)}: cannot listen there: {reason}"
         if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
@@ -67,7 +68,8 @@ def listen(config: GatewayConfig, setting: str = "rollout.gateway.{}={}") -> soc
             free = setting.format("port", 0)
             text = f"{setting.format('port', config.port)} {taken}; choose another, or {free} for any free one"
         raise ConfigError(text) from error
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by connections; saves 40 ms per answer
+    # Inherited by connections; saves 40 ms per answer.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 

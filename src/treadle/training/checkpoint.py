@@ -116,7 +116,8 @@ def _tensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None)
     def write(path: Path) -> None:
         try:
             save_file(tensors, path, metadata)
-        except SafetensorError as error:  # safetensors raises its own error for a full disk
+        except SafetensorError as error:
+            # safetensors raises its own error for a full disk.
             raise OSError(str(error)) from error
 
     return write
@@ -389,6 +390,7 @@ def remove_others(checkpoints: Path, keep: Iterable[str]) -> None:
     For concurrent readers, each of them vanishes at the same moment.
     """
     kept = set(keep)
-    for directory in sorted(checkpoints.iterdir()):  # hidden ones first: a killed process may have left a `.removed`
+    # Hidden ones first: a killed process may have left a `.removed`.
+    for directory in sorted(checkpoints.iterdir()):
         if directory.is_dir() and directory.name not in kept:
             shutil.rmtree(directory) if directory.name.startswith(".") else remove_at_once(directory)

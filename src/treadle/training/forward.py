@@ -66,13 +66,15 @@ class Forward:
         self._routers = Routers.of(model) if routing else None
         self.scorer = Scorer(model, value_head)
         refuse_randomness(model)
-        if model.device.type != "meta":  # of several ranks, the first one has the weights
+        # Of several ranks, the first one has the weights.
+        if model.device.type != "meta":
             self._probe()
         if not self.shares:
             warnings.warn(
                 f"{type(model).__name__} cannot share prefixes ({self.scorer.why_not_shared}): it is trained with "
                 "packing 'step'",
-                stacklevel=1,  # one location for warm start and learner, so that it is shown once
+                # One location for warm start and learner, so that it is shown once.
+                stacklevel=1,
             )
 
     def configured(self, budget: int) -> Forward:

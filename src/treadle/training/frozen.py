@@ -1,8 +1,8 @@
 """Models that score the policy's tokens and are not optimized: the reference of `algorithm.kl`, and the teacher.
 
 a model of its own ------------------------------+
-the policy's copy, or that of its adapters ------+-> Frozen -> Learner scores its tokens, once an update
-the policy as it is -----------------------------+      ^-- after_update: nothing, a reset, a moving average
+the policy's copy, or its adapters' -------------+-> Frozen -> Learner scores its tokens, once per update
+the current policy ------------------------------+      ^-- after_update: nothing, a reset, a moving average
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 class Frozen:
     """A model that scores the policy's tokens. `Learner` opens it with the policy's forward pass.
 
-    given: a model of its own; None: the policy as it is now, copied, of one with adapters these alone. current: the
-    policy as it is at each update; nothing is copied.
-    reset_every: updates after which it becomes the policy. ema_decay: share of itself that it keeps in an update, the
-    rest is the policy's.
+    given: a separate model; None: a copy of the current policy, or only of its adapters if it has any. current: use the
+    policy of each update, without a copy.
+    reset_every: updates between resets to the policy. ema_decay: decay of its moving average of the policy per update.
     """
 
     forward: Forward
@@ -58,7 +57,7 @@ class Frozen:
     def open(
         self, policy: Forward, ranks: Ranks, training: TrainingConfig, half: bool, read: ReadWeights | None
     ) -> None:
-        """Shard its model, or share the policy's, which is sharded. half, read: as for `Ranks.shard`."""
+        """Shard its model, or share the sharded policy's. half, read: as for `Ranks.shard`."""
         if self._module is not None:
             module = self._module.requires_grad_(False)
             self.forward = Forward(module, policy.budget, half=training.precision == "bfloat16")
@@ -70,7 +69,7 @@ class Frozen:
 
     @contextmanager
     def in_place(self) -> Iterator[Forward]:
-        """Yield the forward pass that scores with its weights; within, the policy's adapters may be replaced."""
+        """Yield the forward pass with its weights; the policy's adapters may be replaced inside the block."""
         if not self._adapter:
             yield self.forward
             return
@@ -78,21 +77,21 @@ class Frozen:
             yield self.forward
 
     def weights(self) -> dict[str, Tensor]:
-        """Return name -> tensor, not copied, of all that is its own; {} for the policy as it is."""
+        """Return name -> tensor, not copied, of its own weights; {} for the current policy."""
         return {} if self._current else self._adapter or saved(self.forward.model)
 
     def refresh(self) -> None:
-        """Become the policy."""
+        """Reset to the policy."""
         copy_by_name(self.weights(), saved(self._policy))
 
     def begin_here(self) -> None:
-        """Call after weights changed outside of updates: what is a copy of the policy is copied anew."""
+        """Call after weights changed outside updates; refreshes a copy of the policy."""
         if self.given is None:
             self.refresh()
 
     @torch.no_grad()
     def after_update(self, updates: int) -> None:
-        """Follow the policy. updates: made so far."""
+        """Follow the policy. updates: number made so far."""
         if self._reset_every and updates % self._reset_every == 0:
             self.refresh()
         if self._ema_decay is not None:
@@ -103,9 +102,10 @@ class Frozen:
 
 @dataclass(slots=True)
 class Teacher:
-    """What `algorithm.distillation` learns from: a model, or a server, which the first rank asks.
+    """Teacher of `algorithm.distillation`: a model, or a server called by the first rank.
 
-    prompts: those of `distillation.context`; None: the policy's. sha256: of a given model's weights, once it is open.
+    prompts: prompts of `distillation.context`; None: the policy's. sha256: digest of a given model's weights, once
+    open.
     """
 
     frozen: Frozen | None = None
@@ -114,7 +114,7 @@ class Teacher:
     sha256: str | None = None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return name -> tensor, not copied, of an earlier policy; {} for any other teacher, whose weights stay."""
+        """Return name -> tensor, not copied, of an earlier policy; {} for any other teacher, which never changes."""
         return {} if self.frozen is None or self.frozen.given is not None else self.frozen.weights()
 
     def open(
@@ -122,7 +122,8 @@ class Teacher:
     ) -> None:
         if self.frozen is None:
             return
-        if (given := self.frozen.given) is not None:  # of several ranks, the first one has the weights
+        # Of several ranks, the first one has the weights.
+        if (given := self.frozen.given) is not None:
             self.sha256 = ranks.every(lambda: "" if ranks.rank else model_sha256(given))[0]
         self.frozen.open(policy, ranks, training, half, read)
 
@@ -130,9 +131,9 @@ class Teacher:
 def make_reference(
     config: KlConfig | None, policy: PreTrainedModel, given: PreTrainedModel | None = None
 ) -> Frozen | None:
-    """Return the reference of `algorithm.kl`; None without one. given: in the place of the policy as it is now.
+    """Return the reference of `algorithm.kl`; None without one. given: replaces a copy of the current policy.
 
-    Raises ConfigError for a given model that cannot become the policy, where it should.
+    Raises ConfigError if a given model should be reset to the policy but cannot become it.
     """
     if config is None:
         return None
@@ -151,7 +152,7 @@ def make_teacher(
     server: TeacherServer | None = None,
     prompts: TeacherPrompts | None = None,
 ) -> Teacher | None:
-    """Return the teacher of `algorithm.distillation`; None without one. given, server: where one is configured."""
+    """Return the teacher of `algorithm.distillation`; None without one. given, server: the configured one, if any."""
     if config is None:
         return None
     if config.is_served:

@@ -72,7 +72,7 @@ class Learner:
     Invariant: loss and gradient are sums over (trajectory, step, token) with weights that no layout can change, so
     packing and micro-batch budget affect only cost and rounding.
     reference: of `algorithm.kl`; teacher: of `algorithm.distillation` (`training.frozen`). ranks: processes that share
-    the model; default: this one. traced: groups whose results have traces; default: none. read: loads the weights of a
+    the model; default: this one. traced: groups with traces in results; default: none. read: loads the weights of a
     model that is on the meta device on every rank.
     value_head: None unless the advantage needs values. trained: the model with its value head.
     Raises ConfigError: see `check_algorithm`.
@@ -241,7 +241,8 @@ class Learner:
         if section is None or teacher is None:
             return None
         prompts: list[Ids | None] = [step.prompt_ids for step in batch.steps]
-        if (made := teacher.prompts) is not None:  # from the first rank, in case the function is random
+        # From the first rank, in case the function is random.
+        if (made := teacher.prompts) is not None:
             prompts = self.ranks.every(lambda: [] if self.ranks.rank else made.of(batch))[0]
         steps = (s if ids is None else replace(s, prompt_ids=ids) for s, ids in zip(batch.steps, prompts, strict=True))
         asked = replace(batch, steps=tuple(steps))
@@ -425,7 +426,8 @@ class Learner:
             forward.scorer.to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim:  # step counters stay on their device
+                # Step counters stay on their device.
+                if isinstance(value, torch.Tensor) and value.ndim:
                     state[name] = value.to(device)
 
     def begin_here(self) -> None:

@@ -39,7 +39,8 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(self.embedding.weight.dtype)  # some models keep their residuals in float32
+            # Some models keep their residuals in float32.
+            hidden = hidden.to(self.embedding.weight.dtype)
         logits: Tensor = self.embedding(hidden) * self.scale if self.scale != 1 else self.embedding(hidden)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 

@@ -61,7 +61,8 @@ def load_learner(spec: TrainerSpec, ranks: Ranks | None = None) -> Learner:
         reference=make_reference(kl, model, reference),
         teacher=make_teacher(distillation, model, teacher, server, prompts),
         ranks=ranks,
-        traced=TracedGroups(spec.seed, spec.traced_groups if first else 0.0),  # all ranks would record the same traces
+        # All ranks would record the same traces.
+        traced=TracedGroups(spec.seed, spec.traced_groups if first else 0.0),
         read=read,
     )
 

@@ -225,7 +225,8 @@ class Objective:
         values = {ENTROPY: scores.entropy[mask], TRAINABLE_TOKENS: mask[mask], TRAINABLE_FRACTION: mask}
         if self.first or not self.anchored:
             ratio = (scores.logp - tokens.logp_old)[mask]
-            ratio = _wide(ratio).exp()  # in float64, where no ratio overflows
+            # In float64, where no ratio overflows.
+            ratio = _wide(ratio).exp()
             values |= {RATIO_MEAN: ratio, RATIO_MAX: ratio, RATIO_MIN: ratio} | self._gaps(index, tokens)
         if self.policy_loss.clipped is not None:
             values[CLIP_FRACTION] = self._call(self.policy_loss.clipped, scores.logp, tokens)[mask]
@@ -284,7 +285,8 @@ class Objective:
         advantage, section, teacher = tokens.advantage, self.config.distillation, tokens.logp_teacher
         if section is not None:
             in_advantage = section.form == "advantage"
-            if teacher is not None:  # unasked tokens must have no gradient
+            # Unasked tokens must have no gradient.
+            if teacher is not None:
                 teacher = torch.where(tokens.mask & ~teacher.isnan(), teacher, old if in_advantage else now)
             advantage = distilled(advantage, old, teacher if in_advantage else None, self.teacher_coef, section.rewards)
         top = tokens.logp_top

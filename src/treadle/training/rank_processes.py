@@ -46,7 +46,8 @@ class RankService:
 
     def place(self) -> tuple[str, str]:
         """Return the address where ranks meet, and the name of its network interface."""
-        return "127.0.0.1", _LOOPBACK  # nothing outside this machine can reach it
+        # Nothing outside this machine can reach it.
+        return "127.0.0.1", _LOOPBACK
 
     async def open_store(self, size: int) -> tuple[str, int]:
         """Open the store where ranks meet, on a free port; return its address."""

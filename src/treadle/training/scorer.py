@@ -213,4 +213,5 @@ def _checkpoint(model: PreTrainedModel, *, enable: bool) -> None:
         )
     else:
         (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
-        model.disable_input_require_grads()  # set by enabling, but not undone by disabling
+        # Set by enabling, but not undone by disabling.
+        model.disable_input_require_grads()

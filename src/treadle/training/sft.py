@@ -45,7 +45,8 @@ async def warm_start(
         rows = [conversations(i) for i in range(first, first + config.batch_size)]
         losses.append(await trainer.supervised_step(rows, number))
         on_step(number + 1, losses[-1])
-        await asyncio.sleep(0)  # otherwise a trainer that computes inline would never let Ctrl-C through
+        # Otherwise a trainer that computes inline would never let Ctrl-C through.
+        await asyncio.sleep(0)
     final = float(np.mean(losses[-max(1, config.steps // 10) :]))
     if config.max_loss is not None and not final <= config.max_loss:
         raise TrainingStopped(

@@ -53,7 +53,8 @@ def join(store: Store, rank: int, size: int, replicas: int, device: str, limit: 
     if replicas == 1:
         return ShardedRanks(init_device_mesh(device, (size,)))
     mesh = init_device_mesh(device, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
-    for dimension in range(mesh.ndim):  # subgroups of ranks have their own timeout
+    # Subgroups of ranks have their own timeout.
+    for dimension in range(mesh.ndim):
         _set_pg_timeout(timeout, mesh.get_group(dimension))
     return ShardedRanks(mesh)
 
@@ -104,7 +105,8 @@ class ShardedRanks:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if self.size > 1:  # otherwise ranks with tokens for other experts would reduce buffers of other sizes
+                # Otherwise ranks with tokens for other experts would reduce buffers of other sizes.
+                if self.size > 1:
                     module.set_reduce_scatter_unused_params(True)
         if missing:
             scorer.to_empty(device=self._mesh.device_type)
@@ -162,7 +164,8 @@ class ShardedRanks:
             try:
                 result = take(items) if self.rank == 0 else None
             finally:
-                deque(items, maxlen=0)  # exhausts the items, as the other ranks do
+                # Exhausts the items, as the other ranks do.
+                deque(items, maxlen=0)
 
         self.every(work)
         return result  # type: ignore[no-any-return]

@@ -110,7 +110,8 @@ class TeacherServer:
         async def score(key: bytes) -> list[tuple[float, list[tuple[int, int, float]]]]:
             """Return each token's log-probability, but the first's, and the k best as (rank, id, log-probability)."""
             ids = np.frombuffer(key, _IDS).tolist()
-            for count in (k, 2 * k + 8):  # more if some are not the policy's ids
+            # More if some are not the policy's ids.
+            for count in (k, 2 * k + 8):
                 try:
                     entries = (await endpoint.post(_request(ids, count)))["choices"][0]["prompt_logprobs"][1:]
                     own = [_logprob(each[str(i)]) for each, i in zip(entries, ids[1:], strict=True)]

@@ -159,7 +159,8 @@ def _export_group(run: Run, group_id: Key) -> Response:
 
 
 def _download(run: RecordedRun, kind: str, name: str, views: Mapping[str, Any]) -> Response:
-    def encoded(*parts: str) -> str:  # like JavaScript's `encodeURIComponent`
+    # Like JavaScript's `encodeURIComponent`.
+    def encoded(*parts: str) -> str:
         return "/".join(quote(part, safe="!'()*") for part in parts)
 
     answers = {encoded("runs", run.key, *path.split("/", 1)): _json(view).decode() for path, view in views.items()}
@@ -217,7 +218,8 @@ class Guard:
     def _answer(self, request: Request) -> Response | None:
         """Return the refusal of a request; None if it may proceed to the application."""
         host = request.headers.get("host", "").lower()
-        name, colon, port = host.rpartition(":")  # `[::1]` and `8321` of `[::1]:8321`
+        # `[::1]` and `8321` of `[::1]:8321`.
+        name, colon, port = host.rpartition(":")
         if (name if colon and port.isdigit() else host) not in self._hosts:
             return PlainTextResponse("this name of the server is not known; start it with --host NAME\n", 421)
         if request.method not in ("GET", "HEAD"):
@@ -263,7 +265,8 @@ def export_page(title: str, route: str, answers: Mapping[str, str]) -> str:
     )
     held = ", ".join(f"{json.dumps(path)}: {answer}" for path, answer in answers.items())
     embedded = f'{{"route": {json.dumps(route)}, "answers": {{{held}}}}}'
-    embedded = embedded.replace("<", "\\u003c")  # must not end the enclosing element
+    # Must not end the enclosing element.
+    embedded = embedded.replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

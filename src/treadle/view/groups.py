@@ -213,7 +213,8 @@ def fate(row: Mapping[str, Any], trajectory: Mapping[str, Any], update: int | No
         )
     elif row["reason"] == DropReason.FAILED and trajectory["failure_cause"]:
         message = trajectory["failure_message"] or ""
-        why = clipped(message, _REASON)  # the trajectory's page shows it in full
+        # The trajectory's page shows it in full.
+        why = clipped(message, _REASON)
         text = f"Not trained: its attempt has no reward: {trajectory['failure_cause']}: {why}"
         settings = failure_settings(trajectory["failure_cause"], message)
     elif row["reason"] == DropReason.REFUSED and trajectory["warning"]:

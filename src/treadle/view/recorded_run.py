@@ -131,7 +131,8 @@ class RecordedRun:
 
     def _summary(self) -> Json:
         summary: Json = {"key": self.key, "name": self.path.name, "path": str(self.path), "state": self.state()}
-        log = JsonLog.read(self.directory.metrics_file)  # not kept: there may be hundreds of runs
+        # Not kept: there may be hundreds of runs.
+        log = JsonLog.read(self.directory.metrics_file)
         updates, evaluated = ([row for row in log.rows if row["kind"] == kind] for kind in ("update", "evaluation"))
         problems = [log.problem(0), self._ledger_problem(), self._summary_problem(), *stalls(log.rows).values()]
         try:

@@ -48,7 +48,8 @@ def prefix_segments(calls: Sequence[PackedCall]) -> tuple[list[Segment], list[in
     shared = indices.tolist()
     segments: list[Segment] = []
     last = [0] * len(calls)
-    pending = [(0, len(order), 0, -1)]  # calls order[first:stop] share `depth` tokens, up to the end of `parent`
+    # Calls order[first:stop] share `depth` tokens, up to the end of `parent`.
+    pending = [(0, len(order), 0, -1)]
     while pending:
         first, stop, depth, parent = pending.pop()
         while first < stop and len(calls[order[first]].token_ids) == depth:

@@ -98,7 +98,8 @@ def _tokens(
         views.append(
             {
                 **facts,
-                "segment": ends[number],  # the segment in which its tokens end; its ancestors have the earlier tokens
+                # The segment in which its tokens end; its ancestors have the earlier tokens.
+                "segment": ends[number],
                 "prompt_tokens": call.prompt_length,
                 "completion_tokens": len(ids) - call.prompt_length,
                 # A text-only call has pieces in place of tokens here: report the tokens counted by its server.
@@ -155,7 +156,8 @@ def _not_kept(run: RecordedRun, columns: list[Json], is_traced: bool) -> str:
         return labels and f"{labels}: the loss has none"
     try:
         share = run.config().orchestration.traced_groups
-    except TreadleError:  # a file of trajectories, or damaged
+    except TreadleError:
+        # A file of trajectories, or damaged.
         return ""
     return f"{labels}: kept for {100 * share:g}% of groups (orchestration.traced_groups)"
 

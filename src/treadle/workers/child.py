@@ -96,7 +96,8 @@ class ChildProcess:
             try:
                 self._output = tempfile.TemporaryFile() if self._log is None else self._log.open("a+b")  # noqa: SIM115
                 self._child = _start(theirs, self._output)
-            except OSError as error:  # no such directory, or out of processes
+            except OSError as error:
+                # No such directory, or out of processes.
                 self._channel.close()
                 raise PlacementError(f"could not start {self._name}: {error}") from error
         self.process = ProcessId(socket.gethostname(), self._child.pid)
@@ -203,7 +204,8 @@ def main() -> None:
     _end_with_parent()
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
     sys.stdout.flush()
-    os._exit(0)  # libraries would wait for processes that have also ended
+    # Libraries would wait for processes that have also ended.
+    os._exit(0)
 
 
 if __name__ == "__main__":

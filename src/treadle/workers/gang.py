@@ -69,7 +69,8 @@ class Gang(Generic[W]):
         try:
             return self._run(self._answers(workers, call))
         except BaseException as error:
-            if not isinstance(error, TreadleError):  # interrupted: the workers are in an undefined state
+            # Interrupted: the workers are in an undefined state.
+            if not isinstance(error, TreadleError):
                 self.over = "a call of the ranks was interrupted"
             if self.over is not None:
                 self.close()

@@ -85,7 +85,8 @@ class Supervised(Generic[W]):
             await self._latest.close()
         if not self._worker.done():
             self._worker.set_exception(PlacementError(self.error))
-        self._worker.exception()  # retrieve it so that asyncio does not log it
+        # Retrieve it so that asyncio does not log it.
+        self._worker.exception()
 
     def _lose(self, worker: W, reason: str) -> None:
         if self.is_up and self._worker.result() is worker:
@@ -105,7 +106,8 @@ class Supervised(Generic[W]):
                 await self._watch(worker)
                 fruitless = 0 if self._answered else fruitless + 1
                 ending = self._ending.result()
-            except WorkerLost as error:  # its node may be lost without Ray having noticed
+            except WorkerLost as error:
+                # Its node may be lost without Ray having noticed.
                 fruitless, ending = fruitless + 1, str(error)
             except TreadleError as error:
                 refusal = error
@@ -129,7 +131,8 @@ class Supervised(Generic[W]):
         while not self._ending.done():
             ping = asyncio.ensure_future(worker.call("ping"))
             try:
-                for _ in range(_PARTS):  # in parts: one may pass while this event loop is blocked
+                # In parts: one may pass while this event loop is blocked.
+                for _ in range(_PARTS):
                     if not ping.done():
                         await asyncio.wait([ping, self._ending], timeout=self._silence / _PARTS)
             finally:
@@ -147,4 +150,5 @@ class Supervised(Generic[W]):
         if self._worker.done():
             self._worker = self._loop.create_future()
         self._worker.set_exception(error)
-        self._worker.exception()  # retrieve it so that asyncio does not log it
+        # Retrieve it so that asyncio does not log it.
+        self._worker.exception()

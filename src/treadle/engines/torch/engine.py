@@ -48,7 +48,8 @@ class Limits:
 
     def warn_of_slowness(self) -> None:
         if self.slow is not None:
-            warnings.warn(self.slow, stacklevel=1)  # one place: several engines of a model say it once
+            # One location, so that several engines of a model warn only once.
+            warnings.warn(self.slow, stacklevel=1)
 
     def check_ids(self, ids: Ids, what: str) -> None:
         if not len(ids) or ids.min() < 0 or ids.max() >= self.vocabulary:
@@ -227,7 +228,8 @@ class TorchEngine:
             call.cancelled = True
         if self._driver is not None:
             await asyncio.wait([self._driver])
-        async with self._turn:  # its holder ends first; others waiting for it are refused
+        # Its holder ends first; others waiting for it are refused.
+        async with self._turn:
             self._computing.close()
             self._batch.clear()
 
@@ -266,7 +268,8 @@ class TorchEngine:
         """Admit and compute until there is nothing to do."""
         try:
             while True:
-                await asyncio.sleep(0)  # lets answers and closings of the same tick take effect
+                # Lets answers and closings of the same tick take effect.
+                await asyncio.sleep(0)
                 if not self._running and not self._may_work():
                     return
                 async with self._turn:
@@ -310,7 +313,8 @@ class TorchEngine:
             self._fail_running(error)
             return
         for call, completion in work.result():
-            request = self._running.pop(call, None)  # None: the engine was interrupted while computing it
+            # None: the engine was interrupted while computing it.
+            request = self._running.pop(call, None)
             if request is not None and self._closed:
                 _fail(request, EngineError("the engine was closed"))
             elif request is not None and not request.future.done():  # done if cancelled meanwhile

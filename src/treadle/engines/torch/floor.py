@@ -1,13 +1,13 @@
-"""Models whose layers cannot use the engine's cache: computed call by call, with a cache of their own.
+"""Models with layers that cannot use the engine's cache: computed call by call, with the model's own cache.
 
-    row of a batch -> Past: its ids, and what the model's last forward pass answered as its cache
+    row of a batch -> Past: its ids, and the cache returned by the model's last forward pass
 
 That is slower: no two calls share a forward pass, and no call starts from an earlier one's prefix. The batch is the
-same (`Batch`), and with it draws, stop rules, versions and the order of calls. Layers of this kind start anew with
-several tokens (Mamba 1), attend to chosen or compressed tokens, make masks of their own, or keep what no interface
-shows.
+same (`Batch`), and with it draws, stop rules, versions and the order of calls. Layers of this kind restart if given
+several tokens (Mamba 1), attend to chosen or compressed tokens, make their own masks, or keep state hidden from any
+interface.
 
-A model's own cache must give the logits that the model has without one, which a short sequence shows at the start;
+A model's own cache must give the same logits as without one, which is checked on a short sequence at the start;
 otherwise every token is computed with all before it.
 """
 
@@ -43,7 +43,8 @@ def engine_model(
         try:
             cached.cache_bytes()
             return cached
-        except (ConfigError, EngineError, RuntimeError) as error:  # RuntimeError: of the model's own code
+        except (ConfigError, EngineError, RuntimeError) as error:
+            # RuntimeError comes from the model's own code.
             why = str(error)
         del cached  # a copy of all weights
     return RowModel(model, dtype, prefill_tokens, routing, device, why=why)
@@ -51,16 +52,16 @@ def engine_model(
 
 @dataclass(slots=True)
 class Past:
-    """A sequence so far. ids: int64[T]. cache: the model's, by the name that it is called; empty: it keeps none."""
+    """A sequence so far. ids: int64[T]. cache: the model's, by its parameter's name; empty: it keeps none."""
 
     ids: Tensor
     cache: dict[str, Any] = field(default_factory=dict)
 
 
 class RowModel(CachedModel):
-    """A model with its own attention and its own cache, one sequence a forward pass. why: it cannot use the engine's.
+    """A model with its own attention and cache, one sequence per forward pass. why: reason against the engine's.
 
-    keeps: whether sequences go on from the model's cache; otherwise each token is computed with all before it.
+    keeps: whether sequences continue from the model's cache; otherwise each token is computed with all before it.
     """
 
     reuses = False
@@ -75,13 +76,15 @@ class RowModel(CachedModel):
 
     def _prepare(self) -> bool:
         self._takes = inspect.signature(self.model.forward).parameters.keys()
-        return True  # also a row that ended may not be computed further
+        # Ended rows must not be computed further either.
+        return True
 
     def cache_bytes(self) -> tuple[int, int]:
         return self._bytes
 
     def parts(self, spans: Sequence[Span]) -> list[list[Span]]:
-        return [[span] for span in spans]  # never a prompt in two: some layers cannot go on with several tokens
+        # A prompt is never split: some layers cannot continue with several tokens.
+        return [[span] for span in spans]
 
     def extend(self, cache: KVCache, rows: slice | Tensor, chunks: Sequence[Ids], starts: Sequence[int]) -> Predicted:
         """Begin the rows with these chunks; return the predictions after each."""
@@ -106,7 +109,7 @@ class RowModel(CachedModel):
         return predicted
 
     def _advance(self, past: Past | None, more: Tensor) -> tuple[Past, Predicted]:
-        """Return a sequence with int64[C] more ids, and the prediction behind them."""
+        """Append int64[C] ids to a sequence; return it, and the prediction after them."""
         past = past or Past(more[:0])
         ids = torch.cat([past.ids, more])
         fed = more if past.cache else ids
@@ -126,7 +129,7 @@ class RowModel(CachedModel):
         return logits
 
     def _half(self) -> torch.autocast:
-        """Within, layers that multiply half-precision weights by their float32 buffers can do so."""
+        """Let layers multiply half-precision weights by their float32 buffers inside the block."""
         dtype = self.model.dtype
         return torch.autocast(self.device.type, dtype, enabled=dtype.itemsize < 4, cache_enabled=False)
 
@@ -139,7 +142,8 @@ class RowModel(CachedModel):
             for part in (ids[:_PROMPT], *ids[_PROMPT:].split(1)):
                 past, predicted = self._advance(past, part)
                 found.append(predicted.logits)
-        except (RuntimeError, ValueError):  # as of xLSTM, whose cache has other widths than its layers
+        except (RuntimeError, ValueError):
+            # For example, xLSTM's cache has other widths than its layers.
             return False
         wanted = self._logits(ids[None].to(self.device))[_PROMPT - 1 :].float()
         gap = float((torch.cat(found) - wanted).norm() / wanted.norm())
@@ -147,7 +151,7 @@ class RowModel(CachedModel):
 
     @torch.inference_mode()
     def _measure(self) -> tuple[int, int]:
-        """Return the bytes of a position, about, and of what else a sequence keeps."""
+        """Return the approximate bytes of a position, and of a sequence's other state."""
         short, long = (_tensor_bytes(self._advance(None, torch.zeros(n).long())[0]) for n in (1, 1 + _PROBE))
         position = max(0, long - short) // _PROBE
         return position, short - position
@@ -158,7 +162,7 @@ def _numbers(rows: slice | Tensor) -> list[int]:
 
 
 def _tensor_bytes(past: Past) -> int:
-    """Return the bytes of all tensors in it, however they are kept."""
+    """Return the bytes of all its tensors, in any container."""
     copies: dict[int, Any] = {}
     deepcopy(past, copies)
     return sum(copy.nbytes for copy in copies.values() if isinstance(copy, Tensor))

@@ -265,7 +265,8 @@ def _attend(
     batch, heads, columns, size = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, size)
     scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(scale)
-    if columns > 1:  # a key head has `columns` rows of each of its query heads
+    # A key head has `columns` rows of each of its query heads.
+    if columns > 1:
         visible = visible.repeat(1, 1, heads // keys.shape[1], 1)
     if sinks is not None:
         sinks = sinks.repeat_interleave(columns).view(*scores.shape[1:3], 1)
@@ -399,7 +400,8 @@ class CachedRows:
                 if length > longest:
                     longest, origin = length, other
             if origin is not None and not origin.busy and longest == len(origin.ids):
-                continued.add(origin)  # the newcomer's row will contain all its tokens
+                # The newcomer's row will contain all its tokens.
+                continued.add(origin)
             origins.append(origin)
             lengths.append(longest)
         return origins, lengths, continued

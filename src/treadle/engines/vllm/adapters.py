@@ -77,7 +77,8 @@ class Exported:
 
     async def check(self, server: Server) -> None:
         """Raise EngineError if a server was started without the settings that the adapter needs."""
-        info = await server.get("/server_info?config_format=json", 300.0)  # slow: it first inspects the machine
+        # Slow: it first inspects the machine.
+        info = await server.get("/server_info?config_format=json", 300.0)
         lora = info["vllm_config"]["lora_config"]
         if (
             not info["vllm_env"][_LOADING]

@@ -100,7 +100,8 @@ class VLLMEngine:
                     return await sample(
                         server, admission, prompt_ids, sampling, self._stop, cache_salt, self._expert_layers, adapter
                     )
-            except ServerLost:  # try another server, unless this call seems to be the cause
+            except ServerLost:
+                # Try another server, unless this call seems to be the cause.
                 if losses >= max(2, len(self._servers)):
                     raise
         raise AssertionError("unreachable")
@@ -184,7 +185,8 @@ class VLLMEngine:
             if self._closed:
                 return
             if self._restart is None or self._publication.is_refused:
-                await server.close()  # also fails its held calls elsewhere
+                # Also fails its held calls elsewhere.
+                await server.close()
                 return
             self._notify(f"{server.error()}; restarting it")
             await server.close()
@@ -238,7 +240,8 @@ async def open_engine(
             starting = asyncio.ensure_future(asyncio.to_thread(serve, number))
             try:
                 process = await asyncio.shield(starting)
-            except asyncio.CancelledError:  # another one has failed; a thread cannot be cancelled
+            except asyncio.CancelledError:
+                # Another one has failed; a thread cannot be cancelled.
                 await (await starting).stop()
                 raise
             server = Server(process.url, process)
@@ -347,7 +350,8 @@ async def _connect(server: Server, expert_layers: Sequence[int] | None) -> None:
     # Two tokens: on a CPU, vLLM crashes on a one-token prompt with recurrent layers.
     answer = await server.post("/inference/v1/generate", {"token_ids": [0, 0], "sampling_params": certain})
     [choice] = answer["choices"]
-    if choice["logprobs"]["content"][0]["logprob"] < -1e-3:  # the only token left has probability 1
+    # The only token left has probability 1.
+    if choice["logprobs"]["content"][0]["logprob"] < -1e-3:
         raise EngineError(f"{server} reports raw log-probabilities; start it with --logprobs-mode processed_logprobs")
     if expert_layers is not None:
         decode_routing(server, choice, expert_layers)

@@ -93,8 +93,10 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
         "dtype": config.dtype_name,
         "max-num-seqs": config.batch,
         "trust-remote-code": False,  # code from the model's directory
-        "generation-config": "vllm",  # no sampling defaults from the model's directory
-        "logprobs-mode": "processed_logprobs",  # under the actual sampling distribution
+        # No sampling defaults from the model's directory.
+        "generation-config": "vllm",
+        # Under the actual sampling distribution.
+        "logprobs-mode": "processed_logprobs",
         "enable-scale-out": True,  # token ids in, token ids out
         "worker-extension-cls": "treadle_worker.Extension",
         "weight-transfer-config": {"backend": "treadle"},
@@ -112,7 +114,8 @@ def command(python: str, model: Path, host: str, port: int, config: EngineConfig
 
 def _look_at(model: Path) -> tuple[bool, bool]:
     """Return whether a model's directory has towers, and layers with states; neither if the server will not find it."""
-    from transformers import AutoConfig  # `find_python` is called before anything heavy is loaded
+    # `find_python` is called before anything heavy is loaded.
+    from transformers import AutoConfig
 
     from treadle.models.support import stateful_kinds
 
@@ -154,7 +157,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
 
 def on_gpu() -> bool:
     """Return whether servers started by Treadle here compute on a GPU."""
-    import torch  # `find_python` is called before anything heavy is loaded
+    # `find_python` is called before anything heavy is loaded.
+    import torch
 
     return torch.cuda.is_available()
 

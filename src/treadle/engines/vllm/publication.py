@@ -160,7 +160,8 @@ class Publication:
         in_flight: Literal["keep", "abort"] = "keep"
         try:
             await self._load(staged, label, in_flight)
-            in_flight = "abort"  # from here on, calls in flight may have tokens of the new weights
+            # From here on, calls in flight may have tokens of the new weights.
+            in_flight = "abort"
             await self._resume()
             await self._each(lambda server: self._prove(server, expected))
         except EngineError as error:

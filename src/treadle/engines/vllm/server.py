@@ -266,7 +266,8 @@ class Server:
     async def _score_next(
         self, prompt: Ids, token: int, temperature: float, salt: str | None, adapter: Adapter | None
     ) -> float:
-        asked = [token, 0 if token else 1]  # one more, because the sampled token takes one of the answers
+        # One more, because the sampled token takes one of the answers.
+        asked = [token, 0 if token else 1]
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 2, "logprob_token_ids": asked}
         body = {"token_ids": prompt.tolist(), "sampling_params": sampling, "cache_salt": salt, **_model(adapter)}
         answer = await self.post("/inference/v1/generate", body)
@@ -288,7 +289,8 @@ class Server:
             raise EngineError(f"{self}: {path} answered {self._problem(response)}")
         try:
             return response.json() if response.content else None
-        except ValueError:  # vLLM answers some calls in plain text
+        except ValueError:
+            # vLLM answers some calls in plain text.
             return response.text
 
     def _problem(self, response: httpx.Response) -> str:
@@ -365,7 +367,8 @@ async def sample(
     expert_layers: hidden layers with experts to report; None: no routing. adapter: adapter that samples all tokens.
     Raises EngineError for a refused request, weights that were not admitted, or missing experts; ServerLost.
     """
-    await admission.settled()  # a completion that begins now uses the new weights
+    # A completion that begins now uses the new weights.
+    await admission.settled()
     params: dict[str, Any] = {  # sets every parameter with a possible default on the server
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -375,18 +378,21 @@ async def sample(
         "repetition_penalty": 1.0,
         "seed": sampling.seed,
         "logprobs": 0,  # only for the sampled token
-        "ignore_eos": True,  # ignores the server's; stop_token_ids has ours
+        # Ignores the server's; stop_token_ids has ours.
+        "ignore_eos": True,
         "stop_token_ids": list(stop_token_ids),
         "stop": list(sampling.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    if expert_layers is not None:  # from the prompt's last token on, which predicts the first sampled one
+    # From the prompt's last token on, which predicts the first sampled one.
+    if expert_layers is not None:
         params["routed_experts_prompt_start"] = len(prompt_ids) - 1
     ids, salt = np.asarray(prompt_ids).tolist(), admission.now.salt(cache_salt)
     body = {"token_ids": ids, "sampling_params": params, "cache_salt": salt, **_model(adapter)}
     answer = await server.post("/inference/v1/generate", body)
-    await admission.settled()  # one that ends now may have tokens of weights not admitted yet
+    # One that ends now may have tokens of weights not admitted yet.
+    await admission.settled()
     [choice] = answer["choices"][:1]
     logprobs = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
     tokens = len(choice["token_ids"])

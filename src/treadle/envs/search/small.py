@@ -75,7 +75,8 @@ def _world(people: Sequence[str], companies: Sequence[str], draws: random.Random
     values = {"is in": CITIES, "makes": PRODUCTS, "works at": companies, "likes": HOBBIES}
 
     def facts(*kinds: str) -> dict[str, str]:
-        order = draws.sample(kinds, len(kinds))  # a fact's position must not reveal its kind
+        # A fact's position must not reveal its kind.
+        order = draws.sample(kinds, len(kinds))
         return {kind: draws.choice(values[kind]) for kind in order}
 
     return World({n: facts("works at", "likes") for n in people}, {n: facts("is in", "makes") for n in companies})
@@ -150,7 +151,8 @@ def tasks(split: str, count: int, seed: int = 0, hops: Sequence[int] = (1, 2)) -
     Raises DataError for another split, ConfigError for an impossible `count` or `hops`.
     """
     key, hops = split_key(split, count, seed), check_hops(hops, 2)
-    _retriever()  # early, so that a missing package is an error before anything is played
+    # Early, so that a missing package is an error before anything is played.
+    _retriever()
     pools: dict[int, Sequence[Question]] = {number: questions(split, number) for number in set(hops)}
     pools = {n: random.Random(f"search_small/order/{key}").sample(pool, len(pool)) for n, pool in pools.items()}
     made = []

@@ -126,7 +126,8 @@ class HarborDriver(GatewayDriver):
         order = self._order(session.name, task, address)
         try:
             answer, refused = await self._play(order, session)
-        except TrajectoryFailure:  # its worker may be gone, which would have stopped the sandbox
+        except TrajectoryFailure:
+            # Its worker may be gone, which would have stopped the sandbox.
             await self._remove_sandboxes(f"{order['name']}__")
             raise
         session.close()
@@ -158,7 +159,8 @@ class HarborDriver(GatewayDriver):
             watching.cancel()
             trial.cancel()
             await asyncio.wait({trial})
-            trial.cancelled() or trial.exception()  # retrieve it so that asyncio does not log it
+            # Retrieve it so that asyncio does not log it.
+            trial.cancelled() or trial.exception()
 
     async def _remove_sandboxes(self, names: str) -> None:
         """Remove sandboxes of killed processes, by the prefix of their names, if no provider ends them."""
@@ -238,7 +240,8 @@ def digest(step: Step) -> str:
 async def _first_refusal(session: AgentSession) -> StepsExceeded | EngineError:
     """Wait until a call is refused for the number of steps or fails in the engine, and return that error."""
     while isinstance(error := await session.errors.get(), ContextExceeded):
-        continue  # an agent may summarize, and continue
+        # An agent may summarize, and continue.
+        continue
     return error
 
 

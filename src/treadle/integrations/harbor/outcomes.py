@@ -110,7 +110,8 @@ def judge(report: TrialReport, refused: CallError | None, config: HarborConfig) 
         return Verdict(ended_by=refused)
     if report.exception in _CONTEXT or (report.phase == AGENT and isinstance(refused, ContextExceeded)):
         full = refused if isinstance(refused, ContextExceeded) else ContextExceeded(0, 0)
-        reward = _reward(report, config)  # for a task of several steps, or an agent that exited with an error
+        # For a task of several steps, or an agent that exited with an error.
+        reward = _reward(report, config)
         verified = reward if isinstance(reward, Reward) else Reward()
         return Verdict(verified, ended_by=full, warning=_exception_text(report), context_exceeded=True)
     timed_out, limit = report.exception == "AgentTimeoutError", report.agent_limit

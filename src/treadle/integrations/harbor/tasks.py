@@ -210,7 +210,8 @@ def harbor_sums(split: str, count: int, seed: int = 0) -> Iterator[Task]:
     """
     for task in arithmetic.tasks(split, count, seed):
         a, b = task.extras["a"], task.extras["b"]
-        directory = cache_directory() / "harbor" / "sums-2" / f"{a}-{b}"  # 2: version of the files written by `_write`
+        # 2: version of the files written by `_write`.
+        directory = cache_directory() / "harbor" / "sums-2" / f"{a}-{b}"
         if not directory.is_dir():
             _write(directory, task)
         name = task.task_id.replace("arithmetic", "sum", 1)

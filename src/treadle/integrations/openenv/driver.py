@@ -108,7 +108,8 @@ async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
     with open(os.devnull) as nothing:
         server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
     try:
-        ended = asyncio.ensure_future(server.result())  # completes at the latest when it is stopped
+        # Completes at the latest when it is stopped.
+        ended = asyncio.ensure_future(server.result())
         try:
             async with asyncio.timeout(_START):
                 while not (ended.done() or await _listens(port)):

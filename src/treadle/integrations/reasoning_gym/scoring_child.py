@@ -34,7 +34,8 @@ from treadle.integrations.reasoning_gym.datasets import make_dataset
 def main(address_space: int) -> None:
     """Confine this process and answer requests until standard input ends. address_space: limit in bytes."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # redirects output printed by scorers
+    # Redirects output printed by scorers.
+    os.dup2(2, 1)
     confine(address_space)
     _send(answers, {})
     for line in sys.stdin.buffer:

@@ -266,7 +266,8 @@ def _config_class(spec: EnvSpec) -> type | None:
     creator: Any = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     try:
         parameter = signature(creator, eval_str=True).parameters.get("env_config")
-    except (NameError, TypeError, ValueError):  # its annotations cannot be resolved
+    except (NameError, TypeError, ValueError):
+        # Its annotations cannot be resolved.
         return None
     hint = parameter.annotation if parameter else None
     return next((part for part in get_args(hint) or (hint,) if is_dataclass(part) and isclass(part)), None)

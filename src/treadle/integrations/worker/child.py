@@ -47,16 +47,19 @@ def main() -> None:
         try:
             loop.run_until_complete(serving)
             break
-        except (SystemExit, KeyboardInterrupt):  # from one of the library's tasks; its awaiter gets it, too
+        except (SystemExit, KeyboardInterrupt):
+            # From one of the library's tasks; its awaiter gets it, too.
             if serving.done():
                 break
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without waiting for threads that are stuck
+    # Without waiting for threads that are stuck.
+    os._exit(0)
 
 
 async def _serve(connection: socket.socket, handler_file: Path) -> None:
-    limit = 2**30  # maximum size of a payload; asyncio's default is 64 KiB
+    # Maximum size of a payload; asyncio's default is 64 KiB.
+    limit = 2**30
     reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
 
     def send(message: Json) -> None:

@@ -325,7 +325,8 @@ class WorkerProcess:
         self.is_usable = False
         if self._reading is not None and not self._reading.done():
             if self._writer.can_write_eof() and not self._writer.is_closing():
-                self._writer.write_eof()  # the process cancels all attempts and ends
+                # The process cancels all attempts and ends.
+                self._writer.write_eof()
             await asyncio.wait({self._reading}, timeout=self._limits.cleanup)
             self._reading.cancel()
             await asyncio.wait({self._reading})
@@ -362,7 +363,8 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(self._limits.silence):
                 return await self._line()
-        except TimeoutError:  # this event loop itself may have been blocked: read pending data first
+        except TimeoutError:
+            # This event loop itself may have been blocked: read pending data first.
             async with asyncio.timeout(self._limits.heartbeat):
                 return await self._line()
 

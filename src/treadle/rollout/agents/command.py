@@ -66,7 +66,8 @@ class Command:
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Recovered:
         """Run the program and return its reward. Raises TrajectoryFailure (agent)."""
         row = {name: getattr(task, name) for name in ("task_id", "prompt", "ground_truth", "extras")}
-        with tempfile.TemporaryFile() as stdin:  # a file, so that a program that never reads it blocks nothing
+        # A file, so that a program that never reads it blocks nothing.
+        with tempfile.TemporaryFile() as stdin:
             stdin.write(json.dumps(row, default=dict).encode() + b"\n")
             stdin.seek(0)
             variables = self._variables(client)
@@ -95,7 +96,8 @@ class Command:
             "ANTHROPIC_API_KEY": client.api_key,
             **self.environment,
         }
-        variables.pop("ANTHROPIC_AUTH_TOKEN", None)  # the SDK would send it in addition to the key
+        # The SDK would send it in addition to the key.
+        variables.pop("ANTHROPIC_AUTH_TOKEN", None)
         for name in ("NO_PROXY", "no_proxy"):  # loopback must bypass proxies
             variables[name] = ",".join(filter(None, (variables.get(name), client.base_url.host)))
         return variables
@@ -158,7 +160,8 @@ class SupervisedProgram:
         )
         try:
             process = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # asyncio itself would leave its pipes open
+        except asyncio.CancelledError:
+            # asyncio itself would leave its pipes open.
             await cls(await starting).stop()
             raise
         assert process.stdin is not None

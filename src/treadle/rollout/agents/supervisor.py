@@ -43,7 +43,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    if _CHILDREN.exists():  # elsewhere it could not find adopted children
+    # Elsewhere it could not find adopted children.
+    if _CHILDREN.exists():
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         if order["user_namespace"]:
@@ -112,7 +113,8 @@ def _kill(program: "subprocess.Popen[bytes]") -> None:
 
     Processes of another user (sudo) cannot be killed.
     """
-    with suppress(ProcessLookupError, PermissionError):  # it has ended; on macOS, its processes are zombies
+    # It has ended; on macOS, its processes are zombies.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(program.pid, signal.SIGKILL)
     while _reap(program):
         children = _children()

@@ -126,8 +126,13 @@ class EnvironmentDriver(AttemptDriver[Session]):
             tokens = error.prompt_tokens
         request = [*history.messages, Message(role="user", content=compaction.prompt)]
         brief = replace(
-            options, tool_calls=False, max_tokens=compaction.max_tokens, parse=self._parse, summary=True
-        )  # parsed for every environment, to keep thoughts out of a summary
+            options,
+            tool_calls=False,
+            max_tokens=compaction.max_tokens,
+            parse=self._parse,
+            summary=True,
+            # Parsed for every environment, to keep thoughts out of a summary.
+        )
         for _ in range(compaction.attempts):
             reply = await session.chat(request, environment.tools, brief)
             summary = reply.message["content"].strip()
@@ -370,7 +375,8 @@ class EnvMetrics:
     def __init__(self, name: str, environment: object) -> None:
         try:
             check_metrics({name: environment})
-        except ConfigError as error:  # checked only now, as a factory need not declare them
+        except ConfigError as error:
+            # Checked only now, as a factory need not declare them.
             raise _failure(str(error)) from error
         self._class, self._declared = name_of(environment), tuple[Metric, ...](getattr(environment, "metrics", ()))
         self._values: dict[Metric, list[float]] = {metric: [] for metric in self._declared if "*" not in metric.name}

@@ -1,4 +1,4 @@
-"""`GatewayDriver`: the base of drivers whose attempts call the model over HTTP; `AgentDriver`, for agent programs.
+"""`GatewayDriver`: base of drivers for attempts that call the model over HTTP; `AgentDriver`, for agent programs.
 
 AgentSession <- Gateway <- HTTP <- any code started by `run` -> Graded
 """
@@ -68,7 +68,8 @@ class AgentSession(Session):
                 self.reject(number)
 
     def _numbered(self, prompt: Prompt, limit: int | None = None) -> int:
-        self._check_calls()  # again, as other calls may have been numbered while this one was rendered
+        # Again, as other calls may have been numbered while this one was rendered.
+        self._check_calls()
         if prompt.messages:
             place = self._answers.ask(prompt.messages, prompt.rendering.values if prompt.rendering else ())
         else:
@@ -198,7 +199,8 @@ def _lost(session: AgentSession, raised: TrajectoryFailure) -> AttemptError | No
     errors = [failed.error for failed in session.unanswered]
     refusals = DataError if session.last_error is None else ()
     lost = next((error for error in errors if not isinstance(error, refusals)), None)
-    if isinstance(lost, GivenUp):  # possibly caused by the error raised elsewhere
+    # Possibly caused by the error raised elsewhere.
+    if isinstance(lost, GivenUp):
         message = f"{raised.message.removesuffix('.')}; {_given_up(lost)}"
         return TrajectoryFailure(Cause.INFRASTRUCTURE, message, raised.traceback)
     return None if lost is None else _failure(lost, raised.cause)

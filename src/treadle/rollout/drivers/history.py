@@ -42,7 +42,8 @@ class History:
         after = [*(before if answer.history is None else answer.history), *observations]
         if answer.history is not None:
             self.break_cause = _replacement(before, after)
-        elif not answer.rejected:  # otherwise the next call replaces the rejected one
+        elif not answer.rejected:
+            # Otherwise the next call replaces the rejected one.
             self.break_cause = None
         self.messages = after
 

@@ -138,7 +138,8 @@ def _read_chat(body: api.Json) -> api.CompletionRequest:
     return api.CompletionRequest(
         model=request.model,
         messages=tuple(message.message() for message in request.messages),
-        tools=tuple(body.get("tools") or ()),  # passed to the chat template as the JSON received
+        # Passed to the chat template as the JSON received.
+        tools=tuple(body.get("tools") or ()),
         options=CallOptions(
             sampling_overrides=request.overrides(request.max_completion_tokens or request.max_tokens, request.stop),
             tool_calls=request.tool_choice != "none",

@@ -172,7 +172,8 @@ class Attached:
         except BaseException:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(self._drop)  # not after the wait, which may itself be cancelled
+                # Not after the wait, which may itself be cancelled.
+                task.add_done_callback(self._drop)
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 

@@ -108,7 +108,8 @@ class Exchanges:
             return exchange
         same = self._by_body.get(origin.body, [])
         if origin.key is not None:
-            same = [e for e in same if e.origin.key is None]  # a different key means a different request
+            # A different key means a different request.
+            same = [e for e in same if e.origin.key is None]
         if abandoned := next((e for e in same if e.abandoned), None):
             return abandoned
         if self._void[origin.body]:
@@ -209,7 +210,8 @@ class Exchanges:
         error = None if exchange.task.cancelled() else exchange.task.exception()
         if exchange.task.cancelled() or error is not None:
             self._note_failure(exchange, error)
-            self._forget(exchange)  # there is no answer to repeat: the next request is a new one
+            # There is no answer to repeat: the next request is a new one.
+            self._forget(exchange)
         elif exchange.abandoned:
             self._set_delivered(exchange, False)
 
@@ -217,7 +219,8 @@ class Exchanges:
         match error:
             case ApiError() if error.status not in _FOR_NOW:
                 self.refuse(error, exchange.origin)
-            case StepsExceeded():  # limits are met by the model's own behavior
+            case StepsExceeded():
+                # Limits are met by the model's own behavior.
                 self._limit_met = math.inf
             case ContextExceeded():
                 self._limit_met = max(self._limit_met, time.monotonic())
@@ -230,12 +233,14 @@ class Exchanges:
         if not exchange.task.done():
             exchange.abort = asyncio.get_running_loop().call_later(self._grace, self._abort, exchange)
         elif exchange.task.cancelled() or exchange.task.exception() is not None:
-            return  # the client was told that there is none
+            # The client was told that there is none.
+            return
         self._note_given_up(exchange)
         self._set_delivered(exchange, False)
 
     def _note_given_up(self, exchange: Exchange) -> None:
-        if exchange.began > self._limit_met:  # otherwise it gave up because another call met a limit meanwhile
+        # Otherwise it gave up because another call met a limit meanwhile.
+        if exchange.began > self._limit_met:
             given_up = GivenUp(time.monotonic() - exchange.began)
             exchange.repeats = exchange.repeats or Unanswered(exchange.origin.body, exchange.origin.key, given_up)
         self._put_back(exchange)

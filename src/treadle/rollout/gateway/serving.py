@@ -256,7 +256,8 @@ async def _receive(gateway: Gateway, request: Request, in_flight: ExitStack) -> 
     except ApiError as error:
         attached.exchanges.refuse(error, _unread(request))
         raise
-    return _session(gateway, request), b"".join(chunks)  # again: it may have ended meanwhile
+    # Again: it may have ended meanwhile.
+    return _session(gateway, request), b"".join(chunks)
 
 
 def _json(raw: bytes) -> Json:
@@ -339,7 +340,8 @@ class CompletionResponse:
         if not has_begun:
             await _start(send, status, content, len(text))  # all ASCII: characters are bytes
         await _body(send, text.encode())
-        await _body(send, b"", more=False)  # returns once the connection has taken the answer
+        # Returns once the connection has taken the answer.
+        await _body(send, b"", more=False)
         if isinstance(outcome, Answer) and not gone.done():
             self.exchanges.deliver(self.exchange)
 

@@ -1,4 +1,4 @@
-"""The gateway of a run: one, served from when the first driver needs it."""
+"""The one gateway of a run, served from the time a driver first needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES = 65536
 
 
 class SharedGateway:
-    """The one gateway of a run, served from when the first driver opens it until the run ends."""
+    """The one gateway of a run, served from the time the first driver opens it until the run ends."""
 
     def __init__(self, config: GatewayConfig, log: Callable[[str], None] = lambda line: None) -> None:
         self._config, self._gateway = config, Gateway(log=log)
@@ -33,7 +33,8 @@ class SharedGateway:
 
         async with self._opening:
             if not self._gateway.url:
-                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of attempts hold a few files each
+                # Hundreds of attempts hold a few files each.
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
                 most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
                 if soft != resource.RLIM_INFINITY and soft < most:
                     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -48,7 +48,8 @@ def run(
     has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def cancel() -> None:
-        if interrupter.is_asked:  # `main` handled the first one itself, and this is the second
+        # `main` handled the first one itself, and this is the second.
+        if interrupter.is_asked:
             interrupter.interrupt()
         else:
             loop.call_soon_threadsafe(task.cancel)
@@ -83,7 +84,8 @@ class _Interrupter:
             raise user_code.Interrupt
         if not self.interrupts:
             self.interrupts = True
-            _thread.start_new_thread(self._insist, ())  # threading.Thread.start takes a lock
+            # threading.Thread.start takes a lock.
+            _thread.start_new_thread(self._insist, ())
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _insist(self) -> None:
@@ -139,7 +141,8 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any],
     """Run the loop until it is stopped, or return False if something other than `task` raised and ended it (logged)."""
     try:
         loop.run_forever()
-    except (SystemExit, KeyboardInterrupt) as error:  # from a task or callback started by user code
+    except (SystemExit, KeyboardInterrupt) as error:
+        # From a task or callback started by user code.
         if isinstance(error, user_code.Interrupt):
             raise
         if not task.done():
@@ -156,7 +159,8 @@ def _end(loop: asyncio.AbstractEventLoop, interrupter: _Interrupter, log: Callab
         if interrupts:
             loop.set_exception_handler(lambda *_: None)
             log = _ignore
-        for task in asyncio.all_tasks(loop):  # before any of them gets its next turn
+        # Before any of them gets its next turn.
+        for task in asyncio.all_tasks(loop):
             task.cancel()
         ending = loop.create_task(_end_tasks(log, _TO_END_INTERRUPTED if interrupts else _TO_END))
         ending.add_done_callback(lambda _: loop.stop())
@@ -218,7 +222,8 @@ class _Watch:
         while not over.wait(_PERIOD):
             if not self._asked:
                 self._asked = True
-                with suppress(RuntimeError):  # the loop was closed: an interrupted run does not wait for this thread
+                # The loop was closed: an interrupted run does not wait for this thread.
+                with suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._answer)
             elif self._blocking is None and time.monotonic() - self._answered >= BLOCKED:
                 self._warn()
@@ -232,7 +237,8 @@ class _Watch:
     def _warn(self) -> None:
         frames, user, turn = list[FrameType](), None, None
         for frame in user_code.thread_frames(self._thread):
-            if frame.f_code is Handle._run.__code__:  # runs a callback of the loop: a turn of a task, in its context
+            # Runs a callback of the loop: a turn of a task, in its context.
+            if frame.f_code is Handle._run.__code__:
                 turn = frame.f_locals["self"]
                 user = turn._context.get(user_code.RUNNING)
                 break

@@ -131,7 +131,8 @@ async def _result(
         else:
             value = await asyncio.get_running_loop().run_in_executor(thread, copy_context().run, function)
         return check(await value if inspect.isawaitable(value) else value)
-    except BaseException as error:  # SystemExit raised in a task would end the event loop
+    except BaseException as error:
+        # SystemExit raised in a task would end the event loop.
         if isinstance(error, Interrupt):
             raise
         return attributed(error, what, cause)
@@ -240,7 +241,8 @@ def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         result = call()
-    except StopIteration as error:  # an asyncio future cannot hold it: its caller would wait forever
+    except StopIteration as error:
+        # An asyncio future cannot hold it: its caller would wait forever.
         future.set_exception(RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__))
     except BaseException as error:  # noqa: BLE001  # reraised where the result is awaited
         future.set_exception(error)

@@ -231,7 +231,8 @@ def _tile(shape: Shape, bucket: Sequence[Rectangle], window: int | None, own: bo
     keys = Ranges.of([(r.first_key, r.end_key) for r in bucket])
     edge = bucket[0].edge
     padded = any(r.width < keys.width for r in bucket)
-    if not edge and (own or not padded):  # a causal triangle hides padding at its end
+    # A causal triangle hides padding at its end.
+    if not edge and (own or not padded):
         return Tile(queries, keys, own, causal=own)
     key_depth = _padded(shape.depth, [(r.first_key, r.end_key) for r in bucket], keys.width)
     visible = torch.zeros(len(bucket), 1, 1, keys.width, dtype=torch.bool)
@@ -308,7 +309,8 @@ class _TileAttention(torch.autograd.Function):
                 part_lse = total
             tile.queries.put(out, part)
             tile.queries.put(lse, part_lse)
-        if sinks is not None:  # an additional part with zero output
+        # An additional part with zero output.
+        if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(wide))
             out = (out.view(query.shape) * (lse - total).exp()[..., None]).view(out.shape)
             lse = total

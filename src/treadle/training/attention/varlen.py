@@ -51,7 +51,8 @@ def paths(shape: Shape, window: int | None, device: torch.device) -> Paths:
     depth = shape.depth.numpy()
     starts, ends = stretches(shape)
     reached = _reached(shape, window)
-    path = np.arange(depth.max() + 1)  # depth -> key, from the root to the newest one; initially the context
+    # Depth -> key, from the root to the newest one; initially the context.
+    path = np.arange(depth.max() + 1)
     parts = []
     for start, end, first in zip(starts.tolist(), ends.tolist(), reached.tolist(), strict=True):
         bottom = depth[end - 1] + 1
@@ -92,9 +93,11 @@ def _bounds(lengths: Indices) -> Tensor:
 
 
 def _flash(*args: Any, **options: Any) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # newer than the oldest PyTorch that trains on a CPU
+    # Newer than the oldest PyTorch that trains on a CPU.
+    from torch.nn.attention.varlen import varlen_attn
 
-    if "enable_gqa" not in signature(varlen_attn).parameters:  # before PyTorch 2.12, which always allows it
+    # Before PyTorch 2.12, which always allows it.
+    if "enable_gqa" not in signature(varlen_attn).parameters:
         del options["enable_gqa"]
     return cast(Tensor, varlen_attn(*args, **options))
 
@@ -135,7 +138,8 @@ class Varlen:
             plan.most_queries,
             plan.most_keys,
             scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, keys after it
+            # Keys before a query's own, keys after it.
+            window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=True,
         )
 

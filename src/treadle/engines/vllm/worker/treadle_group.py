@@ -27,7 +27,8 @@ class Group:
         self._store, self._wait = store, timedelta(seconds=timeout)
         store.set(f"device/{rank}", _identity(device))
         devices = [store.get(f"device/{other}").decode() for other in range(size)]
-        apart = "cpu" not in devices and len(set(devices)) == size  # NCCL does not allow two ranks on one GPU
+        # NCCL does not allow two ranks on one GPU.
+        apart = "cpu" not in devices and len(set(devices)) == size
         self.device = device if apart else torch.device("cpu")
         self._group = self._nccl(rank, size) if apart else self._gloo(rank, size, address)
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects at first use
@@ -75,7 +76,8 @@ def join(host: str, port: int, rank: int, size: int, *, device: torch.device, ti
     """Join the group with its store at that address. Raises RuntimeError."""
     store = TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: only finds this machine's address on the route
+        # Sends nothing: only finds this machine's address on the route.
+        probe.connect((host, port))
         address = probe.getsockname()[0]
     return Group(store, rank, size, device=device, address=address, timeout=timeout)
 

@@ -91,7 +91,8 @@ def wait_for_members(child: "subprocess.Popen[bytes]") -> None:
 
 def main() -> None:
     """Run COMMAND, as in `treadle_launch.py COMMAND ...`, until it ends or standard input closes."""
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # SIG_IGN would be inherited by the command
+    # SIG_IGN would be inherited by the command.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGINT, lambda number, frame: None)
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     while child.poll() is None:

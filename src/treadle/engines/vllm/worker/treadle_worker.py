@@ -98,7 +98,8 @@ class Engine(WeightTransferEngine[Init, Update]):
         try:
             self._load({name: tuple(shape) for bucket in buckets for name, shape in bucket["shapes"].items()}, weights)
         finally:
-            deque(weights, maxlen=0)  # every rank must take part in a broadcast, even one that cannot use it
+            # Every rank must take part in a broadcast, even one that cannot use it.
+            deque(weights, maxlen=0)
 
     def _load(self, shapes: dict[str, Any], weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._shapes not in (None, shapes):
@@ -135,7 +136,8 @@ def load_all(model: torch.nn.Module, expected: set[str], weights: Iterator[tuple
     missing = sorted(expected - loaded) if loaded is not None else []
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod):
-            info = get_layerwise_info(layer)  # query, key and value are one layer here, and gate and up another
+            # Query, key and value are one layer here, and gate and up another.
+            info = get_layerwise_info(layer)
             if info.can_load() and info.load_numel < info.load_numel_total:
                 missing.append(name)
     if missing:
@@ -158,7 +160,8 @@ def pack_again(model: torch.nn.Module) -> None:
     Linear layers multiply by a packed copy, which is renewed only if the layer's own weight was loaded: not for the
     output layer of a model with tied embeddings. Weights of experts are packed in place. GPUs pack nothing.
     """
-    if next(model.parameters()).device.type != "cpu":  # vLLM imports these modules only on the CPU, too
+    # vLLM imports these modules only on the CPU, too.
+    if next(model.parameters()).device.type != "cpu":
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

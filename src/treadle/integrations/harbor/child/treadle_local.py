@@ -78,7 +78,8 @@ class LocalEnvironment(BaseEnvironment):
             raise SystemExit(f"the local environment needs more programs: {missing}")
 
     def _validate_definition(self) -> None:
-        pass  # a Dockerfile is neither needed nor built
+        # A Dockerfile is neither needed nor built.
+        pass
 
     async def start(self, force_build: bool) -> None:
         """Start the sandbox and create the directories that Harbor and the task expect."""
@@ -110,7 +111,8 @@ class LocalEnvironment(BaseEnvironment):
             return
         if sandbox.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                sandbox.kill()  # the rest dies with it (--die-with-parent)
+                # The rest dies with it (--die-with-parent).
+                sandbox.kill()
         await sandbox.communicate()
 
     async def exec(
@@ -193,7 +195,8 @@ class LocalEnvironment(BaseEnvironment):
         deadline = loop.time() + _GRACE
         while text and self._sandbox.returncode is None and loop.time() < deadline:
             pid = int(json.loads(text)["child-pid"])
-            with contextlib.suppress(OSError, IndexError):  # its child is `sleep` once all is mounted
+            # Its child is `sleep` once all is mounted.
+            with contextlib.suppress(OSError, IndexError):
                 [child, *_] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() or [""]
                 if os.readlink(f"/proc/{child}/exe").endswith("/sleep"):
                     return pid
@@ -225,7 +228,8 @@ class LocalEnvironment(BaseEnvironment):
         try:
             await _feed(process, stdin)
             status = await process.wait()
-            await asyncio.wait(copying, timeout=_LINGER)  # background processes may hold its outputs open
+            # Background processes may hold its outputs open.
+            await asyncio.wait(copying, timeout=_LINGER)
             return status, bytes(out), bytes(err)
         finally:
             for copied in copying:

@@ -41,5 +41,6 @@ class OneReply(BaseAgent):
             if answer.status != 200:
                 raise RuntimeError(f"the model's server answered {answer.status}: {(await answer.text())[:500]}")
             text = (await answer.json())["choices"][0]["message"]["content"]
-        sayable = text.replace("\0", "\N{REPLACEMENT CHARACTER}")  # commands cannot contain a zero byte
+        # Commands cannot contain a zero byte.
+        sayable = text.replace("\0", "\N{REPLACEMENT CHARACTER}")
         await environment.exec(f"printf %s {shlex.quote(sayable)} > /app/reply.txt")

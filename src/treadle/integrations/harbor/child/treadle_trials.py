@@ -61,7 +61,8 @@ def versions() -> dict[str, str]:
 
 async def start(options: Json) -> Json:
     """Prepare for trials."""
-    logging.disable(logging.CRITICAL)  # a trial logs into its own directory, which its caller may keep
+    # A trial logs into its own directory, which its caller may keep.
+    logging.disable(logging.CRITICAL)
     litellm.suppress_debug_info = True
     return {}
 
@@ -122,7 +123,8 @@ def _connect(config: TrialConfig, order: Json) -> None:
         "model_info": {**info, "input_cost_per_token": 0.0, "output_cost_per_token": 0.0},
         "temperature": order["temperature"],
         "proactive_summarization_threshold": whole - prompt + whole // 10,  # its token count differs from ours
-        "record_terminal_session": False,  # otherwise it installs a recorder in the sandbox
+        # Otherwise it installs a recorder in the sandbox.
+        "record_terminal_session": False,
         "suppress_max_turns_warning": True,
     }
     agent = config.agent
@@ -148,7 +150,8 @@ def _lifetime(config: TrialConfig, seconds: float) -> Json:
     """Return the options that make a provider end abandoned sandboxes; empty if it has none."""
     whole, minutes = int(seconds), -int(-seconds // 60)
     options = {
-        "auto_stop_interval_mins": minutes,  # daytona: idle time, after which it is deleted
+        # daytona: idle time, after which it is deleted.
+        "auto_stop_interval_mins": minutes,
         "sandbox_timeout_secs": whole,  # modal
         "sandbox_timeout_sec": whole,  # opensandbox
         "sandbox_lifetime_seconds": whole,  # vercel
@@ -195,7 +198,8 @@ class Stoppable:
         try:
             await asyncio.wait({playing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if playing.done() and not playing.cancelled() and playing.exception():
-                await asyncio.wait({stopping}, timeout=_WORD)  # caused by a refused call, for which the agent raises
+                # Caused by a refused call, for which the agent raises.
+                await asyncio.wait({stopping}, timeout=_WORD)
         finally:
             stopping.cancel()
             if not playing.done():
@@ -205,7 +209,8 @@ class Stoppable:
         if self._stop.is_set():
             self.stopped = True
             if not playing.cancelled():
-                playing.exception()  # a refused answer may have ended it first
+                # A refused answer may have ended it first.
+                playing.exception()
             return
         playing.result()
 
@@ -340,7 +345,8 @@ async def _probe(order: Json) -> Json:
     answers: list[Any] = []
     extract = llm._extract_usage_info
 
-    def seen(response: Any) -> Any:  # also sees truncated answers, for which `call` raises
+    # Also sees truncated answers, for which `call` raises.
+    def seen(response: Any) -> Any:
         answers.append((*llm._extract_token_ids(response), llm._extract_logprobs(response)))
         return extract(response)
 

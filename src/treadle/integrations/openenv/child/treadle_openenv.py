@@ -88,7 +88,8 @@ async def _opened(options: Json) -> tuple[GenericEnvClient, Any]:
         except BaseException as error:
             await client.close()
             is_full = isinstance(error, RuntimeError) and _FULL in str(error)
-            if not is_full and not isinstance(error, ConnectionClosed):  # closed immediately, without waiting for us
+            # Closed immediately, without waiting for us.
+            if not is_full and not isinstance(error, ConnectionClosed):
                 raise
         await asyncio.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT)
@@ -104,10 +105,12 @@ async def _converse(payload: Json, session: GenericEnvClient, observed: Any, pla
             return
         played.turns += 1
         reply = answer["choices"][0]["message"]
-        messages.append(reply)  # whole, with its thoughts, so that the next prompt extends the sampled tokens
+        # Whole, with its thoughts, so that the next prompt extends the sampled tokens.
+        messages.append(reply)
         try:
             observed = await _stepped(session, reply["content"] or "")
-        except ValueError as wrong:  # the model's mistake, reported to it
+        except ValueError as wrong:
+            # The model's mistake, reported to it.
             messages.append({"role": "user", "content": str(wrong)})
             continue
         if observed.reward is not None:

@@ -73,5 +73,6 @@ def _answer(episode: Any) -> Json:
         return {"reward": None, "metrics": {}, "error": error}
     [trace] = traces
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    reward = trace.reward if trace.ok else None  # reward functions do not run for a trace with an error
+    # Reward functions do not run for a trace with an error.
+    reward = trace.reward if trace.ok else None
     return {"reward": reward, "metrics": {**scores, **trace.metrics}, "error": error}
