@@ -66,7 +66,7 @@ def _row(path: str, name: str, config: type[Config]) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with this part written anew."""
+    """Return the page with this part rewritten."""
     return page.partition(HEADING)[0] + every_key()
 
 
