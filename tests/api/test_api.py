@@ -119,7 +119,9 @@ def test_an_agents_model_begins_with_random_calls_of_tools_that_are_named(
     monkeypatch.setenv("TREADLE_CACHE", str(tmp_path / "cache"))
     tasks = [Task(f"t{i}", (user("What does tea cost?"),), ground_truth="7", extras={"tea": 7}) for i in range(3)]
     options: dict[str, Any] = {"recipe": "tools-small", "model": None, "settings": {"warm_start.steps": 3}}
-    with pytest.raises(ConfigError, match=r"no environment plays, .* set warm_start.options.environment to one"):
+    with pytest.raises(
+        ConfigError, match=r"but no environment with tools plays; set warm_start.options.environment to one"
+    ):
         train(tmp_path / "none", solve, tasks, **options)
     named = {"attempts": 80, "environment": "tests.api.test_api:Shop"}
     options["settings"]["warm_start.options"] = named

@@ -312,7 +312,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(valu
     config = OptimizerConfig(learning_rate=0.1)
     optimizer = make_optimizer(model, config)
     (model(torch.ones(1, 2)) * value).sum().backward()
-    with pytest.raises(TrainingStopped, match=r"norm is (nan|inf) at learning rate 0.1; the weights were left"):
+    with pytest.raises(TrainingStopped, match=r"norm is (nan|inf) at learning rate 0.1; the weights were not changed"):
         step(optimizer, model, config, 0.1)
     assert torch.equal(model.weight, before)
     optimizer.zero_grad()

@@ -171,7 +171,7 @@ def test_only_temperature_1_can_be_served_and_a_server_may_move() -> None:
     def taught(teacher: str, *more: str) -> Any:
         return recipe(f"algorithm.distillation={json.dumps({'teacher': teacher})}", *more)
 
-    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7, and a vLLM server scores prompts at 1"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 0\.7, but a vLLM server scores prompts only at 1"):
         check_settings(taught("http://a", "rollout.temperature=0.7"))
     check_changes(changes(taught("http://a"), taught("http://b")))
     with pytest.raises(ConfigError, match=r"distillation\.teacher is http://b"):
