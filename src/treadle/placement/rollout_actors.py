@@ -35,12 +35,10 @@ from treadle.rollout.config import RolloutConfig
 from treadle.rollout.replay import AnsweredCall
 from treadle.rollout.rewards import RewardsConfig
 from treadle.rollout.session import Address
+from treadle.workers.calls import Answer, Calls, Request, Service
 from treadle.workers.supervised import Supervised
 
 _CLOSING = 20.0  # seconds for a worker to finish
-
-Request = tuple[Any, ...]
-"""A worker's request to the run's process: the name of a method of `_Worker`, and its arguments."""
 
 
 class WorkerEngine:
@@ -48,21 +46,20 @@ class WorkerEngine:
 
     def __init__(self) -> None:
         self.routes: dict[str, Actor | None] = {}
+        self.calls = Calls(self._ask, EngineError)
         self._closed = set[str]()
         self._requests: list[Request] = []
         self._any = asyncio.Event()
-        self._numbers = count()
-        self._answers: dict[int, asyncio.Future[Any]] = {}
 
     def open_session(self, session: str) -> None:
         # Otherwise the run's process has opened it.
         if session not in self.routes or session in self._closed:
             self._closed.discard(session)
-            self.ask("open_session", session)
+            self.calls.post("open_session", session)
 
     def close_session(self, session: str) -> None:
         self._closed.add(session)
-        self.ask("close_session", session)
+        self.calls.post("close_session", session)
 
     def forget(self, session: str) -> None:
         del self.routes[session]
@@ -80,12 +77,11 @@ class WorkerEngine:
                 self.routes[session] = None
             else:
                 return completion
-        options = {"session": session, "cache_salt": cache_salt}
-        completion = await self._call("generate", (prompt_ids, sampling), options)
+        completion = await self.calls.call("generate", prompt_ids, sampling, session, cache_salt)
         return completion
 
     async def score(self, ids: Ids, *, temperature: float = 1.0) -> Floats:
-        scores: Floats = await self._call("score", (ids,), {"temperature": temperature})
+        scores: Floats = await self.calls.call("score", ids, temperature)
         return scores
 
     def status(self) -> list[ComponentStatus]:
@@ -95,11 +91,6 @@ class WorkerEngine:
     async def close(self) -> None:
         """No-op: the engine belongs to the run."""
 
-    def ask(self, *request: Any) -> None:
-        """Send a request to the run's process, after earlier ones."""
-        self._requests.append(request)
-        self._any.set()
-
     async def requests(self) -> AsyncIterator[list[Request]]:
         """Yield the requests of each turn of the event loop."""
         while await self._any.wait():
@@ -107,28 +98,9 @@ class WorkerEngine:
             self._any.clear()
             yield requests
 
-    def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
-        """Deliver answers to calls, by number; errors count as answers, too."""
-        for number, answer in answers:
-            future = self._answers.get(number)
-            if future is None or future.done():
-                continue
-            if isinstance(answer, TreadleError):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-
-    async def _call(self, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        self.ask("call", number, method, arguments, options)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self.ask("cancel", number)
-            raise
-        finally:
-            del self._answers[number]
+    def _ask(self, request: Request) -> None:
+        self._requests.append(request)
+        self._any.set()
 
 
 class WorkerLog:
@@ -141,14 +113,14 @@ class WorkerLog:
         return self._recorded
 
     def add(self, address: Address, call: AnsweredCall) -> Awaitable[None]:
-        self._engine.ask("add_call", self._name, call)
+        self._engine.calls.post("add_call", self._name, call)
         return asyncio.sleep(0)
 
     def forget(self, address: Address) -> None:
-        self._engine.ask("forget", self._name)
+        self._engine.calls.post("forget", self._name)
 
     def restarted(self, address: Address, player: str, what: str) -> None:
-        self._engine.ask("restarted", self._name, player, what)
+        self._engine.calls.post("restarted", self._name, player, what)
 
 
 class RolloutActor(Placed):
@@ -164,7 +136,7 @@ class RolloutActor(Placed):
         loop = asyncio.get_running_loop()
 
         def log(line: str) -> None:  # perhaps from another thread
-            loop.call_soon_threadsafe(self._engine.ask, "log", line)
+            loop.call_soon_threadsafe(self._engine.calls.post, "notify", line)
 
         self._rollouts = await self._opened.enter_async_context(make(engine=self._engine, log=log))
 
@@ -172,8 +144,9 @@ class RolloutActor(Placed):
         async for requests in self._engine.requests():
             yield requests
 
-    async def answer(self, answers: Sequence[tuple[int, Any]]) -> None:
-        self._engine.answer(answers)
+    async def answer(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._engine.calls.take(*answer)
 
     async def play(
         self,
@@ -290,8 +263,8 @@ class _Worker:
         self._make, self._engine, self.log = make, engine, log
         self.playing = 0
         self._logs: dict[str, _Log] = {}  # for attempts with recorded calls
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._answers: list[tuple[int, Any]] = []
+        self._service: Service | None = None  # of the actor that is there now
+        self._answers: list[Answer] = []
         self._serving: asyncio.Task[None] | None = None
         self.place = Supervised(name, lambda: Actor(name, RolloutActor, options), self._prepare, log)
 
@@ -362,70 +335,62 @@ class _Worker:
 
     async def _prepare(self, actor: Actor) -> None:
         self._forget()
-        self._serving = asyncio.get_running_loop().create_task(self._serve(actor))
+        self._service = Service(self, partial(self._send, actor))
+        self._serving = asyncio.get_running_loop().create_task(self._serve(actor, self._service))
         await actor.call("open", self._make)
 
-    async def _serve(self, actor: Actor) -> None:
+    async def _serve(self, actor: Actor, service: Service) -> None:
         with suppress(RayError):
             async for requests in actor.handle.requests.options(num_returns="streaming").remote():
-                for method, *arguments in await requests:
-                    if method == "call":
-                        self.call(actor, *arguments)
-                    else:
-                        getattr(self, method)(*arguments)
+                for request in await requests:
+                    service.take(*request)
 
     def _forget(self) -> None:
         """Reset: drop pending calls of the previous actor."""
-        for task in (*self._calls.values(), *([self._serving] if self._serving else [])):
-            task.cancel()
-        self._calls, self._answers = {}, []
+        if self._serving is not None and self._service is not None:
+            self._serving.cancel()
+            self._service.close()
+        self._answers = []
 
-    def add_call(self, session: str, call: AnsweredCall) -> None:
-        if log := self._logs.get(session):  # it has not ended
-            log.calls.append(call)
-            log.log.add(log.address, call)
-
-    def forget(self, session: str) -> None:
-        if log := self._logs.get(session):
-            log.calls.clear()
-            log.log.forget(log.address)
-
-    def restarted(self, session: str, player: str, what: str) -> None:
-        if log := self._logs.get(session):
-            log.calls.clear()
-            log.log.restarted(log.address, player, what)
-
-    def open_session(self, session: str) -> None:
-        # Calls of a closed session are refused.
-        with suppress(EngineError):
-            self._engine.open_session(session)
-
-    def close_session(self, session: str) -> None:
-        self._engine.close_session(session)
-
-    def call(
-        self, actor: Actor, number: int, method: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
-    ) -> None:
-        called = getattr(self._engine, method)(*arguments, **options)
-        self._calls[number] = asyncio.get_running_loop().create_task(self._answer(actor, number, called))
-
-    def cancel(self, number: int) -> None:
-        if number in self._calls:
-            self._calls[number].cancel()
-
-    async def _answer(self, actor: Actor, number: int, called: Awaitable[Any]) -> None:
-        try:
-            answer = await called
-        except TreadleError as error:
-            answer = error
-        finally:
-            self._calls.pop(number, None)
+    def _send(self, actor: Actor, answer: Answer) -> None:
         if not self._answers:
-            # batches all requests of this turn of the event loop
-            asyncio.get_running_loop().call_soon(self._flush, actor)
-        self._answers.append((number, answer))
+            asyncio.get_running_loop().call_soon(self._flush, actor)  # all of this turn of the event loop
+        self._answers.append(answer)
 
     def _flush(self, actor: Actor) -> None:
         answers, self._answers = self._answers, []
         if answers:
-            actor.handle.answer.remote(answers)
+            actor.post("answer", answers)
+
+    async def notify(self, line: str) -> None:
+        self.log(line)
+
+    async def add_call(self, session: str, call: AnsweredCall) -> None:
+        if log := self._logs.get(session):  # it has not ended
+            log.calls.append(call)
+            log.log.add(log.address, call)
+
+    async def forget(self, session: str) -> None:
+        if log := self._logs.get(session):
+            log.calls.clear()
+            log.log.forget(log.address)
+
+    async def restarted(self, session: str, player: str, what: str) -> None:
+        if log := self._logs.get(session):
+            log.calls.clear()
+            log.log.restarted(log.address, player, what)
+
+    async def open_session(self, session: str) -> None:
+        with suppress(EngineError):  # calls of a closed session are refused
+            self._engine.open_session(session)
+
+    async def close_session(self, session: str) -> None:
+        self._engine.close_session(session)
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: SamplingParams, session: str, cache_salt: str | None
+    ) -> Completion:
+        return await self._engine.generate(prompt_ids, sampling, session=session, cache_salt=cache_salt)
+
+    async def score(self, ids: Ids, temperature: float) -> Floats:
+        return await self._engine.score(ids, temperature=temperature)

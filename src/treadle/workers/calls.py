@@ -14,8 +14,8 @@ from typing import Any
 
 from treadle.core.errors import TreadleError
 
-Request = tuple[int, str, tuple[Any, ...]]
-"""Number, method and arguments of a call; an empty method cancels the call of that number."""
+Request = tuple[int | None, str, tuple[Any, ...]]
+"""Number (None: no answer is wanted), method and arguments; an empty method cancels the call of that number."""
 Answer = tuple[int, Any, TreadleError | str | None]
 """Number, value and error of a call; a text describes an error other than Treadle's."""
 
@@ -45,11 +45,12 @@ class Calls:
             del self._answers[number]
 
     def post(self, method: str, *arguments: Any) -> None:
-        self._send((next(self._numbers), method, arguments))
+        """Call a method without waiting for an answer; it begins before calls that are made later."""
+        self._send((None, method, arguments))
 
     def take(self, number: int, value: Any, error: TreadleError | str | None) -> None:
         answer = self._answers.get(number)
-        if answer is None or answer.done():  # cancelled, or not awaited
+        if answer is None or answer.done():  # cancelled
             return
         if error is None:
             answer.set_result(value)
@@ -67,22 +68,33 @@ class Service:
 
     def __init__(self, served: Any, send: Callable[[Answer], None]) -> None:
         self._served, self._send = served, send
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[object, asyncio.Task[None]] = {}
 
-    def take(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+    def take(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         """Start a call, or cancel it."""
-        if method:
-            self._running[number] = asyncio.get_running_loop().create_task(self._run(number, method, arguments))
-        elif number in self._running:
-            self._running[number].cancel()
+        if not method:
+            if number in self._running:
+                self._running[number].cancel()
+            return
+        call = asyncio.get_running_loop().create_task(self._run(number, method, arguments))
+        key = call if number is None else number
+        self._running[key] = call
+        call.add_done_callback(lambda _: self._running.pop(key))
 
-    async def _run(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+    def close(self) -> None:
+        """Cancel all calls."""
+        for call in self._running.values():
+            call.cancel()
+
+    async def _run(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         try:
-            self._send((number, await getattr(self._served, method)(*arguments), None))
+            self._answer(number, await getattr(self._served, method)(*arguments), None)
         except TreadleError as error:
-            self._send((number, None, error))
+            self._answer(number, None, error)
         except Exception as error:  # noqa: BLE001  # a boundary: the caller gets it, including errors of pickling
             traceback.print_exception(error)
-            self._send((number, None, f"{type(error).__name__}: {error}"))
-        finally:
-            del self._running[number]
+            self._answer(number, None, f"{type(error).__name__}: {error}")
+
+    def _answer(self, number: int | None, value: Any, error: TreadleError | str | None) -> None:
+        if number is not None:
+            self._send((number, value, error))
