@@ -13,9 +13,9 @@ from tests.runs import updates
 from tests.until import wait_until
 from tests.worlds import ROOT
 from treadle.engines.staging import is_running
-from treadle.engines.vllm.worker.treadle_launch import FOLDER, shared_memory
 from treadle.placement.reserve import Bundle, Reservation, Role, reserve
 from treadle.placement.runtime import connected
+from treadle.workers.reaper import SHARED, shared_memory
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # else they wait for the tests that run beside them, vLLM for minutes
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # before ray is imported
@@ -121,7 +121,7 @@ def of_test(mark: str) -> list[str]:
 def orphans(*kinds: str) -> set[str]:
     """Files of shared memory of these kinds that no process has any longer; of others, other tests leave some."""
     kept = {Path(path).name for path in shared_memory(psutil.pids())}
-    left = {name for name in os.listdir(FOLDER) if name.startswith(kinds)} - kept
+    left = {name for name in os.listdir(SHARED) if name.startswith(kinds)} - kept
     return {name for name in left if not name.startswith("treadle") or not is_running(_writer(name))}
 
 

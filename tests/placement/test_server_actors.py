@@ -83,7 +83,8 @@ def call(engine: VLLMEngine, number: int, tokens: int = LONG) -> "asyncio.Task[C
 def processes_of(engine: VLLMEngine, number: int) -> list[psutil.Process]:
     """The server, what it has started, and first of all the actor."""
     port = engine._servers[number].url.rpartition(":")[2]
-    [launcher] = [p for p in psutil.process_iter() if port in _command(p) and "treadle_launch.py" in str(_command(p))]
+    parents = [p.parent() for p in psutil.process_iter() if port in _command(p)]
+    [launcher] = [p for p in parents if p is not None and "reaper.py" in str(_command(p))]
     actor = launcher.parent()
     assert actor is not None
     return [actor, launcher, *launcher.children(recursive=True)]

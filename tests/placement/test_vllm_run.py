@@ -13,8 +13,8 @@ from tests.placement.conftest import of_test, orphans, start_driver, wait_for_up
 from tests.runs import check_finished, query, start, updates
 from tests.until import wait_until
 from tests.worlds import Quiet
-from treadle.engines.vllm.worker.treadle_launch import shared_memory
 from treadle.training.checkpoint import export_model
+from treadle.workers.reaper import shared_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 

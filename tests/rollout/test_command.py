@@ -18,8 +18,9 @@ from tests.until import CEILING, until, wait_until
 from tests.worlds import saying
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Status
-from treadle.rollout.agents import command
-from treadle.rollout.agents.command import INHERITED, Command, SupervisedProgram, no_user_namespace
+from treadle.rollout.agents.command import Command
+from treadle.workers import program as programs
+from treadle.workers.program import INHERITED, Program, no_user_namespace
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only process groups are killed")
@@ -102,11 +103,12 @@ def test_nothing_outlives_the_attempt(kind: str, cause: Cause | None, tmp_path: 
 
 RUN = """
 import asyncio, sys
-from treadle.rollout.agents.command import SupervisedProgram
+from treadle.workers.program import Program
+kept = []
 async def run():
     for text in sys.argv[2:]:
         words = [sys.executable, "-c", "import os, sys" + chr(10) + text + "time.sleep(3600)"]
-        await SupervisedProgram.start(words, {"PIDS": sys.argv[1]}, 0)
+        kept.append(Program(words, {"PIDS": sys.argv[1]}))
     await asyncio.Event().wait()
 asyncio.run(run())
 """
@@ -133,9 +135,7 @@ for output in (sys.stdout, sys.stderr):
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(3600)
 """
-    with open(os.devnull) as nothing:
-        words = [sys.executable, "-c", code, str(tmp_path / "printed")]
-        running = await SupervisedProgram.start(words, {}, nothing.fileno())
+    running = Program([sys.executable, "-c", code, str(tmp_path / "printed")], {})
     await until((tmp_path / "printed").exists)
     await asyncio.wait_for(running.stop(), CEILING)
     result = await running.result()
@@ -153,9 +153,7 @@ signal.signal(signal.SIGTERM, leave)
 open("ready", "w").close()
 time.sleep(3600)
 """
-    with open(os.devnull) as nothing:
-        words = [sys.executable, "-c", code]
-        running = await SupervisedProgram.start(words, {}, nothing.fileno(), tmp_path, grace=CEILING)
+    running = Program([sys.executable, "-c", code], {}, directory=tmp_path, grace=CEILING)
     await until((tmp_path / "ready").exists)
     await running.stop()
     assert (tmp_path / "left").exists()
@@ -259,9 +257,9 @@ def test_in_user_namespaces_programs_see_neither_each_other_nor_the_run(tmp_path
 
 
 def test_a_namespace_that_is_not_allowed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    refusing = tmp_path / "supervisor.py"
+    refusing = tmp_path / "reaper.py"
     refusing.write_text("""print('{"error": "unshare: Operation not permitted"}')""")
-    monkeypatch.setattr(command, "_SUPERVISOR", (sys.executable, str(refusing)))
+    monkeypatch.setattr(programs, "_REAPER", (sys.executable, str(refusing)))
     with pytest.raises(ConfigError, match="user_namespace is not possible here"):
         Command(["true"], user_namespace=True)
 

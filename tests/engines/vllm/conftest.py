@@ -24,6 +24,7 @@ from treadle.engines.vllm.engine import VLLMEngine, open_engine, wait_for
 from treadle.engines.vllm.launch import ServerProcess, find_python
 from treadle.engines.vllm.server import Server
 from treadle.training.checkpoint import export_model
+from treadle.workers.reaper import descendants
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Path(str(files("treadle.recipes") / "tokenizer"))
@@ -164,16 +165,9 @@ async def under_way(server: Server, tokens: int) -> None:
             await asyncio.sleep(0.005)
 
 
-def _descendants(process: int) -> list[int]:
-    """All processes that it started, directly or not."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    children = [int(pid) for path in tasks for pid in path.read_text().split()]
-    return children + [pid for child in children for pid in _descendants(child)]
-
-
 def engine_core(server: Served) -> int:
     """The process of a running server that samples."""
-    every = _descendants(server.process.group)
+    every = descendants(server.process.pid)
     [found] = [pid for pid in every if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
     return found
 

@@ -20,6 +20,7 @@ import pytest
 from tests.models import FAMILIES, HYBRIDS, MORE_FAMILIES, config_of
 from tests.sources import FixedWeights
 from tests.until import CEILING, until, wait_until
+from tests.until import alive as is_alive
 from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
@@ -33,6 +34,7 @@ from treadle.loop.engines import EngineSpec, open_vllm
 from treadle.models.chat import load_chat
 from treadle.plan.config import load_recipe
 from treadle.training.make import load_source
+from treadle.workers.reaper import descendants
 
 
 def config(**vllm: Any) -> EngineConfig:
@@ -121,7 +123,7 @@ def test_running_servers_take_no_arguments() -> None:
 @pytest.mark.parametrize(
     ("script", "seconds", "message"),
     [
-        ("echo out of luck; exit 3", 300.0, r"ended while it started:\nout of luck\nthe server ended with code 3"),
+        ("echo out of luck; exit 3", 300.0, r"ended while it started:\nout of luck\nthe program ended with code 3"),
         ("echo thinking; sleep 1000", 0.5, r"did not start within 0\.5 s:\nthinking"),
     ],
 )
@@ -204,16 +206,9 @@ async def test_nothing_is_written_for_servers_that_have_a_model(
         )
 
 
-def group_members(group: int) -> list[int]:
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(int(stat.parent.name))
-    return members
+def alive(*pids: int) -> list[int]:
+    """Those that have not ended, and what they have started."""
+    return [each for pid in pids if is_alive(pid) for each in (pid, *descendants(pid))]
 
 
 @pytest.mark.quick(1)
@@ -232,17 +227,18 @@ import treadle.engines.vllm.launch
 treadle.engines.vllm.launch.on_gpu = lambda: False  # which would load torch
 python = {interpreter(tmp_path, stubborn)!r}
 server = ServerProcess(Path("m"), build(EngineConfig, {{"kind": "vllm", "options": {{"python": python}}}}), Path("log"))
-print(server.group, flush=True)
+print(server.pid, flush=True)
 time.sleep(1000)
 """
     with subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        group = int(process.stdout.readline())
+        reaper = int(process.stdout.readline())
         wait_until(lambda: (tmp_path / "server").is_file() and (tmp_path / "server").read_text())
-        assert len(group_members(group)) >= 3  # launcher, server, its child
+        members = alive(reaper)
+        assert len(members) >= 3  # reaper, server, its child
         victim = process.pid if how == "parent killed" else int((tmp_path / "server").read_text())
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: not group_members(group))
+        wait_until(lambda: not alive(*members))
         process.kill()
 
 
@@ -267,14 +263,14 @@ async def test_shared_memory_goes_with_the_server(tmp_path: Path) -> None:
     files = [Path("/dev/shm") / name for name in server.log.read_text().split()]
     assert all(file.is_file() for file in files)
     await server.stop()  # which has to kill it, and so keeps Python from removing them
-    assert not any(file.exists() for file in files) and not group_members(server.group)
+    assert not any(file.exists() for file in files) and not alive(server.pid)
 
 
 async def test_stopping_leaves_nothing_running(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path, config(python=interpreter(tmp_path, "sleep 1000")), tmp_path / "log")
     assert server.running
     await asyncio.gather(server.stop(), server.stop())
-    assert not server.running and not group_members(server.group)
+    assert not server.running and not alive(server.pid)
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.

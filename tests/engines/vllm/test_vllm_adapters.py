@@ -33,6 +33,7 @@ from treadle.models.loading import make_model
 from treadle.models.weights import adapter_weights, copy_by_name
 from treadle.training.checkpoint import export_model
 from treadle.training.trainer import EmbeddedSource
+from treadle.workers.reaper import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 PROMPT = np.random.default_rng(0).integers(3, 1024, 24).astype(np.int32)
@@ -135,7 +136,8 @@ async def test_publications_under_load_and_after_a_loss(tmp_path: Path) -> None:
         assert isinstance(process, ServerProcess)
         lost = call(engine, "lost", 900)
         await under_way(server, 10)
-        os.killpg(process.group, signal.SIGKILL)
+        for pid in descendants(process.pid):
+            os.kill(pid, signal.SIGKILL)
         assert adapted.gap(await lost, 20) < 1e-3  # made again, on the server that took its place
         assert any("was restarted" in line for line in said)
 

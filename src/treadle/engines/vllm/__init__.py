@@ -3,7 +3,7 @@
     VLLMEngine.generate -> Server.post -> POST /inference/v1/generate        ids in, ids, logprobs and versions out
     Publication.publish -> stage -> score -> pause -> load -> resume -> prove -> admit
     Publication         -> Transfer: SharedMemory (a file) or Collective (a broadcast, worker/treadle_group.py)
-    open_engine         -> ServerProcess -> worker/treadle_launch.py -> vLLM, with worker/treadle_worker.py inside
+    open_engine         -> ServerProcess -> vLLM, with worker/treadle_worker.py inside
 
 `worker` runs inside vLLM's own virtual environment and imports nothing of Treadle.
 """

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import ConfigError, EngineError
 from treadle.engines.config import EngineConfig
+from treadle.workers.program import Program
 
 WORKER = Path(__file__).parent / "worker"
 """Directory that a server needs on its PYTHONPATH."""
@@ -34,6 +32,7 @@ for each in distributions():
 """
 _SECONDS = 30  # limit for an interpreter to name its vLLM
 _TAIL = 15  # lines of a log shown in an error
+_GRACE = 5.0  # seconds for a server to end by itself
 
 
 def find_python(configured: str | None) -> str:
@@ -173,7 +172,7 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
 
 
-class ServerProcess:
+class ServerProcess(Program):
     """A server (`Started`) that ends, with its children, with `stop` or when this process does.
 
     host: address on this machine to listen on.
@@ -184,37 +183,12 @@ class ServerProcess:
     def __init__(self, model: Path, config: EngineConfig, log: Path, host: str = "127.0.0.1") -> None:
         port = free_port(host)
         self.url, self.log = f"http://{host}:{port}", log
-        arguments = command(find_python(config.vllm.python), model, host, port, config)
+        words = command(find_python(config.vllm.python), model, host, port, config)
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(WORKER / "treadle_launch.py"), *arguments],
-                env=environment(config),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def group(self) -> int:
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
+            super().__init__(words, environment(config), grace=_GRACE, log=output.fileno(), shared_memory=True)
 
     async def hold(self) -> None:
         pass
 
     async def open(self, admitted: object) -> None:
         pass
-
-    async def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            await asyncio.to_thread(self._process.wait, 20)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self.group, signal.SIGKILL)
-            await asyncio.to_thread(self._process.wait)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,9 +16,9 @@ from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Task
 from treadle.engines.vllm.launch import free_port
 from treadle.integrations.worker.driver import WorkerDriver
-from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, how_it_ended, interpreter
-from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
+from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, interpreter
 from treadle.rollout.drivers.driver import DriverSetup
+from treadle.workers.program import Program, how_it_ended, inherited_variables
 
 PORT = "{port}"
 VENV = "TREADLE_OPENENV_VENV"
@@ -105,8 +104,7 @@ async def _served(command: Sequence[str], port: int) -> AsyncIterator[None]:
     """Run the command until the context ends, leaving no process behind. Raises ConfigError if it does not serve."""
     words = [word.replace(PORT, str(port)) for word in command]
     where = f"driver_options.server: {' '.join(words)!r}"
-    with open(os.devnull) as nothing:
-        server = await SupervisedProgram.start(words, inherited_variables(), nothing.fileno())
+    server = Program(words, inherited_variables())
     try:
         # Completes at the latest when it is stopped.
         ended = asyncio.ensure_future(server.result())

@@ -5,7 +5,7 @@
         answer = await pool.call({"task": "hello"})         # cancelling the call cancels the attempt in the process
 
     Treadle's Python                                        the library's Python
-    WorkerPool ── WorkerProcess ── supervisor.py ──────────> child.py ── handler file
+    WorkerPool ── WorkerProcess ── reaper.py ──────────────> child.py ── handler file
                        └──────────── socket, JSON lines ────────┘
 
 The **handler file** imports the library and nothing of Treadle (modules beside it and in the run's directory are
@@ -29,7 +29,7 @@ Possible failures, and their effect on the caller of `pool.call`:
     is blocked for `limits.silence` seconds             next call starts another one, and other processes continue
 
 Output of handler and library goes to a log, and errors show its end. Nothing started by a process outlives it, even if
-the run or the process is killed (`rollout.agents.supervisor`).
+the run or the process is killed (`workers.program`).
 """
 
 from treadle.integrations.worker.pool import Ready, WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram

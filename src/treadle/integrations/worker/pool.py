@@ -20,7 +20,7 @@ from pydantic import Field
 from treadle.core.config import Config, build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.integrations.worker import child
-from treadle.rollout.agents.command import SupervisedProgram, inherited_variables
+from treadle.workers.program import Program, how_it_ended, inherited_variables
 
 Json = dict[str, Any]
 
@@ -219,7 +219,7 @@ class WorkerProcess:
     def __init__(
         self,
         program: WorkerProgram,
-        process: SupervisedProgram,
+        process: Program,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
         self._program, self._limits, self._process = program, program.limits, process
@@ -242,7 +242,7 @@ class WorkerProcess:
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=program.limits.output + _ENVELOPE)
             try:
-                process = await SupervisedProgram.start(
+                process = Program(
                     [program.python, str(Path(child.__file__)), str(program.handler.absolute())],
                     {**mine, "PYTHONUNBUFFERED": "1", **config.environment},
                     theirs.fileno(),
@@ -400,15 +400,3 @@ class WorkerProcess:
             failure = TrajectoryFailure(self._program.lost_cause, f"the {self._program.name} worker {why}")
             answer.set_exception(failure)
         self._pending.clear()
-
-
-def how_it_ended(result: Json | None) -> str:
-    """Return how a supervised program ended, in words. result: `SupervisedProgram.result`."""
-    if result is None:
-        return "was killed together with its supervisor"
-    if "error" in result:
-        return f"cannot be run: {result['error']}"
-    last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
-    status = result["status"]
-    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return how + (f": {last[-500:]}" if last else "")

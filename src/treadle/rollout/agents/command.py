@@ -14,24 +14,19 @@ container or another sandbox in the command.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
-from treadle.rollout.agents import supervisor
 from treadle.rollout.agents.agent import Recovered
 from treadle.rollout.agents.clients import anthropic_base_url
+from treadle.workers.program import Program, inherited_variables, no_user_namespace
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -48,7 +43,7 @@ class Command:
     each other's keys and memory in /proc, nor it the run's. It contains no other user: no sudo, no rootless containers.
 
     When the program ends or times out, or the run stops or is killed, all processes it started are killed; on systems
-    other than Linux, its process group (`supervisor`). Only the end of its output is kept.
+    other than Linux, its process group (`workers.reaper`). Only the end of its output is kept.
     """
 
     words: Sequence[str]
@@ -71,9 +66,7 @@ class Command:
             stdin.write(json.dumps(row, default=dict).encode() + b"\n")
             stdin.seek(0)
             variables = self._variables(client)
-            program = await SupervisedProgram.start(
-                self.words, variables, stdin.fileno(), self.directory, self.user_namespace
-            )
+            program = Program(self.words, variables, stdin.fileno(), self.directory, self.user_namespace)
             try:
                 result = await program.result()
             finally:
@@ -114,91 +107,3 @@ def _reward(stdout: str) -> float | Recovered:
         raise TrajectoryFailure(Cause.AGENT, f"{wanted}; it is {line[-200:]!r}")
     reward: float = row["reward"]  # checked like any agent's reward
     return Recovered(reward) if row.get("recovered") is True else reward
-
-
-INHERITED = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-    *("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*"),
-)
-"""Environment variables passed on from the run: what programs need to start and read files, without secrets."""
-
-_SUPERVISOR = (sys.executable, "-I", "-S", str(Path(supervisor.__file__)))
-
-
-class SupervisedProgram:
-    """A program under a supervisor: all processes it starts end with it, with `stop`, and with this process.
-
-    Create it with `start`, and always call `stop` at the end.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        self._process = process
-        # immediately: a full pipe would keep it from exiting
-        self._output = asyncio.ensure_future(process.stdout.read())
-
-    @classmethod
-    async def start(
-        cls,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        stdin: int,
-        directory: Path | None = None,
-        user_namespace: bool = False,
-        grace: float = supervisor.GRACE,
-    ) -> Self:
-        """Start the program. stdin: a file descriptor. grace: seconds that `stop` gives it to exit."""
-        starting = asyncio.ensure_future(
-            asyncio.create_subprocess_exec(
-                *_SUPERVISOR,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=(stdin,),
-                env=inherited_variables(),
-                start_new_session=True,  # Ctrl-C is handled by the run
-            )
-        )
-        try:
-            process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # asyncio itself would leave its pipes open.
-            await cls(await starting).stop()
-            raise
-        assert process.stdin is not None
-        order: dict[str, Any] = {"stdin": stdin, "user_namespace": user_namespace, "grace": grace}
-        process.stdin.write(_order(words, directory, environment=dict(environment), **order))
-        return cls(process)
-
-    async def result(self) -> dict[str, Any] | None:
-        """Wait until no process of the program is left; return `supervisor.run`'s result, None if that was killed."""
-        output = await asyncio.shield(self._output)
-        return json.loads(output) if output else None
-
-    async def stop(self) -> None:
-        """End the program, and wait until no process of it is left, even if cancelled."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        ending = asyncio.gather(self._output, self._process.wait())
-        try:
-            await asyncio.shield(ending)
-        except asyncio.CancelledError:
-            await ending
-            raise
-
-
-def inherited_variables(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment variables for a program. more: names or patterns beside `INHERITED`."""
-    patterns = (*INHERITED, *more)
-    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
-
-
-def no_user_namespace() -> str:
-    """Return why a program cannot have its own user namespace; "" if it can."""
-    order = _order(["true"], environment={}, stdin=0, user_namespace=True, grace=0)
-    done = subprocess.run(_SUPERVISOR, input=order, capture_output=True, check=False)
-    return str(json.loads(done.stdout).get("error", ""))
-
-
-def _order(words: Sequence[str], directory: Path | None = None, **order: Any) -> bytes:
-    order |= {"words": list(words), "directory": None if directory is None else str(directory)}
-    return json.dumps(order).encode() + b"\n"
