@@ -37,7 +37,7 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
     ("integrations/skyrl_gym/environment.py", "g(BaseException)", "g(Exception)", "integrations/test_skyrl_gym.py"),
     ("integrations/skyrl_gym/environment.py", "getattr(self._played, \"get_metrics\", dict)()", "{}",
      "integrations/test_skyrl_gym.py"),
-    ("integrations/worker/driver.py", "if not isinstance(session.last_error, StepsExceeded | ContextExceeded):",
+    ("integrations/worker_driver.py", "if not isinstance(session.last_error, StepsExceeded | ContextExceeded):",
      "if True:", "integrations/test_verifiers.py::test_a_limit_on_calls_ends_an_attempt_with_the_reward_so_far"),
     ("integrations/verifiers/child/treadle_verifiers.py", "if listed[\"digest\"] != payload[\"digest\"]:", "if False:",
      "integrations/test_verifiers.py"),

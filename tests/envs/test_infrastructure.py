@@ -10,10 +10,10 @@ from tests.worlds import MORE, Told, user
 from treadle import EnvStep, InfrastructureError, ToolEnvironment
 from treadle.core.errors import Cause, TrajectoryFailure
 from treadle.core.types import Failure
-from treadle.envs.confined import ChildPool
 from treadle.envs.tasks import SingleTurn
 from treadle.loop.failures import FailuresConfig
 from treadle.rollout.isolation.user_code import attributed
+from treadle.workers.confined import ChildPool
 
 DOWN = "search is down"
 

@@ -13,11 +13,10 @@ import pytest
 from tests.worlds import plain_renderer
 from treadle.core.draws import Stream
 from treadle.core.types import Task, Trajectory
-from treadle.integrations.worker import WorkerPool
-from treadle.integrations.worker.pool import _Slot
 from treadle.rollout.attempt import Players, open_rollouts
 from treadle.rollout.config import RolloutConfig
 from treadle.rollout.session import Address
+from treadle.workers.foreign import WorkerPool, _Slot
 
 T = TypeVar("T")
 

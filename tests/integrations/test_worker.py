@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.until import CEILING, alive, until
 from treadle.core.config import build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.integrations.worker import WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram
+from treadle.workers.foreign import WorkerConfig, WorkerLimits, WorkerPool, WorkerProgram
 
 ROOT = Path(__file__).parents[2]
 HANDLER = Path(__file__).with_name("handler.py")
@@ -235,7 +235,7 @@ import asyncio, sys
 from contextlib import suppress
 from pathlib import Path
 from treadle.core.errors import TrajectoryFailure
-from treadle.integrations.worker import WorkerPool, WorkerProgram
+from treadle.workers.foreign import WorkerPool, WorkerProgram
 folder, handler, python = sys.argv[1:]
 async def main():
     async with WorkerPool(WorkerProgram("Test", Path(handler), python, "see docs")) as pool:

@@ -27,7 +27,7 @@ from tests.integrations.libraries import KeptWorkers
 from treadle.core.errors import Cause, ConfigError, EngineError, TrajectoryFailure
 from treadle.core.types import Trajectory
 from treadle.integrations.harbor.driver import run_names, trial_name
-from treadle.integrations.worker import WorkerPool
+from treadle.workers.foreign import WorkerPool
 
 
 def outcome(trajectory: Trajectory) -> str:

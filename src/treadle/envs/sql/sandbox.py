@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.core.errors import Cause, TrajectoryFailure, TreadleError
-from treadle.envs.confined import Child, ChildPool, LateAnswer, NoAnswer
+from treadle.workers.confined import Child, ChildPool, LateAnswer, NoAnswer
 
 Cell = str | int | float | None
 

@@ -10,8 +10,7 @@ from pydantic import Field, field_validator
 
 from treadle.core.config import Config
 from treadle.core.errors import Cause
-from treadle.integrations.worker import WorkerConfig, WorkerProgram
-from treadle.integrations.worker.pool import interpreter
+from treadle.workers.foreign import WorkerConfig, WorkerProgram, interpreter
 
 VENV = "TREADLE_HARBOR_VENV"
 HANDLER = Path(__file__).parent / "child" / "treadle_trials.py"

@@ -28,11 +28,11 @@ from treadle.core.outcomes import was_played
 from treadle.core.types import Step, Task
 from treadle.integrations.harbor.config import HarborConfig, harbor_program
 from treadle.integrations.harbor.outcomes import AGENT, VERIFIER, TrialReport, Verdict, judge
-from treadle.integrations.worker import WorkerPool
 from treadle.rollout.drivers.driver import DriverSetup
 from treadle.rollout.drivers.gateway import AgentSession, CallError, GatewayDriver, Graded
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
+from treadle.workers.foreign import WorkerPool
 
 _METRICS = {
     "timed_out": ("share", "trials whose agent took too long"),

@@ -29,7 +29,7 @@ from treadle.core.text import escape_text
 from treadle.core.types import Message, Task
 from treadle.envs import arithmetic
 from treadle.integrations.harbor.config import harbor_program
-from treadle.integrations.worker.pool import call_once
+from treadle.workers.foreign import call_once
 
 MOST_FILES = 10_000
 MOST_BYTES = 2**30

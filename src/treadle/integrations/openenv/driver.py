@@ -15,9 +15,9 @@ from treadle.core.config import Config
 from treadle.core.errors import Cause, ConfigError
 from treadle.core.types import Task
 from treadle.engines.vllm.launch import free_port
-from treadle.integrations.worker.driver import WorkerDriver
-from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, interpreter
+from treadle.integrations.worker_driver import WorkerDriver
 from treadle.rollout.drivers.driver import DriverSetup
+from treadle.workers.foreign import WorkerConfig, WorkerProgram, interpreter
 from treadle.workers.program import Program, how_it_ended, inherited_variables
 
 PORT = "{port}"

@@ -27,8 +27,8 @@ from treadle.core.metrics import Metric
 from treadle.core.rewards import Reward
 from treadle.core.types import Message, Task
 from treadle.envs.base import Environment, EnvStep
-from treadle.envs.confined import ChildPool, NoAnswer
 from treadle.envs.tasks import check_positive
+from treadle.workers.confined import ChildPool, NoAnswer
 
 ADDRESS_SPACE = 2**32
 """Address space of a scoring process, in bytes."""

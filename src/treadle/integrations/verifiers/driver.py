@@ -12,9 +12,9 @@ from pydantic import Field
 from treadle.core.config import Config
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
-from treadle.integrations.worker.driver import WorkerDriver
-from treadle.integrations.worker.pool import WorkerConfig, WorkerProgram, call_once, interpreter
+from treadle.integrations.worker_driver import WorkerDriver
 from treadle.rollout.drivers.driver import DriverSetup
+from treadle.workers.foreign import WorkerConfig, WorkerProgram, call_once, interpreter
 
 VENV = "TREADLE_VERIFIERS_VENV"
 KEYS = ("environment", "arguments", "split", "row", "digest")

@@ -1,4 +1,4 @@
-"""Handler of `treadle.integrations.worker`: plays Harbor trials, in a Python with Harbor.
+"""Handler of `treadle.workers.foreign`: plays Harbor trials, in a Python with Harbor.
 
     payload -> trial_config -> Trial.create -> run, the agent behind `Stoppable` -> report
 

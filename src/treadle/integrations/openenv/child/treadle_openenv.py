@@ -1,4 +1,4 @@
-"""Handler of worker processes (`treadle.integrations.worker`): sessions of an OpenEnv server. No import of Treadle.
+"""Handler of worker processes (`treadle.workers.foreign`): sessions of an OpenEnv server. No import of Treadle.
 
 {"prompt": [...], "reset": {...}, "base_url", "seconds"}  ->  {"reward": 0.5, "metrics": {"turns": 3}, "error": None}
 """

@@ -1,4 +1,4 @@
-"""Handler of worker processes (`treadle.integrations.worker`): environments of verifiers. No import of Treadle.
+"""Handler of worker processes (`treadle.workers.foreign`): environments of verifiers. No import of Treadle.
 
 {"do": "rows", environment, arguments, split, first, count}                        -> {"rows": [...]}
 {"do": "play", environment, arguments, split, row, digest, base_url, seconds}      -> {"reward", "metrics", "error"}

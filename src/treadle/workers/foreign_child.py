@@ -1,4 +1,4 @@
-"""`python child.py HANDLER`: plays attempts for `WorkerPool`, in a Python that may lack Treadle.
+"""`python foreign_child.py HANDLER`: plays attempts for `WorkerPool`, in a Python that may lack Treadle.
 
 Standard input is a socket that carries JSON lines both ways:
 
@@ -8,7 +8,7 @@ Standard input is a socket that carries JSON lines both ways:
 
 When the socket ends, or on SIGTERM, all attempts are cancelled, and the process ends once they have cleaned up.
 
-Standard library only, and no syntax newer than Python 3.9's. `treadle.integrations.worker` defines handlers.
+Standard library only, and no syntax newer than Python 3.9's. `treadle.workers.foreign` defines handlers.
 """
 
 import asyncio

@@ -11,10 +11,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
+import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -37,57 +36,54 @@ class Child:
     """A process that answers requests, possibly still starting. usable: whether it has answered all so far."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
-            # Shields it from Ctrl-C, as the run may still need it.
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        self._unread = b""
+        self._channel, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs,
+                stdout=theirs,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},
+                start_new_session=True,  # shields it from Ctrl-C, as the run may still need it
+            )
+        except OSError:
+            self._channel.close()
+            raise
+        finally:
+            theirs.close()
+        self._answers = self._channel.makefile("rb")
         self._ready = False
         self.pid, self.usable = self._process.pid, True
 
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until it accepts requests. Raises NoAnswer. timeout: seconds."""
         if not self._ready:
-            self._answer(timeout)
+            self._exchange(b"", timeout)
             self._ready = True
 
     def ask(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Return the child's answer to a message. Raises NoAnswer. timeout: seconds."""
-        self.usable = False
-        # It has ended; the missing answer reports that below.
-        with suppress(BrokenPipeError):
-            self._input.write(json.dumps(message).encode() + b"\n")
-            self._input.flush()
-        return self._answer(timeout)
+        return self._exchange(json.dumps(message).encode() + b"\n", timeout)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._output.close()
-        with suppress(BrokenPipeError):
-            self._input.close()
+        self._answers.close()
+        self._channel.close()
 
-    def _answer(self, timeout: float) -> dict[str, Any]:
+    def _exchange(self, request: bytes, timeout: float) -> dict[str, Any]:
         self.usable = False
-        deadline = time.monotonic() + timeout
-        poll = select.poll()
-        poll.register(self._output, select.POLLIN)
-        while b"\n" not in self._unread:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise LateAnswer(f"no answer for {timeout:g} s")
-            chunk = os.read(self._output.fileno(), 2**20)
-            if not chunk or len(self._unread) > _LARGEST_ANSWER:
-                raise NoAnswer("its process ended: out of memory, or a crash")
-            self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
+        self._channel.settimeout(max(timeout, 1e-3))  # 0 would not wait at all
+        try:
+            self._channel.sendall(request)
+            line = self._answers.readline(_LARGEST_ANSWER)
+        except TimeoutError as error:
+            raise LateAnswer(f"no answer for {timeout:g} s") from error
+        except ConnectionError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise NoAnswer("its process ended: out of memory, or a crash")
         try:
             answer = read_json(line.decode())
         except ValueError as error:

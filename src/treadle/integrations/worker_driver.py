@@ -22,11 +22,11 @@ from treadle.core.errors import Cause, ContextExceeded, StepsExceeded, Trajector
 from treadle.core.metrics import Metric, measured
 from treadle.core.rewards import NUMBER, Reward, is_finite, is_reward
 from treadle.core.types import Task
-from treadle.integrations.worker.pool import WorkerConfig, WorkerPool, WorkerProgram
 from treadle.rollout.drivers.driver import DriverSetup
 from treadle.rollout.drivers.gateway import AgentSession, GatewayDriver, Graded
 from treadle.rollout.gateway.gateway import SessionAddress
 from treadle.rollout.isolation.user_code import UserCode
+from treadle.workers.foreign import WorkerConfig, WorkerPool, WorkerProgram
 
 
 class WorkerDriver(GatewayDriver):

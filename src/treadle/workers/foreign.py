@@ -1,4 +1,36 @@
-"""`WorkerPool`: a few processes that play many attempts each (`child`), restarted when they die."""
+"""`WorkerPool`: libraries that need their own Python, in a few processes that play many attempts each.
+
+    pool = WorkerPool(WorkerProgram("Harbor", handler=Path("trials.py"), python="…/bin/python", remedy="make one: …"))
+    async with pool:                                        # starts the processes; ConfigError if that fails
+        answer = await pool.call({"task": "hello"})         # cancelling the call cancels the attempt in the process
+
+    Treadle's Python                                        the library's Python
+    WorkerPool ── WorkerProcess ── reaper.py ──────> foreign_child.py ── handler file
+                       └──────────── socket, JSON lines ────────┘
+
+The **handler file** imports the library and nothing of Treadle (modules beside it and in the run's directory are
+importable). It has:
+
+    async def run(payload: dict, stop: asyncio.Event) -> dict     plays one attempt; many run concurrently on one loop
+    async def start(options: dict) -> dict                        optional, awaited once, before the first attempt; its
+                                                                  errors become a ConfigError of the pool's start, its
+                                                                  result is `pool.ready.info`
+    async def close() -> None                                     optional, awaited once after the last attempt
+    def versions() -> dict[str, str]                              optional: library versions, for `pool.ready.versions`
+
+`stop` is set when the caller asks the attempt to end early but still give a result; a cancelled attempt gets asyncio's
+CancelledError, has `limits.cleanup` seconds to clean up, and returns nothing.
+
+Possible failures, and their effect on the caller of `pool.call`:
+
+    the handler raises, exits, or allocates too much    TrajectoryFailure(program.cause), with its traceback
+    it returns no JSON object, or too much of it        the same
+    the process dies, is killed, or its event loop      TrajectoryFailure(program.lost_cause) for all its attempts; the
+    is blocked for `limits.silence` seconds             next call starts another one, and other processes continue
+
+Output of handler and library goes to a log, and errors show its end. Nothing started by a process outlives it, even if
+the run or the process is killed (`workers.program`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +51,7 @@ from pydantic import Field
 
 from treadle.core.config import Config, build
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.integrations.worker import child
+from treadle.workers import foreign_child
 from treadle.workers.program import Program, how_it_ended, inherited_variables
 
 Json = dict[str, Any]
@@ -73,7 +105,7 @@ class WorkerLimits:
 class WorkerProgram:
     """Program of worker processes.
 
-    name: name of the library, for messages. handler: file that calls the library (`treadle.integrations.worker`).
+    name: name of the library, for messages. handler: file that calls the library (this module's page).
     python: interpreter with the library. remedy: how to install it, for errors. options: argument of the handler's
     `start`.
     cause: cause of failures raised by the handler. lost_cause: cause of failures when a process dies. limits: limits of
@@ -243,7 +275,7 @@ class WorkerProcess:
             streams = await asyncio.open_connection(sock=ours, limit=program.limits.output + _ENVELOPE)
             try:
                 process = Program(
-                    [program.python, str(Path(child.__file__)), str(program.handler.absolute())],
+                    [program.python, str(Path(foreign_child.__file__)), str(program.handler.absolute())],
                     {**mine, "PYTHONUNBUFFERED": "1", **config.environment},
                     theirs.fileno(),
                     grace=program.limits.cleanup,
