@@ -28,7 +28,7 @@ from tests.worlds import DONE, MORE, Told, ToldPlain, play, saying, tool
 from treadle.core.errors import Cause, RunError, TrajectoryFailure
 from treadle.core.types import Message, Status, Task, Trajectory
 from treadle.envs.base import Environment, EnvStep
-from treadle.rollout.isolation import event_loop, user_code
+from treadle.rollout.isolation import event_loop, interrupts, user_code
 from treadle.rollout.isolation.event_loop import run
 from treadle.rollout.isolation.user_code import DaemonThreads, abandoned_threads
 from treadle.testing import VirtualLoop
@@ -264,7 +264,7 @@ def test_a_second_ctrl_c_is_a_keyboard_interrupt_whenever_it_comes(when: str, si
 
     async def main() -> None:
         loop.create_task(resisting())
-        with event_loop.handled(lambda: None, signal.SIGINT):
+        with interrupts.handled(lambda: None, signal.SIGINT):
             interrupt(signals if when == "asked" else 1)
         if when == "over":
             loop.call_soon(interrupt, signals - 1)
@@ -280,7 +280,7 @@ def test_a_second_ctrl_c_is_a_keyboard_interrupt_whenever_it_comes(when: str, si
 def test_two_within_one_call_of_c_are_two() -> None:
     asked: list[int] = []
     again: list[int] = []
-    with event_loop.handled(lambda: asked.append(1), signal.SIGINT, again=lambda: again.append(1)):
+    with interrupts.handled(lambda: asked.append(1), signal.SIGINT, again=lambda: again.append(1)):
         list(map(getattr(ctypes.PyDLL(None), "raise"), [signal.SIGINT] * 2))  # Python runs no handler in between
         pass
     assert (asked, again) == ([1], [1])
@@ -296,7 +296,7 @@ def test_a_second_ctrl_c_is_not_swallowed_where_it_arrives() -> None:
                 signal.raise_signal(signal.SIGINT)
 
     async def main() -> None:
-        with event_loop.handled(lambda: None, signal.SIGINT):
+        with interrupts.handled(lambda: None, signal.SIGINT):
             Dying()
             await asyncio.sleep(3600)
 
@@ -306,7 +306,7 @@ def test_a_second_ctrl_c_is_not_swallowed_where_it_arrives() -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_interrupts_a_loop_that_is_blocked_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "_TO_REACT", 0.02)
+    monkeypatch.setattr(interrupts, "_TO_REACT", 0.02)
     swallowed = 0
 
     async def main() -> None:
@@ -327,7 +327,7 @@ def test_a_second_ctrl_c_interrupts_a_loop_that_is_blocked_until_it_ends(monkeyp
 
 @pytest.mark.usefixtures("interruptible")
 def test_after_a_second_ctrl_c_nothing_else_gets_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "_TO_REACT", 0.02)
+    monkeypatch.setattr(interrupts, "_TO_REACT", 0.02)
     began = 0
 
     async def blocking() -> None:

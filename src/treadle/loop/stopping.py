@@ -13,7 +13,7 @@ from treadle.core.errors import TrainingStopped
 from treadle.core.stop import StopRequest
 from treadle.core.types import DropReason, Failure, Group
 from treadle.loop.config import LoopPlan
-from treadle.rollout.isolation.event_loop import handled
+from treadle.rollout.isolation.interrupts import handled
 
 
 @contextmanager

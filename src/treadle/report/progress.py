@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from treadle.core.text import escape_line
 from treadle.report.callback import Callback
 from treadle.report.metrics import EvaluationResult, shown, shown_passes
-from treadle.rollout.isolation.event_loop import handled
+from treadle.rollout.isolation.interrupts import never_swallowed
 
 EVERY = 10  # updates between permanent lines if a bar shows each
 _REFRESH = 0.25  # seconds
@@ -37,22 +36,10 @@ class Progress(Callback):
 
 @contextmanager
 def loading(progress: Progress) -> Iterator[None]:
-    """Import PyTorch inside this context: which takes seconds. Libraries may swallow a Ctrl-C then, or replace it by
-    their own error: here it is always raised.
-    """
+    """Import PyTorch inside this context: it takes seconds, in which Ctrl-C is never lost."""
     progress.loading()
-    with handled(_interrupt, signal.SIGINT) as interrupted:
-        try:
-            yield
-        except Exception:
-            if not interrupted:
-                raise
-        if interrupted:
-            raise KeyboardInterrupt
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
+    with never_swallowed():
+        yield
 
 
 def update_line(row: Mapping[str, Any], updates: int, width: float = math.inf) -> str:

@@ -40,8 +40,8 @@ class Child:
         try:
             self._process = subprocess.Popen(
                 command,
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},

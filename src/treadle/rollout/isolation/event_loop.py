@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import signal
-import socket
 import threading
 import time
 from asyncio.events import Handle
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, TypeVar
 
 from treadle.core.errors import RunError
 from treadle.rollout.isolation import user_code
+from treadle.rollout.isolation.interrupts import INTERRUPTER, Interrupt, Interrupter, handled
 
 T = TypeVar("T")
 
 _TO_END = 60.0  # seconds for cancelled tasks to end, as environments are being closed
-_TO_END_INTERRUPTED = 1.0  # after a second Ctrl-C
-_TO_REACT = 0.5  # seconds for a loop to react to a second Ctrl-C, and between checks
-
+_TO_END_INTERRUPTED = 1.0
 # referenced forever, because asyncio complains when pending tasks are collected
 _left_behind: list[asyncio.Task[Any]] = []
 
@@ -42,8 +39,8 @@ def run(
     """
     loop = (new_event_loop or asyncio.new_event_loop)()
     loop.set_default_executor(user_code.DaemonThreads())
-    interrupter, context = _Interrupter(loop), copy_context()
-    context.run(_interrupter.set, interrupter)
+    interrupter, context = Interrupter(loop), copy_context()
+    context.run(INTERRUPTER.set, interrupter)
     task = loop.create_task(main, context=context)
     has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -62,43 +59,7 @@ def run(
             _end(loop, interrupter, log)
             interrupter.over.set()
             if interrupter.interrupts or (asked and task.cancelled()):
-                raise user_code.Interrupt from None
-
-
-class _Interrupter:
-    """Ends `run` by stopping its loop, so that no code can swallow it and none is interrupted at an arbitrary point.
-
-    While the loop does not react, `Interrupt` is raised repeatedly in the main thread, where a library may swallow it.
-    is_asked: `main` was asked to stop. interrupts: `run` should end immediately. over: set once it has ended.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.is_asked = self.interrupts = self._is_blocked = False
-        self.over = threading.Event()
-        self._loop = loop
-
-    def interrupt(self) -> None:
-        """Called by a signal handler, which may interrupt any code, so it must take no lock."""
-        if self._is_blocked:
-            self._is_blocked = False
-            raise user_code.Interrupt
-        if not self.interrupts:
-            self.interrupts = True
-            # threading.Thread.start takes a lock.
-            _thread.start_new_thread(self._insist, ())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _insist(self) -> None:
-        while not self.over.wait(_TO_REACT):
-            answered = threading.Event()
-            with suppress(RuntimeError):  # the loop was closed
-                self._loop.call_soon_threadsafe(answered.set)
-            if not answered.wait(_TO_REACT) and not self.over.is_set():
-                self._is_blocked = True
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-_interrupter: ContextVar[_Interrupter | None] = ContextVar("treadle_interrupter", default=None)
+                raise Interrupt from None
 
 
 @contextmanager
@@ -125,13 +86,13 @@ def paused_event_loop() -> Iterator[None]:
 
 
 def _completed(
-    loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], interrupter: _Interrupter, log: Callable[[str], None]
+    loop: asyncio.AbstractEventLoop, task: asyncio.Task[T], interrupter: Interrupter, log: Callable[[str], None]
 ) -> T:
     task.add_done_callback(lambda _: loop.stop())
     while not task.done():
         stopped = _run_until_stopped(loop, task, log)
         if interrupter.interrupts and not task.done():
-            raise user_code.Interrupt
+            raise Interrupt
         if stopped and not task.done():
             raise RunError("an environment, agent or callback stopped the event loop; remove its loop.stop()")
     return task.result()
@@ -143,7 +104,7 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any],
         loop.run_forever()
     except (SystemExit, KeyboardInterrupt) as error:
         # From a task or callback started by user code.
-        if isinstance(error, user_code.Interrupt):
+        if isinstance(error, Interrupt):
             raise
         if not task.done():
             place = user_code.user_place([frame for frame, _ in walk_tb(error.__traceback__)][::-1])
@@ -152,7 +113,7 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any],
     return True
 
 
-def _end(loop: asyncio.AbstractEventLoop, interrupter: _Interrupter, log: Callable[[str], None]) -> None:
+def _end(loop: asyncio.AbstractEventLoop, interrupter: Interrupter, log: Callable[[str], None]) -> None:
     """End all tasks; after an interrupt, within a second and without reporting what that breaks."""
     while True:
         interrupts = interrupter.interrupts
@@ -165,7 +126,7 @@ def _end(loop: asyncio.AbstractEventLoop, interrupter: _Interrupter, log: Callab
         ending = loop.create_task(_end_tasks(log, _TO_END_INTERRUPTED if interrupts else _TO_END))
         ending.add_done_callback(lambda _: loop.stop())
         while not ending.done() and interrupter.interrupts is interrupts:
-            with suppress(user_code.Interrupt):
+            with suppress(Interrupt):
                 _run_until_stopped(loop, ending, log)
         if ending.done():
             return None if ending.cancelled() else ending.result()
@@ -254,52 +215,3 @@ class _Watch:
                 f"{user.name} blocks the event loop, at {place} ({user.attempt}): nothing else runs meanwhile. "
                 "Methods that are not async run in a thread and block nothing"
             )
-
-
-def _raise_interrupt() -> None:
-    raise user_code.Interrupt
-
-
-@contextmanager
-def handled(ask: Callable[[], None], *numbers: int, again: Callable[[], None] | None = None) -> Iterator[list[int]]:
-    """Handle these signals inside the context, on the main thread only; yield a list that receives the first one.
-
-    The first signal calls `ask`, each later one `again`; default: interrupt the enclosing `run`, if any. Signals that
-    arrive during C code are counted, although Python sees them only once.
-    """
-    asked: list[int] = []
-    interrupter = _interrupter.get()
-    act_again = again or (_raise_interrupt if interrupter is None else interrupter.interrupt)
-    if not numbers or threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    arrivals, wakeup = socket.socketpair()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        for _ in range(max(1, _read(arrivals).count(number))):
-            if asked:
-                act_again()
-            else:
-                asked.append(number)
-                if interrupter is not None:
-                    interrupter.is_asked = True
-                ask()
-
-    with arrivals, wakeup:
-        arrivals.setblocking(False)
-        wakeup.setblocking(False)
-        fd_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, handle) for number in numbers}
-        try:
-            yield asked
-        finally:
-            for number, previous in before.items():
-                signal.signal(number, previous)
-            signal.set_wakeup_fd(fd_before)
-
-
-def _read(arrivals: socket.socket) -> bytes:
-    try:
-        return arrivals.recv(4096)
-    except BlockingIOError:
-        return b""

@@ -26,6 +26,7 @@ import treadle.core
 from treadle.core.errors import Cause, TrajectoryFailure, failure_in
 from treadle.core.metrics import Measures
 from treadle.core.text import redacted
+from treadle.rollout.isolation.interrupts import Interrupt
 
 T = TypeVar("T")
 
@@ -37,10 +38,6 @@ _LONGEST = 2000  # characters of a failure's message
 RUNNING: ContextVar[UserCode | None] = ContextVar("treadle_user_code", default=None)
 
 abandoned_tasks: set[asyncio.Task[Any]] = set()  # calls that were cancelled and have not ended
-
-
-class Interrupt(KeyboardInterrupt):
-    """Raised for a second Ctrl-C, to distinguish it from KeyboardInterrupt raised by user code."""
 
 
 class UserCode:
