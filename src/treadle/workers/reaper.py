@@ -71,15 +71,15 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     tails = dict.fromkeys(outputs, b"")
     for output in tails:
         os.set_blocking(output, False)
-    memory = _watch(program, ended, tails, order["grace"])
+    memory = _watch(program, ended, tails, order["grace"], order["shared_memory"])
     if log is not None and program.returncode is not None:
         os.write(log, f"the program ended with code {program.returncode}\n".encode())
-    memory |= shared_memory(descendants(os.getpid()))
-    _kill(program)
     if order["shared_memory"]:
-        for path in memory:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+        memory |= shared_memory(descendants(os.getpid()))
+    _kill(program)
+    for path in memory:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     for output in tails:
         while _read(output, tails):
             pass
@@ -87,10 +87,12 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     return {"status": program.returncode, "stdout": stdout, "stderr": stderr}
 
 
-def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes], grace: float) -> set[str]:
+def _watch(
+    program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, bytes], grace: float, has_memory: bool
+) -> set[str]:
     """Read the program's outputs until it has ended, or until `grace` seconds after its termination request.
 
-    Return the files of shared memory that its processes had when it was asked.
+    has_memory: return the files of shared memory that its processes have at that request.
     """
     deadline: float | None = None
     memory = set[str]()
@@ -110,7 +112,7 @@ def _watch(program: "subprocess.Popen[bytes]", ended: int, tails: dict[int, byte
                         selector.unregister(key.fd)
                 elif not os.read(0, 4096):  # the other end is closed
                     selector.unregister(0)
-                    memory = shared_memory(descendants(os.getpid()))
+                    memory = shared_memory(descendants(os.getpid())) if has_memory else memory
                     deadline = time.monotonic() + grace
                     with suppress(ProcessLookupError):  # it has just ended
                         os.killpg(program.pid, signal.SIGTERM)

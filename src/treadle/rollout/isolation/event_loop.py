@@ -21,7 +21,8 @@ from treadle.rollout.isolation.interrupts import INTERRUPTER, Interrupt, Interru
 T = TypeVar("T")
 
 _TO_END = 60.0  # seconds for cancelled tasks to end, as environments are being closed
-_TO_END_INTERRUPTED = 1.0
+_TO_END_INTERRUPTED = 1.0  # after a second Ctrl-C
+
 # referenced forever, because asyncio complains when pending tasks are collected
 _left_behind: list[asyncio.Task[Any]] = []
 
