@@ -7,4 +7,8 @@
     gang.Gang                several that answer every call together: if one fails alone, all end (learner ranks)
 
 On both ends calls have numbers (`calls`): `Calls` delivers each answer to its caller, `Service` calls the object.
+
+    program.Program          any program; all it starts ends with it (agents, vLLM servers, foreign Pythons)
+    foreign.WorkerPool       a Python without Treadle: JSON lines over a socket, many attempts each
+    confined.ChildPool       confined children for model output: a line of JSON each way, one request at a time
 """
