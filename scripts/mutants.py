@@ -222,6 +222,8 @@ MUTANTS = [  # file, text, what takes its place, the quick tests of a file, or o
      "record/test_rollout_store.py"),
     ("record/ledger_reader.py", "(idx >= ? OR", "(idx > ? OR",
      "record/test_ledger.py::test_states_of_a_batch_from_recording_to_checkpoint"),
+    ("record/recording.py", "first if attempt.ident in self._open else 0", "first",
+     "record/test_recording.py::test_a_server_goes_on_with_a_run_and_shards_lose_nothing"),
     ("record/ledger_reader.py", "(SELECT max(rowid) FROM groups h", "(SELECT min(rowid) FROM groups h",
      "record/test_damage.py"),
     ("record/resume.py", "oldest <= first", "oldest < first",

@@ -15,7 +15,6 @@ from fastapi.testclient import TestClient
 
 from tests.cli.worlds import treadle
 from tests.judge.servers import JudgeServer, judging
-from treadle.plan.file_as_run import file_as_run
 from treadle.view.app import make_app
 
 RECIPE = ("tools-small", "model.path=/nowhere", "model.build=null", "data.held_out.options.count=8")
@@ -40,7 +39,7 @@ def evaluate(server: JudgeServer, *words: object) -> Any:
 
 def test_the_result_and_all_that_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", KEY)
-    dump = tmp_path / "played.jsonl"
+    dump = tmp_path / "new" / "played"
     with judging(script) as server:
         done = evaluate(server, "--limit", 4, "--dump", dump, "--api-key-env", "SOME_KEY", "data.table_by=null")
     assert done.status == 0, done.err
@@ -50,7 +49,8 @@ def test_the_result_and_all_that_shows_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert (result["tasks"], result["failed"], result["success"], result["steps_mean"]) == (4, 2, 1.0, 2.0)
     assert found["failures"] == {"engine: status 400: {}": 2}
     assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
-    assert KEY not in dump.read_text() + done.out + done.err
+    assert not [file for file in dump.rglob("*") if file.is_file() and KEY.encode() in file.read_bytes()]
+    assert KEY not in done.out + done.err
 
     report = treadle("report", dump)
     assert report.status == 0, report.err
@@ -63,7 +63,7 @@ def test_the_result_and_all_that_shows_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert line in shown.out
     assert "break" not in shown.out
 
-    client = TestClient(make_app([file_as_run(dump)]), base_url="http://127.0.0.1")
+    client = TestClient(make_app([dump]), base_url="http://127.0.0.1")
     [run] = client.get("/api/runs").json()["runs"]
     view = client.get(f"/api/runs/{run['key']}/trajectories/evaluation-0001.0").json()
     assert view["problem"] is None and [step["counted"]["written"] for step in view["steps"]] == [0, 7]

@@ -113,13 +113,13 @@ def test_failed_attempts_are_counted_and_explained(troubled: Trained) -> None:
 
 
 def test_several_attempts_give_pass_at_k_and_keep_the_first(finished: Trained, place: Place) -> None:
-    dumps = {attempts: place.path / f"{attempts}.jsonl" for attempts in (1, 4)}
+    dumps = {attempts: place.path / f"{attempts}" for attempts in (1, 4)}
     found = {}
     for attempts, dump in dumps.items():
         done = treadle("eval", finished.path, f"evaluation.attempts={attempts}", "--dump", dump, "--json")
         assert done.status == 0, done.err
         found[attempts] = json.loads(done.out)["result"]
-    played = {n: [json.loads(line) for line in dump.read_text().splitlines()] for n, dump in dumps.items()}
+    played = {n: exported(dump) for n, dump in dumps.items()}
     assert (len(played[1]), len(played[4])) == (12, 48)
     said = {n: [[step["completion_ids"] for step in t["steps"]] for t in rows] for n, rows in played.items()}
     first = [steps for steps, t in zip(said[4], played[4], strict=True) if t["attempt"] == 0]
@@ -137,10 +137,10 @@ def test_several_attempts_give_pass_at_k_and_keep_the_first(finished: Trained, p
 
 
 def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
-    dump = place.path / "played.jsonl"
+    dump = place.path / "new" / "played"
     done = treadle("eval", troubled.path, "--dump", dump)
     assert done.status == 0, done.err
-    played = [json.loads(line) for line in dump.read_text().splitlines()]
+    played = exported(dump)
     assert len(played) == 12
     failed = [t for t in played if t["status"] == "failed"]
     assert failed and all(t["reward"] is None and "ZeroDivisionError" in t["failure"]["message"] for t in failed)
@@ -152,10 +152,18 @@ def test_a_dump_has_texts_and_ids(troubled: Trained, place: Place) -> None:
             assert step["prompt"] == tokenizer.decode(step["prompt_ids"])
             assert step["completion"] == tokenizer.decode(step["completion_ids"])
             assert len(step["logprobs"]) == len(step["completion_ids"]) <= 8
-    done = treadle("eval", troubled.path, "--dump", place.path)
-    assert done.status == 2 and "is not a regular file; name another" in done.error  # before anything is played
-    done = treadle("eval", troubled.path, "--dump", place.path / "no" / "such.jsonl")
-    assert done.status == 2 and "No such file or directory" in done.error
+    done = treadle("eval", troubled.path, "--dump", dump)
+    assert done.status == 1 and "is already in use" in done.error  # before anything is played
+    done = treadle("eval", troubled.path, "--dump", dump / "config.yaml" / "such")
+    assert done.status == 2 and "Not a directory; name another directory" in done.error
+
+
+def exported(dump: Path) -> list[dict[str, Any]]:
+    """Return the trajectories of a dump."""
+    file = dump.with_suffix(".jsonl")
+    done = treadle("export-traces", dump, file)
+    assert done.status == 0, done.err
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 PLAIN = ["SHA256SUMS", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",

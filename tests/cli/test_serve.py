@@ -25,7 +25,7 @@ from treadle.retrieval.client import RetrievalClient
 def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     model = f"{finished.path}@latest"
-    file = tmp_path / "new" / "calls.jsonl"
+    file = tmp_path / "new" / "calls"
     with start_treadle("serve", model, "--port", "0", "--api-key-env=JUDGE_KEY", "--record", file) as server:
         try:
             assert server.stdout is not None
@@ -67,7 +67,7 @@ def test_it_serves_records_and_ends_cleanly(finished: Trained, tmp_path: Path, m
 def test_what_was_answered_survives_a_kill(finished: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The documentation's client; two sessions of OpenAI's, interleaved; killed while it samples; and learned."""
     monkeypatch.setenv("TREADLE_KEY", "secret")
-    file, page = tmp_path / "sessions.jsonl", (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    file, page = tmp_path / "sessions", (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
     served: dict[str, list[tuple[list[int], list[int]]]] = {}
     with (
         start_treadle("serve", finished.path, "--port", "0", "--api-key-env=TREADLE_KEY", "--record", file) as process,

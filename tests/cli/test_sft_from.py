@@ -228,7 +228,7 @@ def test_atif_is_written_and_read(broken: Path, tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "q"}]}', r"a\.jsonl:2: there is no assistant turn"),
         ('{"messages": ["hello"]}', r"a\.jsonl:2: 'messages' must be a list of objects"),
         ('{"steps": [{"prompt_ids": []}]}', r"a\.jsonl:2: not a trajectory that can be read: no 'task'"),
-        ('{"part": 0, "trajectory_id": "x", "steps": []}', r"a\.jsonl:2: parts of a trajectory that cannot be put"),
+        ('{"part": 0, "trajectory_id": "x"}', r"a\.jsonl:2: was written by an earlier treadle serve --record; export"),
         ('{"schema_version": "ATIF-v1.6", "steps": 3}', r"a\.jsonl:2: 'steps' must be a list of objects"),
     ],
 )

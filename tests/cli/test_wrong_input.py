@@ -103,7 +103,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "eval tiny.yaml --model /nowhere": ("--model: no directory '/nowhere'",),
     "eval tiny.yaml --model model model.tokenizer=null model.path=x": ("the model is the run's; name another",),
     "eval tiny.yaml --model model data.held_out=null": ("has no held-out tasks; add data.held_out.source=",),
-    "eval tiny.yaml --model model --dump no/where": ("--dump: cannot write 'no/where': No such file or directory",),
+    "eval tiny.yaml --model model --dump tiny.yaml/a": ("--dump: cannot write 'tiny.yaml/a': Not a directory; name",),
     "train RUN@40 --resume": ("a run continues from its latest checkpoint; to go back to this one: treadle train RUN",),
     "serve model": ("MODEL: no tokenizer.json in 'model'",),
     "serve servd": ("MODEL: no directory 'servd'; did you mean 'served'? give the directory",),

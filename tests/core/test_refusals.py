@@ -16,7 +16,8 @@ from treadle.cli.options import exit_status
 from treadle.core.errors import RunError, TreadleError
 from treadle.core.files import make_room_in_cache, new_directory, refusal
 from treadle.record.run_directory import RunDirectory, make_directory
-from treadle.record.trajectory_files import write_records, write_trajectories
+from treadle.record.trajectory_files import write_trajectories
+from treadle.rendering.texts import TokenTexts
 from treadle.retrieval.index import _cached
 from treadle.training.checkpoint import _writing
 
@@ -55,7 +56,10 @@ WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "the lock": (lambda place: RunDirectory(place).lock(), "place': .*; make it writable, or continue in a copy"),
     "metrics": (lambda place: RunDirectory(place).log({"update": 1}), "metrics.jsonl: .*make it writable, then --res"),
     "an export": (lambda place: in_directory(place / "out"), "out: .*; choose another place, or make it writable"),
-    "traces": (lambda place: write_records(place / "t.jsonl", "jsonl", []), r"t\.jsonl: .*; choose another place"),
+    "traces": (
+        lambda place: write_trajectories(place / "t.jsonl", "jsonl", [], TokenTexts(None)),
+        r"t\.jsonl: .*; choose",
+    ),
     "ATIF": (lambda place: write_trajectories(place / "t", "atif", [], None), "place/t: .*; choose another pl"),  # type: ignore[arg-type]
     "the cache": (lambda place: make_room_in_cache(place / "a" / "b"), r"place/a': .*; set TREADLE_CACHE to a wri"),
     "an index": (lambda place: _cached(place / "a" / "b", lambda path: None), "place/a': .*; set TREADLE_CACHE"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -18,13 +19,18 @@ from tests.cli.worlds import ROOT, treadle
 from tests.rollout.gateway.servers import Slow, scripted
 from tests.until import CEILING, until
 from tests.worlds import plain_renderer
+from treadle.core.config import build
 from treadle.core.draws import Stream
-from treadle.core.errors import ConfigError
+from treadle.core.errors import ConfigError, DamageError, RunError
 from treadle.core.types import SamplingParams
-from treadle.plan.file_as_run import file_as_run
-from treadle.record.recorded import RecordedTrajectory
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import IN_MEMORY
+from treadle.record.ledger_reader import OPEN_SHARD
+from treadle.record.recorded import RecordedTrajectory, read_run
 from treadle.record.recording import Recorder, Recording
-from treadle.record.trajectory_files import read_files, read_records, write_records
+from treadle.record.rollout_store import step_row
+from treadle.record.run_directory import RunDirectory
+from treadle.record.trajectory_files import read_files
 from treadle.rendering.replies import hermes
 from treadle.rollout.gateway.gateway import Gateway
 from treadle.rollout.gateway.serving import serving
@@ -35,14 +41,21 @@ TOKENIZER = ROOT / "src" / "treadle" / "recipes" / "tokenizer" / "tokenizer.json
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
-def recording(path: Path) -> Recording:
-    return Recording(path, Tokenizer.from_file(str(TOKENIZER)), str(TOKENIZER.parent))
+def recording(path: Path, tokenizer: Tokenizer | None = None) -> Recording:
+    data = {"recipe": "serve", "data": {"train": {"source": IN_MEMORY}}, "model": {"path": str(TOKENIZER.parent)}}
+    return Recording(path, build(RunConfig, data), tokenizer or Tokenizer.from_file(str(TOKENIZER)), "m")
 
 
-def read(path: Path) -> list[RecordedTrajectory]:
-    recorded = list(read_files(path))
-    assert all(isinstance(t, RecordedTrajectory) for t in recorded)
-    return recorded  # type: ignore[return-value]
+def shards(path: Path) -> set[str]:
+    """Names of the shards with the tokens of the trajectories."""
+    rows = RunDirectory(path).ledger().query("SELECT DISTINCT shard FROM trajectories")
+    return {row["shard"] for row in rows}
+
+
+def messages(path: Path) -> list[list[str]]:
+    """Contents of the messages of each call that has some, in order of trajectories."""
+    chats = [step.chat for t in read_run(path) for step in t.trajectory.steps if step.chat]
+    return [[message["content"] for message in (*chat.messages, chat.reply)] for chat in chats]
 
 
 class Clients:
@@ -64,7 +77,7 @@ class Clients:
         return await self.post("chat/completions", base=base, messages=messages, return_token_ids=True, **more)
 
     def trajectories(self) -> list[RecordedTrajectory]:
-        return read(self.path)
+        return list(read_run(self.path))
 
 
 @asynccontextmanager
@@ -96,7 +109,7 @@ def ids(answer: Any) -> list[int]:
 
 async def test_sessions_and_their_rewards(tmp_path: Path) -> None:
     """Two sessions, interleaved, and a third that nobody rewards; what only the server's key may do."""
-    async with clients(tmp_path / "a.jsonl") as c:
+    async with clients(tmp_path / "a") as c:
         one, two, three = [await c.post("sessions", task_id=name) for name in ("t", "t", "")]
         first = await c.say("hi", base=one["base_url"])
         other = await c.say("hi", base=two["base_url"], tools=[TOOL])
@@ -120,15 +133,17 @@ async def test_sessions_and_their_rewards(tmp_path: Path) -> None:
         await c.post("close", 404)
         for wrong in ({}, {"reward": "1"}, {"reward": 1e13}):
             assert "reward" in (await c.post("reward", 400, base=two["base_url"], **wrong))["error"]["message"]
-    rows = [json.loads(line) for line in c.path.read_text().splitlines()]
-    said = [[message["content"] for message in row.get("messages", ())] for row in rows]
-    assert said == [["hi", "a0"], ["hi", "a1"], ["hi", "a0", "and?", "a2"], ["alone", "goa3"], [], []]
-    assert [row.get("tools") for row in rows] == [[], [TOOL], [], [], None, None]
+    assert messages(c.path) == [["hi", "a0"], ["hi", "a0", "and?", "a2"], ["hi", "a1"], ["alone", "goa3"]]
+    assert [list(step.chat.tools) for t in c.trajectories() for step in t.trajectory.steps if step.chat] == [
+        *([], []),
+        [TOOL],
+        [],
+    ]
 
 
 async def test_conversations_of_one_key_are_told_apart(tmp_path: Path) -> None:
     """By the answers that prompts repeat; a reward names one of them."""
-    async with clients(tmp_path / "a.jsonl") as c:
+    async with clients(tmp_path / "a") as c:
         one, two = await c.say("hi"), await c.say("hi")
         await c.say("hi", "a1", "more")  # of the second
         last = await c.say("hi", "a0", "more")
@@ -149,7 +164,7 @@ async def test_conversations_of_one_key_are_told_apart(tmp_path: Path) -> None:
 
 async def test_what_became_of_calls(tmp_path: Path) -> None:
     """Nobody got the answer; it was thrown away, and then it was not."""
-    async with clients(tmp_path / "a.jsonl") as c:
+    async with clients(tmp_path / "a") as c:
         session = await c.post("sessions")
         base, attached = session["base_url"], c.gateway.find(session["api_key"])
         assert attached is not None
@@ -169,88 +184,126 @@ async def test_what_became_of_calls(tmp_path: Path) -> None:
         await until(lambda: not sum(exchange.waiting for exchange in exchanges._running))
         c.engine.gate.set()
         await until(lambda: [s.dropped for s in c.trajectories()[0].trajectory.steps][3:] == ["cancelled"])
-    rows = [json.loads(line) for line in c.path.read_text().splitlines()]
-    changes = ["call", "rejected", "call", None, "call", "call", "cancelled"]
-    assert [row.get("dropped", "call") for row in rows] == changes
 
 
-async def test_files_are_put_together_and_exported(tmp_path: Path) -> None:
-    """By another server, after a kill within a line; exports have a line a trajectory, and are read alike."""
-    path = tmp_path / "a.jsonl"
+@pytest.mark.parametrize("per_shard", [1, 3, 256])
+async def test_a_server_goes_on_with_a_run_and_shards_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_shard: int
+) -> None:
+    """Conversations that go on after a shard has them; a killed server; a clean end; a second server."""
+    monkeypatch.setattr("treadle.record.recording._SHARD", per_shard)
+    path = tmp_path / "a"
+    async with clients(path) as c:
+        base = (await c.post("sessions", task_id="t"))["base_url"]
+        await c.say("hi", base=base, tools=[TOOL])
+        await c.say("hi")
+        await c.post("reward", base=base, reward=2)
+        await c.say("hi", "a0", "and?", base=base)
+        await c.say("hi", "a1", "more")
+        before = described(path)
+        assert [len(steps) for *_, steps in before] == [2, 2]
+        assert OPEN_SHARD in shards(path)
+        shutil.copytree(path, tmp_path / "killed")
+        with pytest.raises(RunError, match="another process is recording in"):
+            recording(path)
+    assert described(path) == before and OPEN_SHARD not in shards(path)
+    assert not RunDirectory(path).ledger().open_steps()
+    assert described(tmp_path / "killed") == before
+    async with clients(tmp_path / "killed") as c:
+        assert described(c.path) == before and OPEN_SHARD not in shards(c.path)
+        await c.say("hi", base=(await c.post("sessions", task_id="t"))["base_url"])
+        after = c.trajectories()
+    assert [(t.task_id == "t", t.attempt, t.reward) for t in after] == [
+        (True, 0, 2.0),
+        (True, 1, None),
+        (False, 0, None),
+    ]
+
+
+def described(path: Path) -> list[Any]:
+    """Everything of all trajectories of a run, bits included."""
+    return [
+        (t.trajectory.trajectory_id, t.task_id, t.attempt, t.reward, [str(step_row(s)) for s in t.trajectory.steps])
+        for t in read_run(path)
+    ]
+
+
+async def test_exports_have_what_clients_sent_and_are_read_alike(tmp_path: Path) -> None:
+    path = tmp_path / "a"
     async with clients(path) as c:
         base = (await c.post("sessions"))["base_url"]
         await c.say("hi", base=base, tools=[TOOL])
         await c.post("reward", base=base, reward=2)
         await c.say("hi")
-    whole = path.read_bytes()
-    for cut in (1, 5, 40, 2000):
-        path.write_bytes(whole + whole[:cut])
-        assert [t.reward for t in read(path)] == [2.0, None]
-    async with clients(path) as c:
-        assert path.read_bytes() == whole
-        await c.say("hi", base=(await c.post("sessions"))["base_url"])
-        with pytest.raises(ConfigError, match="another server records into this file"):
-            recording(path)
-    assert [t.reward for t in read(path)] == [2.0, None, None]
+    [t, _] = read_run(path)
     for name in ("b.jsonl", "b.parquet"):
         done = treadle("export-traces", path, tmp_path / name, "--format", name[2:], "--select", "reward >= 2")
         assert done.out == f"1 trajectories: {tmp_path / name}\n", done.err
-        [exported], [t, *_] = read(tmp_path / name), read(path)
-        assert exported.reward == 2.0 and exported.trajectory.trajectory_id == t.trajectory.trajectory_id
+        [exported] = read_files(tmp_path / name)
+        assert isinstance(exported, RecordedTrajectory) and exported.reward == 2.0
+        assert exported.trajectory.trajectory_id == t.trajectory.trajectory_id
         assert exported.trajectory.steps[0].completion_ids.tolist() == t.trajectory.steps[0].completion_ids.tolist()
     [line] = (tmp_path / "b.jsonl").read_text().splitlines()
-    assert "part" not in json.loads(line) and json.loads(line)["tools"] == [TOOL]
+    assert json.loads(line)["tools"] == [TOOL]
     assert pq.read_table(tmp_path / "b.parquet")["messages"].to_pylist()[0][-1]["content"] == "a0"
     done = treadle("export-traces", path, tmp_path / "atif", "--format", "atif")
-    assert done.status == 2 and "ATIF can only be written for runs" in done.error
+    assert done.status == 0 and len(list((tmp_path / "atif").glob("*.json"))) == 2
+    done = treadle("export-traces", path, tmp_path / "all.jsonl", "--select", "status == unrated")
+    assert done.out.startswith("1 trajectories")
 
 
-async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = recording(tmp_path / "a.jsonl")
-
-    class Full:
-        def __init__(self, inner: Any) -> None:
-            self.inner, self.room = inner, 50
-
-        def write(self, data: bytes) -> int:
-            if self.room == 0:
-                raise OSError(28, "No space left on device")
-            data, self.room = data[: self.room], self.room - len(data[: self.room])
-            return int(self.inner.write(data))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-    async with clients(tmp_path / "a.jsonl", file) as c:
-        with monkeypatch.context() as patch:
-            patch.setattr(file, "_file", Full(file._file))
-            messages = [{"role": "user", "content": "hi"}]
-            got = await c.post("chat/completions", 503, messages=messages)
-            assert "could not record in" in got["error"]["message"] and "No space left" in got["error"]["message"]
-        assert c.path.read_bytes() == b""
+async def test_an_answer_that_cannot_be_recorded_is_not_given(tmp_path: Path) -> None:
+    file = recording(tmp_path / "a")
+    async with clients(tmp_path / "a", file) as c:
+        [pages] = file._ledger.query("PRAGMA page_count")
+        with file._ledger.transaction() as db:
+            db.execute(f"PRAGMA max_page_count = {pages['page_count']}")
+        messages = [{"role": "user", "content": "hi"}]
+        got = await c.post("chat/completions", 503, messages=messages)
+        assert "could not record in" in got["error"]["message"] and "disk is full" in got["error"]["message"]
+        assert c.trajectories() == []
+        with file._ledger.transaction() as db:
+            db.execute("PRAGMA max_page_count = 1000000")
         await c.say("hi")
         assert [len(t.trajectory.steps) for t in c.trajectories()] == [1]
 
 
-async def test_a_recorded_file_is_shown_as_a_run_is(tmp_path: Path) -> None:
-    path = tmp_path / "calls.jsonl"
+def test_only_a_recorded_run_with_the_same_vocabulary_is_recorded_into(tmp_path: Path) -> None:
+    recording(tmp_path / "a").close()
+    other = Tokenizer.from_str(TOKENIZER.read_text())
+    other.add_tokens(["<|other|>"])
+    with pytest.raises(ConfigError, match="was recorded with another vocabulary; name another directory"):
+        recording(tmp_path / "a", other)
+    recording(tmp_path / "a").close()  # it is not locked
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="is already in use"):
+        recording(tmp_path / "b")
+    tokenizer = tmp_path / "a" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|im_end|>", "<|im_END|>"))
+    with pytest.raises(DamageError, match=r"tokenizer\.json"):
+        list(read_run(tmp_path / "a"))
+
+
+async def test_what_was_recorded_is_shown_as_a_run_is(tmp_path: Path) -> None:
+    path = tmp_path / "calls"
     async with clients(path) as c:
         session = await c.post("sessions", task_id="sum")
         await c.say("say 1", base=session["base_url"])
         await c.say("say 1", "1", "again", base=session["base_url"])
         await c.post("reward", base=session["base_url"], reward=0.5)
         await c.say("another")
-    unrated = read(path)[1].trajectory.trajectory_id
+    unrated = c.trajectories()[1].trajectory.trajectory_id
     listed = treadle("show", path)
     assert (listed.status, listed.err) == (0, "")
     assert [line.split()[:3] for line in listed.out.splitlines()[-2:]] == [
-        [unrated, read(path)[1].task_id, "unrated"],
+        [unrated, c.trajectories()[1].task_id, "unrated"],
         [session["id"], "sum", "done"],
     ]
     shown = treadle("show", path, session["id"], "--json")
     steps = json.loads(shown.out)["steps"]
     assert [[token["id"] for token in step["tokens"]] for step in steps] == [
-        step.completion_ids.tolist() for step in read(path)[0].trajectory.steps
+        step.completion_ids.tolist() for step in c.trajectories()[0].trajectory.steps
     ]
     report = json.loads(treadle("report", path, "--json").out)
     assert [row["trajectories"] for row in report["splits"]] == [2]
@@ -259,21 +312,17 @@ async def test_a_recorded_file_is_shown_as_a_run_is(tmp_path: Path) -> None:
     assert lines[0] == f"{path}: recorded trajectories"
     assert [line.split()[-4:] for line in lines if "statuses" in line] == [["unrated", "1,", "done", "1"]]
     assert not [line for line in lines if re.search("update|checkpoint|resume|failed|stopped", line)]
-    with TestClient(make_app([file_as_run(path)])) as view:
-        page = view.get("/api/runs/calls.jsonl").json()
+    with TestClient(make_app([path])) as view:
+        page = view.get("/api/runs/calls").json()
         assert (page["state"], page["problems"]) == ("recorded", [])
-        assert page["no_update"] == "Trajectories of a file, which has no updates."
-        assert view.get("/api/runs/calls.jsonl/counts").json()["failures"] == []
-        attempt = view.get(f"/api/runs/calls.jsonl/trajectories/{unrated}").json()["attempt"]
+        assert page["no_update"] == "Recorded trajectories, which are not trained."
+        assert view.get("/api/runs/calls/counts").json()["failures"] == []
+        attempt = view.get(f"/api/runs/calls/trajectories/{unrated}").json()["attempt"]
         assert (attempt["status"], attempt["failure_message"]) == ("unrated", None)
-        groups = view.get("/api/runs/calls.jsonl/groups").json()["rows"]
-        assert {group["when"] for group in groups} == {"no update: trajectories of a file"}
-    write_records(path, "jsonl", [record for _, record in read_records(path)] * 2)
-    assert_refused(path, f"{path}:3: trajectory {session['id']} is at {path}:1, too")
-    path.write_text("")
-    assert_refused(path, "has no trajectories yet")
-
-
-def assert_refused(path: Path, why: str) -> None:
-    done = treadle("show", path)
-    assert done.status == 2 and why in done.err, done.err
+        groups = view.get("/api/runs/calls/groups").json()["rows"]
+        assert {group["when"] for group in groups} == {"no update: recorded, not trained"}
+    done = treadle("sft", "--from", path, "--out", tmp_path / "model")
+    assert done.status == 1 and "has recorded trajectories, but no checkpoint; name another run, a recipe" in done.err
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    done = treadle("show", tmp_path / "x.jsonl")
+    assert done.status == 1 and "is a file, not a run directory; treadle sft --from" in done.err

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,17 @@ from treadle.core.types import (
     Trajectory,
 )
 from treadle.plan.inputs import load_inputs
+from treadle.record.ledger import Ledger
+from treadle.record.ledger_reader import OPEN_SHARD
 from treadle.record.rollout_store import (
     load_traces,
     load_trajectory,
+    open_steps,
+    packed_step,
     read_steps,
     read_traces,
     write_shard,
+    write_table,
     write_traces,
 )
 from treadle.record.run_directory import RunDirectory
@@ -101,6 +107,29 @@ def test_a_shard_gives_back_every_bit(tmp_path_factory: pytest.TempPathFactory, 
         found = read_steps(directory, shard, trajectory.trajectory_id)
         assert [plain(step) for step in found] == [plain(step) for step in trajectory.steps]
     assert read_steps(directory, shard, "nobody") == []
+
+
+@settings(max_examples=20)
+@given(st.lists(steps(), min_size=1, max_size=3), st.integers(0, 3))
+def test_steps_in_the_ledger_give_back_every_bit(
+    tmp_path_factory: pytest.TempPathFactory, recorded: list[Step], known: int
+) -> None:
+    """Recorded by and by, some of them twice; then all in a shard."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "rollouts").mkdir()
+    with closing(Ledger(run / "ledger.sqlite")) as ledger:
+        for end in range(1, len(recorded) + 1):
+            trajectory = Trajectory("a", "t", 0, tuple(recorded[:end]), None, Status.UNRATED)
+            rows = {n: packed_step("t", "a", n, recorded[n]) for n in range(max(0, end - 1 - known), end)}
+            ledger.record_open(make_group(0, trajectory, name="t"), rows)
+            found = read_steps(run / "rollouts", ledger.shard(OPEN_SHARD), "a")
+            assert [plain(step) for step in found] == [plain(step) for step in recorded[:end]]
+        ledger.settle(write_table(run / "rollouts", "x.parquet", open_steps(ledger)))
+        ledger.prove()
+        [row] = ledger.query("SELECT shard, steps FROM trajectories")
+        assert row == {"shard": "x.parquet", "steps": len(recorded)} and ledger.open_steps() == []
+        found = read_steps(run / "rollouts", ledger.shard("x.parquet"), "a")
+    assert [plain(step) for step in found] == [plain(step) for step in recorded]
 
 
 def test_pandas_reads_a_shard(tmp_path: Path) -> None:

@@ -272,11 +272,11 @@ async def test_what_needs_ids_is_refused_by_name() -> None:
     assert trajectory.failure is not None and "let the prompt end before it" in trajectory.failure.message
 
 
-def test_a_step_has_ids_or_a_chat() -> None:
+def test_a_step_has_ids_or_a_chat_or_both() -> None:
     call = ModelCall("m", (user("hi"),), Message(role="assistant", content="yes"), 3, 1, 0.0, 0.1)
     step = Step(*([],) * 4, SamplingParams(), StopReason.STOP, chat=call)  # type: ignore[arg-type]
     assert (step.prompt_tokens, step.completion_tokens) == (3, 1)
     with pytest.raises(DataError, match="a completion needs at least one token before it"):
         replace(step, chat=None)
-    with pytest.raises(DataError, match="leave prompt_ids and completion_ids empty"):
-        replace(step, prompt_ids=np.array([1], np.int32))
+    both = replace(step, prompt_ids=np.array([1], np.int32))
+    assert step.is_text and not both.is_text and (both.prompt_tokens, both.completion_tokens) == (1, 0)

@@ -166,7 +166,7 @@ def check_subject(subject: Subject) -> None:
 def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: Path | None = None) -> Evaluation:
     """Play the held-out tasks; return the evaluation. Raises ConfigError if it cannot work, as with a damaged model.
 
-    dump: file for all trajectories, one per line.
+    dump: run directory for all trajectories.
     """
     with loading(progress):
         from treadle.loop.engines import use_threads
@@ -189,7 +189,8 @@ def evaluate_model(subject: Subject, inputs: Inputs, progress: Progress, dump: P
     groups = run_event_loop(_play(subject, inputs, renderer, source, progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
-        _write_dump(dump, groups, tokenizer.backend_tokenizer, str(subject.model.resolve()))
+        played_by = config.model_copy(update={"model": subject.model_config})
+        _write_dump(dump, played_by, groups, tokenizer.backend_tokenizer)
     return _evaluation(config, groups, subject.update, seconds, progress)
 
 
@@ -211,7 +212,7 @@ def evaluate_endpoint(
     groups = run_event_loop(_play_endpoint(config, inputs, policy.chat, str(model.model), progress), progress.log)
     seconds = time.perf_counter() - started
     if dump is not None:
-        _write_dump(dump, groups, None, endpoint_name(model))
+        _write_dump(dump, config, groups, None)
     steps = [step for group in groups for t in group.everyone for step in t.steps]
     if cut := sum(step.stop_reason is StopReason.LENGTH for step in steps):
         progress.log(
@@ -288,27 +289,21 @@ async def _play_all(
 
 
 def check_dump(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"--dump: {str(path)!r} is not a regular file; name another")
+    """Raise RunError if a run directory cannot be made there, ConfigError if the system denies it."""
+    RunDirectory(path).check_free()
+    above = next(folder for folder in path.absolute().parents if folder.exists())
     try:
-        check_writable(path)
+        check_writable(above / path.name)
     except OSError as error:
-        raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another file") from error
+        raise ConfigError(f"--dump: cannot write {str(path)!r}: {error.strerror}; name another directory") from error
 
 
-def _write_dump(path: Path, groups: Sequence[Group], tokenizer: Tokenizer | None, model: str) -> None:
-    """Write the trajectories as `treadle export-traces` does. tokenizer: None for text.
+def _write_dump(path: Path, config: RunConfig, groups: Sequence[Group], tokenizer: Tokenizer | None) -> None:
+    """Write the trajectories as a run that is not trained. tokenizer: None for text. Raises RunError."""
+    from treadle.record.run_store import RunStore, open_ledger  # pyarrow
 
-    Raises RunError if the disk refuses.
-    """
-    from treadle.record.recorded import AS_TEXT, RecordedTrajectory, vocabulary_sha256  # pyarrow
-    from treadle.record.trajectory_files import write_trajectories
-    from treadle.rendering.texts import TokenTexts
-
-    vocabulary = AS_TEXT if tokenizer is None else vocabulary_sha256(tokenizer)
-    recorded = [
-        RecordedTrajectory(str(path), "held_out", group.group_id, group.task, trajectory, vocabulary)
-        for group in groups
-        for trajectory in group.everyone
-    ]
-    write_trajectories(path, "jsonl", recorded, TokenTexts(tokenizer), model)
+    run = RunDirectory.create_recorded(path, config, "treadle eval", tokenizer)
+    with open_ledger(run, None) as ledger:
+        ledger.note_files(run.written)
+        RunStore(run, ledger).record_evaluation("dump", groups, 0)
+    run.close()

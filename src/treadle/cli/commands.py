@@ -56,7 +56,7 @@ _EVAL_EXAMPLES = """examples:
   treadle eval runs/demo                                      its latest checkpoint, as in the run
   treadle eval runs/demo@30 data.held_out.options.count=64    its checkpoint of update 30; or runs/demo@best
   treadle eval runs/demo evaluation.attempts=8                eight attempts at each task: pass@2, 4, 8
-  treadle eval runs/demo --dump played.jsonl                  also all trajectories, texts and token ids, one per line
+  treadle eval runs/demo --dump runs/played                   also all trajectories, for treadle show, report and view
   treadle eval demo --model models/warm                       any model directory, on a recipe's held-out tasks
   treadle eval demo --model runs/other@best                   or a checkpoint of another run
   treadle eval demo --url http://127.0.0.1:8000/v1 --model qwen3-8b --limit 50     a model on another server
@@ -102,7 +102,6 @@ _TRACES_EXAMPLES = """examples:
   treadle export-traces runs/demo                                      to demo.jsonl: one trajectory per line
   treadle export-traces runs/demo best.parquet --format parquet --select "reward >= 1, best_of=2"
   treadle export-traces runs/demo traces --format atif                 a directory of Harbor's trajectory files
-  treadle export-traces sessions.jsonl whole.parquet --format parquet  from a file of treadle serve --record
 
 A line or row has task, messages, reward, and for each step the exact ids, mask and log-probabilities:
 `treadle sft --from` learns the same from it as from the run.
@@ -135,7 +134,6 @@ _SHOW_EXAMPLES = """examples:
   treadle show runs/demo                   the newest trajectories
   treadle show runs/demo g000012.3         attempt 3 of training group 12, token by token
   treadle show runs/demo e000045-0007.0    held-out task 7 after 45 updates
-  treadle show sessions.jsonl              what `treadle serve --record` collected
 """
 
 _TOP_EXAMPLES = """examples:
@@ -158,8 +156,8 @@ Then, with the base URL and the key that it prints:
   curl $URL/chat/completions -H "Authorization: Bearer $KEY" \\
     -d '{"messages": [{"role": "user", "content": "Where does Anna live?"}]}'
 
-With --record FILE.jsonl, calls are on file before they are answered, one trajectory per session or conversation, for
-treadle sft --from FILE.jsonl.
+With --record DIR, calls are recorded before they are answered, one trajectory per session or conversation, in a run
+directory: for treadle report, show and view, treadle sft MODEL --from DIR and treadle export-traces DIR.
 
 It speaks OpenAI's chat completions, completions and responses and Anthropic's messages (docs/gateway.md) and keeps
 every call in memory: it is meant for trying out models and agents, not for public serving. Press Ctrl-C to stop.
@@ -289,7 +287,7 @@ def _add_models(commands: Commands) -> None:
     limit = "seconds for a call to --url including retries (default: 300)"
     parser.add_argument("--timeout", type=float, default=300.0, help=limit)
     parser.add_argument("--concurrency", type=int, default=32, help="concurrent calls to --url (default: 32)")
-    parser.add_argument("--dump", type=Path, metavar="FILE", help="write all trajectories to it, as JSON lines")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write all trajectories to this run directory")
 
     summary = "be the model yourself, in one attempt at a task"
     parser = add_command(commands, "play", "play:run_play", summary, _PLAY_EXAMPLES, "recipe", "overrides")
@@ -306,8 +304,7 @@ def _add_models(commands: Commands) -> None:
 
     summary = "write the trajectories of a run to a file, for other tools and for treadle sft"
     parser = add_command(commands, "export-traces", "models:run_export_traces", summary, _TRACES_EXAMPLES)
-    help_of_run = "a run directory, finished or not, or a file of treadle serve --record"
-    parser.add_argument("run_directory", type=run_argument, metavar="RUN", help=help_of_run)
+    add_shared(parser, "run_directory")
     parser.add_argument(
         "out", type=Path, nargs="?", metavar="FILE", help="file to write; default: the run's name, here"
     )
@@ -317,7 +314,7 @@ def _add_models(commands: Commands) -> None:
 
 def _add_report(commands: Commands) -> None:
     summary = "account for every step, failure and token of a run"
-    parser = add_command(commands, "report", "report:run_report", summary, _REPORT_EXAMPLES, "record", "--json")
+    parser = add_command(commands, "report", "report:run_report", summary, _REPORT_EXAMPLES, "run_directory", "--json")
     parser.add_argument("--failures", action="store_true", help="instead: every failure, with its traceback")
 
     parser = add_command(
@@ -331,7 +328,7 @@ def _add_report(commands: Commands) -> None:
 
 def _add_show(commands: Commands) -> None:
     summary = "print one recorded trajectory token by token"
-    parser = add_command(commands, "show", "show:run_show", summary, _SHOW_EXAMPLES, "record", "--json")
+    parser = add_command(commands, "show", "show:run_show", summary, _SHOW_EXAMPLES, "run_directory", "--json")
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id (default: list the newest ones)")
 
     summary = "show the current state of a run: learner, engines, rollouts"
@@ -355,16 +352,16 @@ def _add_serve(commands: Commands) -> None:
     parser.add_argument("--max-tokens", type=int, default=1024, help="default limit of replies (default: 1024)")
     parser.add_argument("--parser", default="auto", help="parser of replies: a registered name or module:function")
     parser.add_argument("--chat-template", metavar="FILE", help="another template, or one of the tokenizer's by name")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="append calls and rewards to this .jsonl file")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="record calls and rewards in this run directory")
     add_shared(parser, "overrides")
 
     parser = add_command(commands, "view", "serve:run_view", "show runs in the browser", _VIEW_EXAMPLES)
     parser.add_argument(
         "runs",
-        type=record_argument,
+        type=run_argument,
         nargs="*",
         metavar="RUN",
-        help="run directories, folders of runs, or recorded .jsonl files (default: runs)",
+        help="run directories, or folders of runs (default: runs)",
     )
     add_address(parser, 8321)
     parser.add_argument("--open", action="store_true", help="open the link in this machine's browser")
@@ -445,20 +442,6 @@ def run_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def record_argument(text: str) -> Path:
-    """Return the directory of the addressed run, or one made from a file of recorded trajectories."""
-    path = Path(text)
-    if path.suffix != ".jsonl" or not path.is_file():
-        return run_argument(text)
-    from treadle.core.errors import TreadleError
-    from treadle.plan.file_as_run import file_as_run
-
-    try:
-        return file_as_run(path)
-    except TreadleError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 _SHARED: dict[str, dict[str, Any]] = {
     "recipe": {"metavar": "RECIPE", "help": "a shipped recipe (see `treadle recipes`) or a .yaml file"},
     "overrides": {
@@ -468,12 +451,6 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "configuration values to change (`treadle recipes show demo` lists them)",
     },
     "run_directory": {"type": run_argument, "metavar": "RUN", "help": "a run directory, finished or not"},
-    "record": {
-        "type": record_argument,
-        "metavar": "RUN",
-        "help": "a run directory, finished or not; or a .jsonl file of `treadle serve --record`, `treadle eval --dump` "
-        "or `treadle export-traces`",
-    },
     "--runs": {"type": Path, "default": Path("runs"), "help": "parent of run directories (default: runs)"},
     "--json": {"action": "store_true", "help": "print JSON instead of text"},
 }

@@ -161,29 +161,18 @@ def run_export(options: argparse.Namespace) -> int:
 
 def run_export_traces(options: argparse.Namespace) -> int:
     from treadle.record.recorded import read_run  # pyarrow
-    from treadle.record.rollout_store import load_run_tokenizer
+    from treadle.record.rollout_store import load_run_texts
     from treadle.record.selection import Selection
-    from treadle.record.trajectory_files import FORMATS, read_records, write_records, write_trajectories
-    from treadle.rendering.texts import TokenTexts
+    from treadle.record.trajectory_files import FORMATS, write_trajectories
 
-    run, selection = options.run_directory, Selection.parse(options.select)
-    is_file = run.suffix == ".jsonl" and run.is_file()
-    out = options.out or Path(f"{run.stem if is_file else run.resolve().name}{FORMATS[options.format]}")
-    ending = FORMATS[options.format]
+    run, selection, ending = options.run_directory, Selection.parse(options.select), FORMATS[options.format]
+    out = options.out or Path(f"{run.resolve().name}{ending}")
     if options.format != "atif" and out.suffix != ending:
         raise ConfigError(f"{str(out)!r} does not end in {ending}; rename it, or choose another --format")
     if out.exists():
         raise ConfigError(f"{str(out)!r} exists already; choose another name")
-    if is_file:
-        if options.format == "atif":
-            raise ConfigError(f"--format atif: {str(run)!r} is a file; ATIF can only be written for runs")
-        places = {t.source for t in selection.choose([t for t, _ in read_records(run)])} if options.select else None
-        records = (record for t, record in read_records(run) if places is None or t.source in places)
-        Console().line(f"{write_records(out, options.format, records):,} trajectories: {out}")
-        return 0
-    trajectories = read_run(run)
+    trajectories, texts = read_run(run), load_run_texts(run)
     chosen = selection.choose(list(trajectories)) if options.select else trajectories  # all, including failed ones
-    texts = TokenTexts(load_run_tokenizer(run))
     count = write_trajectories(out, options.format, chosen, texts, str(run.resolve()))
     Console().line(f"{count:,} trajectories: {out}")
     return 0

@@ -31,7 +31,7 @@ _WAYS = {"step": "step", "chain": "chain", "tree": "tree, within trajectories", 
 
 
 def run_report(options: argparse.Namespace) -> int:
-    directory, console = RunDirectory.open(options.record), Console()
+    directory, console = RunDirectory.open(options.run_directory), Console()
     ledger = directory.ledger()
     if options.failures:
         ledger.prove()

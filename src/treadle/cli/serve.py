@@ -29,6 +29,8 @@ from treadle.core.types import SamplingParams
 from treadle.engines.config import Device, EngineConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import located, require_model_or_adapter, require_template
+from treadle.plan.config import RunConfig
+from treadle.plan.inputs import IN_MEMORY
 from treadle.plan.validation import check_engine_config
 from treadle.record.address import began_of, find_address, model_path
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
@@ -69,7 +71,7 @@ def run_serve(options: argparse.Namespace) -> int:
         check_device(device)
         config = ServeConfig(device=device, engine=settled_engine(config.engine, device))
         tokenizer, renderer = load_chat(model, began)
-        recording = _recording(options, tokenizer.backend_tokenizer)
+        recording = _recording(options, model, tokenizer.backend_tokenizer)
         source = load_source(model, seed=0)
         # Garbage collection over the libraries would halt every request for some 200 ms.
         gc.freeze()
@@ -93,8 +95,6 @@ def model_to_serve(options: argparse.Namespace) -> tuple[ModelConfig, datetime |
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     require_template(options.chat_template, "--chat-template")
-    if options.record is not None and options.record.suffix != ".jsonl":
-        raise ConfigError(f"--record {options.record}: must be a file that ends in .jsonl")
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
@@ -152,11 +152,13 @@ async def _serve(
         await engine.close()
 
 
-def _recording(options: argparse.Namespace, tokenizer: Tokenizer) -> Recording | None:
+def _recording(options: argparse.Namespace, model: ModelConfig, tokenizer: Tokenizer) -> Recording | None:
     from treadle.record.recording import Recording  # pyarrow
 
-    model = str(model_path(options.model).resolve())
-    return None if options.record is None else Recording(options.record, tokenizer, model)
+    if options.record is None:
+        return None
+    data = {"recipe": "serve", "data": {"train": {"source": IN_MEMORY}}, "model": model.model_dump(exclude_unset=True)}
+    return Recording(options.record, build(RunConfig, data, "treadle serve"), tokenizer, Path(options.model).name)
 
 
 def _session(options: argparse.Namespace, name: str, renderer: ChatRenderer, context: int, engine: Engine) -> Session:

@@ -31,7 +31,7 @@ _COLUMNS = ("component", "", "running", "waiting", "sessions", "cache", "version
 
 
 def run_show(options: argparse.Namespace) -> int:
-    console, run_path = Console(), options.record
+    console, run_path = Console(), options.run_directory
     ledger = RunDirectory.open(run_path).ledger()
     if options.trajectory is None:
         ledger.prove("groups", "trajectories")
@@ -47,13 +47,11 @@ def run_show(options: argparse.Namespace) -> int:
         else:
             console.table(table) if rows else console.line("no trajectories yet")
         return 0
-    from treadle.record.rollout_store import load_run_tokenizer, load_traces, load_trajectory
-    from treadle.rendering.texts import MessageTexts, TokenTexts
+    from treadle.record.rollout_store import load_run_texts, load_traces, load_trajectory
 
     row, steps = load_trajectory(run_path, options.trajectory)
     traces = load_traces(run_path, options.trajectory)
-    is_text = all(step.chat for step in steps)
-    trajectory = as_json(row, steps, MessageTexts() if is_text else TokenTexts(load_run_tokenizer(run_path)), traces)
+    trajectory = as_json(row, steps, load_run_texts(run_path), traces)
     console.json(trajectory) if options.json else _print_trajectory(console, trajectory)
     return 0
 
@@ -74,7 +72,7 @@ def as_json(
     shown, compacted = shown_steps(steps, texts, row["advantage"], traces)
     for step, facts in zip(steps, shown, strict=True):
         (ids, length), new = texts.call(step), facts["relation"]["shared"]
-        facts["new_prompt_tokens"] = None if step.chat else length - new
+        facts["new_prompt_tokens"] = None if step.is_text else length - new
         facts["new_prompt_text"], facts["reply_text"] = texts.decode(ids[new:length]), texts.decode(ids[length:])
         facts["tokens"] = _tokens(step, facts.pop("columns"), texts)
         facts["segment"] = sum(compaction.step <= facts["step"] for compaction in compacted)
@@ -152,7 +150,7 @@ def print_transcript(console: Console, run: Path, trajectory_id: str) -> None:
 
 
 def _print_step(console: Console, step: dict[str, Any]) -> None:
-    chat = step["chat"]
+    chat = step["chat"] if step["new_prompt_tokens"] is None else None  # alone, without ids
     versions = step["versions"]
     version = "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "none"
     parts = ", ".join(f"{name} {value:g}" for name, value in step["components"].items())

@@ -4,7 +4,7 @@
     Step.dropped                sessions                              cancelled, rejected
                                 `without_summaries`, in training      masked
                                 `without_stale`, before training      stale
-    Trajectory.reward is None   the attempt's driver                  failed
+    Trajectory.status           the attempt's driver                  failed
     Trajectory.dropped          shaping                               overlong
                                 `leave_out`, of rejected groups       failed, filtered, refused, stale, overlong
     rows of the ledger          resuming or finishing a run           resampled, rolled back, damaged, unused
@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.core.rewards import PLAIN
-from treadle.core.types import DropReason, Group, Ids, Step, StepState, StopReason, Trajectory, common_prefix
+from treadle.core.types import DropReason, Group, Ids, Status, Step, StepState, StopReason, Trajectory, common_prefix
 
 NOT_PLAYED = frozenset({DropReason.CANCELLED, DropReason.REJECTED})
 """Reasons of steps that the episode did not use. Steps dropped for any other reason were played."""
@@ -116,7 +116,7 @@ def rejection(step: Step) -> str:
 
 def attempt_drop_reason(trajectory: Trajectory) -> DropReason | None:
     """Return why the trajectory trains nothing at all, or None if no reason is known."""
-    return DropReason.FAILED if trajectory.reward is None else trajectory.dropped
+    return DropReason.FAILED if trajectory.status is Status.FAILED else trajectory.dropped
 
 
 def step_drop_reason(trajectory: Trajectory, step: Step) -> DropReason | None:
@@ -240,7 +240,7 @@ def computed_tokens(steps: Iterable[Step]) -> int:
     """
     total, before, count = 0, np.empty(0, np.int32), 0
     for step in steps:
-        known = common_prefix(step.prompt_ids, before) if step.chat is None else min(step.prompt_tokens, count)
+        known = min(step.prompt_tokens, count) if step.is_text else common_prefix(step.prompt_ids, before)
         count = step.prompt_tokens + step.completion_tokens
         total += count - known
         before = step.full_ids

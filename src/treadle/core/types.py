@@ -92,6 +92,7 @@ class Status(StrEnum):
     CONTEXT = "context"  # the next prompt would not have fitted
     FAILED = "failed"  # something raised or timed out; there is no reward
     GRADED = "graded"  # as FAILED, with the reward of `failures.causes`
+    UNRATED = "unrated"  # recorded by `treadle serve`; no reward was given
 
 
 class StepState(StrEnum):
@@ -299,7 +300,8 @@ class Step:
                     rows than tokens: the engine did not report it, or not for the last tokens
     calls           calls of other models between this step and the next; the first step also has those before it
     withheld        number of tool calls in the completion withheld from an agent that accepts one at a time
-    chat            the call as text, of a model behind a URL that returns no ids; the arrays are then empty
+    chat            the call as text: as a client of `treadle serve` sent it, or of a model behind a URL that returns no
+                    ids; the arrays are then empty
 
     Raises DataError, naming the field, for invalid lengths, dtypes or values.
     """
@@ -336,9 +338,7 @@ class Step:
         fix(self, "mask", _array("Step", "mask", trainable, np.bool_, "b"))
         if self.routing is not None:
             fix(self, "routing", _routing(self.routing, length))
-        if self.chat is not None and (len(self.prompt_ids) or length):
-            raise DataError("Step.chat is a call as text; leave prompt_ids and completion_ids empty")
-        if self.chat is None and not len(self.prompt_ids):
+        if not len(self.prompt_ids) and (self.chat is None or length):
             raise DataError("Step.prompt_ids is empty: a completion needs at least one token before it")
         for name in ("logprobs", "policy_versions", "mask"):
             if len(getattr(self, name)) != length:
@@ -362,12 +362,17 @@ class Step:
         return np.concatenate([self.prompt_ids, self.completion_ids])
 
     @property
+    def is_text(self) -> bool:
+        """Return whether the call is recorded as text alone, without ids."""
+        return not len(self.prompt_ids)
+
+    @property
     def prompt_tokens(self) -> int:
-        return len(self.prompt_ids) if self.chat is None else self.chat.prompt_tokens
+        return self.chat.prompt_tokens if self.chat and self.is_text else len(self.prompt_ids)
 
     @property
     def completion_tokens(self) -> int:
-        return len(self.completion_ids) if self.chat is None else self.chat.completion_tokens
+        return self.chat.completion_tokens if self.chat and self.is_text else len(self.completion_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +420,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         if (self.status is Status.FAILED) != (self.failure is not None):
             raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with failure {self.failure}")
-        if (self.reward is None) != (self.status is Status.FAILED):
+        if (self.reward is None) != (self.status in (Status.FAILED, Status.UNRATED)):
             raise DataError(f"trajectory {self.trajectory_id}: status {self.status} with reward {self.reward}")
         if self.reward is not None and not is_reward(self.reward):
             raise DataError(f"trajectory {self.trajectory_id}: reward must be a {NUMBER}, got {self.reward}")

@@ -76,7 +76,7 @@ def _shown(
         "versions": np.unique(step.policy_versions).tolist(),
         # The update that computed the learner's columns.
         "update": None if trace is None else trace.update,
-        "columns": {} if step.chat else _columns(step, None if step.dropped else advantage, trace),
+        "columns": {} if step.is_text else _columns(step, None if step.dropped else advantage, trace),
     }
 
 

@@ -20,8 +20,16 @@ from treadle.core.errors import RunError
 from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.outcomes import DroppedStep, as_played, as_trained, dropped_steps, outcome_when_recorded
 from treadle.core.types import DropReason, Group, StepState, Trajectory
-from treadle.record.ledger_reader import SCHEMA_VERSION, UNTAKEN, LedgerReader, LoopState, manifest_name, trace_file
-from treadle.record.tables import SCHEMA, insert, journal_mode, update
+from treadle.record.ledger_reader import (
+    OPEN_SHARD,
+    SCHEMA_VERSION,
+    UNTAKEN,
+    LedgerReader,
+    LoopState,
+    manifest_name,
+    trace_file,
+)
+from treadle.record.tables import OPEN_STEPS, SCHEMA, insert, journal_mode, update
 
 AttemptKey = tuple[int, int, int]
 """Epoch, position and number of an attempt at a training task: with the seed, the key of its draws."""
@@ -102,15 +110,42 @@ class Ledger(LedgerReader):
         They immediately outlive the process, but a crash of the machine only after the next other transaction, so that
         no call waits for the disk.
         """
+        with self._unsynced() as db:
+            for key in forgotten:
+                _forget_calls(db, key)
+            insert(db, "OR REPLACE INTO open_calls", calls)
+
+    @contextmanager
+    def _unsynced(self) -> Iterator[sqlite3.Connection]:
         with self._writing():
             self._db.execute("PRAGMA synchronous=NORMAL")
             try:
                 with self._db:
-                    for key in forgotten:
-                        _forget_calls(self._db, key)
-                    insert(self._db, "OR REPLACE INTO open_calls", calls)
+                    yield self._db
             finally:
                 self._db.execute("PRAGMA synchronous=EXTRA")
+
+    def record_open(self, group: Group, rows: Mapping[int, bytes]) -> None:
+        """Record a trajectory that may continue, replacing its earlier record; as durable as `record_calls`.
+
+        rows: new and changed steps by number (`rollout_store.packed_step`), kept in the ledger until `settle`.
+        """
+        [trajectory] = group.trajectories
+        steps = [(trajectory.trajectory_id, number, row) for number, row in rows.items()]
+        with self._unsynced() as db:
+            db.execute(OPEN_STEPS)
+            _note_file(db, f"rollouts/{OPEN_SHARD}", "")
+            insert(db, "OR IGNORE INTO groups", [_group_row(group, "train", 0)])
+            insert(db, "OR REPLACE INTO trajectories", [_trajectory_row(group, trajectory, OPEN_SHARD, "train")])
+            insert(db, "OR REPLACE INTO steps", _step_rows(trajectory, "train"))
+            db.executemany("INSERT OR REPLACE INTO open_steps VALUES (?, ?, ?)", steps)
+
+    def settle(self, shard: WrittenFile) -> None:
+        """Record that all steps kept in the ledger are now durable in `shard`."""
+        with self.transaction() as db:
+            _note_file(db, f"rollouts/{shard.name}", shard.sha256)
+            update(db, "trajectories", {"shard": shard.name}, "shard = ?", OPEN_SHARD)
+            db.execute("DELETE FROM open_steps")
 
     def keep_calls(self, first: Mapping[AttemptKey, int]) -> None:
         """Keep only the first calls of attempts in progress. first: number of calls to keep per attempt."""

@@ -21,6 +21,9 @@ from treadle.record.tables import KEYS, Damaged, check_row, check_table
 SCHEMA_VERSION = 3
 """`schema_version` in config.yaml, `user_version` of the ledger."""
 
+OPEN_SHARD = "open"
+"""Name in place of a shard, for trajectories with their steps still in the ledger."""
+
 Row = dict[str, Any]
 
 UNTAKEN = "(idx >= ? OR idx IN (SELECT value FROM json_each(?)))"  # cursor, outstanding
@@ -53,6 +56,8 @@ def no_checkpoint(run: Path) -> str:
     """Return why a run has no recorded checkpoint, and the remedy, for an error message."""
     if any((run / "checkpoints").glob("step-*")):
         return f"has no recorded checkpoint, only directories; {salvage(run)}"
+    if (run / "recording.txt").is_file():
+        return "has recorded trajectories, but no checkpoint; name another run, a recipe or a model directory"
     return "has no checkpoint yet: --resume starts it over"
 
 
@@ -186,6 +191,12 @@ class LedgerReader:
         if not rows:
             self.prove("files")  # damage may hide a row
         return rows[0]["sha256"] if rows else None
+
+    def open_steps(self) -> list[bytes]:
+        """Return the packed rows of all steps kept in the ledger, in order."""
+        if self.file_sha256(f"rollouts/{OPEN_SHARD}") is None:
+            return []
+        return [row["row"] for row in self.query("SELECT row FROM open_steps ORDER BY trajectory_id, step")]
 
     # --- for resuming ------------------------------------------------------------------------------------------------
 

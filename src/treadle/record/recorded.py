@@ -33,9 +33,6 @@ _BESIDE = ("weight", "annotations")  # fields of OpenAI's messages that no templ
 AS_TEXT = "text"
 """Vocabulary of trajectories without ids, with calls as text (`Step.chat`)."""
 
-UNREWARDED = Failure(Cause.VERIFIER, "no reward was given")
-"""Failure of a recorded trajectory without a reward."""
-
 _SHARDS = 8  # number kept in memory while trajectories are read in order of groups
 
 
@@ -235,7 +232,8 @@ def read_run(path: Path) -> Iterator[RecordedTrajectory]:
     run = RunDirectory.open(path)
     ledger = run.ledger()
     ledger.prove("groups", "trajectories", "steps")
-    vocabulary, rows = vocabulary_sha256(load_run_tokenizer(path)), ledger.sampled_once()
+    vocabulary = AS_TEXT if run.is_text else vocabulary_sha256(load_run_tokenizer(path))
+    rows = ledger.sampled_once()
     # Includes any that the run has recorded since.
     shards = ledger.shards()
     read = lru_cache(_SHARDS)(lambda name: read_shard(run.rollouts, shards[name]))

@@ -23,8 +23,9 @@ from treadle.models.model_files import tokenizer_directory
 from treadle.packing.breaks import Decode
 from treadle.record.checkpoint_retention import read_checkpoint
 from treadle.record.describe import describe
-from treadle.record.ledger_reader import trace_file
+from treadle.record.ledger_reader import OPEN_SHARD, LedgerReader, trace_file
 from treadle.record.run_directory import RunDirectory
+from treadle.rendering.texts import MessageTexts, TokenTexts
 
 _STEP = {  # columns that are attributes of the step
     "prompt_ids": pa.list_(pa.int32()),
@@ -78,23 +79,41 @@ _TOKENS: Mapping[str, type[np.generic]] = {
 
 def write_shard(directory: Path, name: str, groups: Sequence[Group]) -> WrittenFile:
     """Write the groups' steps durably; return the file. Complete or absent. Raises RunError if the disk refuses."""
-    rows = [
-        {"group_id": group.group_id, "trajectory_id": trajectory.trajectory_id, "step": number, **step_row(step)}
-        for group in groups
-        for trajectory in group.everyone
-        for number, step in enumerate(trajectory.steps)
-    ]
+    rows = [_row(g.group_id, t.trajectory_id, n, s) for g in groups for t in g.everyone for n, s in enumerate(t.steps)]
     return write_table(directory, f"{name}.parquet", pa.Table.from_pylist(rows, schema=_SCHEMA))
 
 
+def _row(group_id: str, trajectory_id: str, number: int, step: Step) -> dict[str, Any]:
+    return {"group_id": group_id, "trajectory_id": trajectory_id, "step": number, **step_row(step)}
+
+
 def write_table(directory: Path, name: str, table: pa.Table) -> WrittenFile:
-    final, sink = directory / name, pa.BufferOutputStream()
-    strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
-    pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
     try:
-        return WrittenFile(name, write_atomically(final, bytes(sink.getvalue())))
+        return WrittenFile(name, write_atomically(directory / name, bytes(_as_parquet(table))))
     except OSError as error:
-        raise RunError(f"could not write {final}: {refusal(error, 'make it writable')}, then --resume") from error
+        where = directory / name
+        raise RunError(f"could not write {where}: {refusal(error, 'make it writable')}, then --resume") from error
+
+
+def _as_parquet(table: pa.Table) -> pa.Buffer:
+    sink, strings = pa.BufferOutputStream(), [f.name for f in table.schema if pa.types.is_string(f.type)]
+    pq.write_table(table, sink, compression="zstd", use_dictionary=strings)  # larger for token ids
+    return sink.getvalue()
+
+
+def packed_step(group_id: str, trajectory_id: str, number: int, step: Step) -> bytes:
+    """Return a row of a shard, packed for the ledger (`Ledger.record_open`)."""
+    batch = pa.RecordBatch.from_pylist([_row(group_id, trajectory_id, number, step)], schema=_SCHEMA)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, _SCHEMA) as stream:
+        stream.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def open_steps(ledger: LedgerReader) -> pa.Table:
+    """Return the rows that are not in a shard yet."""
+    rows = [pa.ipc.open_stream(row).read_all() for row in ledger.open_steps()]
+    return pa.concat_tables(rows, promote_options="default") if rows else _SCHEMA.empty_table()
 
 
 def remove_other_shards(directory: Path, keep: Container[str]) -> None:
@@ -106,6 +125,8 @@ def remove_other_shards(directory: Path, keep: Container[str]) -> None:
 
 def open_shard(directory: Path, shard: WrittenFile) -> pa.BufferReader:
     """Open a shard's content for pyarrow. Raises DamageError if it is missing or damaged."""
+    if shard.name == OPEN_SHARD:
+        return pa.BufferReader(_as_parquet(open_steps(RunDirectory(directory.parent).ledger())))
     return pa.BufferReader(read_proven(directory / shard.name, shard.sha256, "restore it from a copy"))
 
 
@@ -236,10 +257,13 @@ def load_traces(run: Path, trajectory_id: str) -> list[StepTrace]:
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
-    """Return the tokenizer of the run's latest checkpoint, or the configured one. Raises TreadleError."""
+    """Return the tokenizer of the run's latest checkpoint, or its own, or the configured one. Raises TreadleError."""
     directory = RunDirectory.open(run)
     latest = directory.ledger().latest_checkpoint()
-    if latest is not None and (directory.checkpoints / latest[0]).is_dir():
+    if directory.tokenizer_file.is_file():
+        source, sha256 = run, directory.ledger().file_sha256(directory.tokenizer_file.name)
+        content = read_proven(directory.tokenizer_file, sha256 or "", "restore it from a copy")
+    elif latest is not None and (directory.checkpoints / latest[0]).is_dir():
         checkpoint, content = read_checkpoint(run, "latest", lambda checkpoint: checkpoint.read("tokenizer.json"))
         source = checkpoint.directory
     else:
@@ -250,6 +274,11 @@ def load_run_tokenizer(run: Path) -> Tokenizer:
     except Exception as error:
         # The library raises no narrower class.
         raise DataError(f"the tokenizer in {str(source)!r} cannot be read: {error}") from error
+
+
+def load_run_texts(run: Path) -> TokenTexts:
+    """Return the texts of a run's tokens, or of its messages if it is text. Raises TreadleError."""
+    return MessageTexts() if RunDirectory.open(run).is_text else TokenTexts(load_run_tokenizer(run))
 
 
 def decoder(tokenizer: Tokenizer) -> Decode:

@@ -2,6 +2,8 @@
 
 runs/<name>/config.yaml  ledger.sqlite  rollouts/*.parquet  traces/*.parquet  checkpoints/step-000040/
             metrics.jsonl  intervals.jsonl  status.json  summary.json
+
+`treadle serve --record` and `treadle eval --dump` write runs without checkpoints, marked by recording.txt.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from treadle.core.config import Config, dump_yaml, parse_yaml
 from treadle.core.errors import DamageError, RunError
@@ -28,6 +30,9 @@ from treadle.core.files import WrittenFile, refusal, sha256_of, write_atomically
 from treadle.core.text import checked_json, is_unfinished, parse_checked_json
 from treadle.record.ledger import Ledger
 from treadle.record.ledger_reader import SCHEMA_VERSION, LedgerReader, no_checkpoint, salvage
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _LOCK_ATTEMPTS = 5
 _FIRST = "step-000000"  # checkpoint
@@ -78,6 +83,10 @@ def no_run(address: str | Path) -> RunError:
     if not path.exists():
         path = Path(str(address).rpartition("@")[0] or address)
     if path.exists():
+        if path.is_file() and path.suffix in (".jsonl", ".parquet"):
+            return RunError(
+                f"{str(path)!r} is a file, not a run directory; treadle sft --from and treadle.load_run read it"
+            )
         return RunError(f"{str(path)!r} is not a run directory: it has no config.yaml")
     runs = [config.parent.name for config in path.parent.glob("*/config.yaml")]
     near = difflib.get_close_matches(path.name, runs, n=1)
@@ -100,7 +109,8 @@ class RunDirectory:
         self.intervals_file = path / "intervals.jsonl"
         self.summary_file = path / "summary.json"
         self.curve_file = path / "curve.png"
-        self.recording_file = path / "recording.txt"
+        self.recording_file = path / "recording.txt"  # of a run of trajectories that are not trained
+        self.tokenizer_file = path / "tokenizer.json"  # of the same; none if they are text
         self.written: list[WrittenFile] = []  # files written by this process, for the ledger
         self._lock: IO[str] | None = None
 
@@ -125,6 +135,26 @@ class RunDirectory:
             elsewhere = "choose another place (--runs, in Python run=)"
             raise RunError(f"could not create run directory {str(path)!r}: {refusal(error, elsewhere)}") from error
         return run
+
+    @classmethod
+    def create_recorded(cls, path: Path, config: Config, by: str, tokenizer: Tokenizer | None = None) -> RunDirectory:
+        """Create and lock a run of trajectories that are not trained. by: command. tokenizer: None for text.
+
+        Raises RunError as `check_free`.
+        """
+        run = cls.create(path, config)
+        try:
+            if tokenizer is not None:
+                run.write(run.tokenizer_file.name, tokenizer.to_str().encode())
+            run.write(run.recording_file.name, by.encode())
+        except OSError as error:
+            raise RunError(f"could not create run directory {str(path)!r}: {refusal(error)}") from error
+        return run
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether its trajectories are text without ids."""
+        return self.recording_file.is_file() and not self.tokenizer_file.is_file()
 
     @property
     def has_checkpoint(self) -> bool:
@@ -176,7 +206,8 @@ class RunDirectory:
         raise RunError(f"{what} is already in use; {advice}choose another name")
 
     def _in_progress(self) -> RunError:
-        return RunError(f"another process is training in {str(self.path)!r}; wait for it or stop it")
+        doing = "recording" if self.recording_file.is_file() else "training"
+        return RunError(f"another process is {doing} in {str(self.path)!r}; wait for it or stop it")
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -265,7 +296,7 @@ class RunDirectory:
             return False
 
     def state(self) -> str:
-        """Return `finished`, `in progress` (a process holds the lock), `stopped`, or `recorded`: made from a file."""
+        """Return `finished`, `in progress` (a process holds the lock), `stopped`, or `recorded`: not trained."""
         if self.recording_file.is_file():
             return "recorded"
         if self.has_summary:

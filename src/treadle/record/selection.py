@@ -94,8 +94,8 @@ class Selection:
     def choose(self, trajectories: Sequence[S]) -> list[S]:
         """Return the selected ones, in order; of equally good attempts at a task, those with smaller numbers.
 
-        Failed attempts are only selected by `status == failed`. Raises ConfigError for a component missing in all
-        trajectories, naming the existing ones.
+        Failed and unrated attempts are only selected by a condition on `status`. Raises ConfigError for a component
+        missing in all trajectories, naming the existing ones.
         """
         known = dict.fromkeys(["reward", "steps", "status", *(name for t in trajectories for name in t.components)])
         for comparison in self.comparisons:
@@ -108,7 +108,8 @@ class Selection:
         chosen = [
             (place, t)
             for place, t in enumerate(trajectories)
-            if (asks_status or t.status != Status.FAILED) and all(c.holds(t) for c in self.comparisons)
+            if (asks_status or t.status not in (Status.FAILED, Status.UNRATED))
+            and all(c.holds(t) for c in self.comparisons)
         ]
         if self.best_of is not None:
             best: dict[str, list[tuple[float, int, int]]] = {}

@@ -42,6 +42,11 @@ CREATE TABLE open_calls (
 CREATE INDEX groups_idx ON groups (split, idx);
 CREATE INDEX trajectories_group ON trajectories (group_id);
 """
+OPEN_STEPS = """\
+CREATE TABLE IF NOT EXISTS open_steps (
+  trajectory_id TEXT NOT NULL, step INTEGER NOT NULL, row BLOB NOT NULL, PRIMARY KEY (trajectory_id, step));
+"""
+"""Table of a ledger written by `treadle serve`: packed steps of trajectories that may continue."""
 KEYS = {"groups": 1, "trajectories": 1, "steps": 2, "checkpoints": 1, "files": 1, "open_calls": 4}
 """Table -> number of leading columns in the primary key."""
 

@@ -2,8 +2,7 @@
 
     kind                      ids     format
     `treadle export-traces`   exact   a line of .jsonl, or a row of .parquet: `as_record`
-    `treadle eval --url`      text    the same, with the messages of each call in place of ids
-    `treadle serve --record`  exact   lines of .jsonl, one per call, combined when read (`Recording`)
+    the same, of a text run   text    the same, with the messages of each call in place of ids (`treadle eval --url`)
     ATIF, Harbor's            text    a .json file, or a line of .jsonl (`atif`)
     chat logs, OpenAI's       text    {"messages": [...]}: a line of .jsonl, or a row of .parquet
 
@@ -13,8 +12,7 @@ Text is tokenized once, by the template of the learning model; its ids may diffe
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -27,13 +25,12 @@ import pyarrow.parquet as pq
 
 from treadle.core.errors import Cause, ConfigError, DataError, RunError, TreadleError
 from treadle.core.files import new_directory, refusal
-from treadle.core.outcomes import NOT_PLAYED, was_played
+from treadle.core.outcomes import was_played
 from treadle.core.text import read_json
-from treadle.core.types import Failure, Message, Status, Task, Trajectory
+from treadle.core.types import Failure, Status, Task, Trajectory
 from treadle.record.atif import as_atif, from_atif, is_atif
 from treadle.record.recorded import LoggedConversation, RecordedTrajectory, logged
 from treadle.record.rollout_store import STEP_SCHEMA, step_of, step_row
-from treadle.rendering.replies import Tool
 from treadle.rendering.texts import TokenTexts, messages_of
 
 FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet", "atif": "-atif"}
@@ -63,25 +60,16 @@ _SCHEMA = pa.schema(
 _AS_JSON = ("task", "tools", "failure")  # columns stored as JSON text in Parquet
 
 
-def as_record(
-    recorded: RecordedTrajectory,
-    texts: TokenTexts,
-    messages: Sequence[Message] | None = None,
-    tools: Sequence[Tool] = (),
-    model: str = "",
-) -> dict[str, Any]:
+def as_record(recorded: RecordedTrajectory, texts: TokenTexts, model: str = "") -> dict[str, Any]:
     """Return a trajectory as plain data, with the exact ids of its steps, and their texts.
 
-    messages: messages at the end of the last played step; default: read back from its ids. tools: runs record none,
-    because templates write them into messages. model: sampling model, a run or a model's directory.
+    Its messages are those of the last played step, as a client sent them, or read back from its ids. Only clients
+    send tools; templates write them into messages. model: sampling model, a run.
     """
     t = recorded.trajectory
-    if messages is None:
-        played = [step for step in t.steps if was_played(step)]
-        if played and (chat := played[-1].chat) is not None:
-            messages, tools = [*chat.messages, chat.reply], chat.tools
-        else:
-            messages = messages_of(played[-1].full_ids.tolist(), texts) if played else []
+    played = [step for step in t.steps if was_played(step)]
+    chat = played[-1].chat if played else None
+    read = messages_of(played[-1].full_ids.tolist(), texts) if played and chat is None else []
     return {
         "trajectory_id": t.trajectory_id,
         "group_id": recorded.group_id,
@@ -89,8 +77,8 @@ def as_record(
         "attempt": t.attempt,
         "task_id": t.task_id,
         "task": asdict(recorded.task),
-        "messages": list(messages),
-        "tools": list(tools),
+        "messages": [*chat.messages, chat.reply] if chat else list(read),
+        "tools": list(chat.tools) if chat else [],
         "reward": t.reward,
         "components": recorded.components,
         "status": str(t.status),
@@ -123,31 +111,25 @@ def write_trajectories(
     Existing files are replaced. model: sampling model, a run or a model's directory.
     Raises RunError if the disk refuses.
     """
-    if form != "atif":
-        return write_records(path, form, (as_record(t, texts, model=model) for t in trajectories))
     count = 0
-    with _unless_refused(path), new_directory(path) as directory:
+
+    def counted() -> Iterator[RecordedTrajectory]:
+        nonlocal count
         for trajectory in trajectories:
             count += 1
-            if not trajectory.played_steps:
-                continue  # the format requires a step
-            document = json.dumps(as_atif(trajectory, texts, model), ensure_ascii=False, indent=1)
-            directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
-    return count
+            yield trajectory
 
-
-def write_records(path: Path, form: str, records: Iterable[dict[str, Any]]) -> int:
-    """Write a file of `as_record`s, complete or absent; return their number. form: as in `FORMATS`. Raises RunError."""
-    count = 0
-
-    def counted() -> Iterator[dict[str, Any]]:
-        nonlocal count
-        for record in records:
-            count += 1
-            yield record
-
-    with _unless_refused(path), _replacing(path) as temporary:
-        (_write_parquet if form == "parquet" else _write_lines)(temporary, counted())
+    with _unless_refused(path):
+        if form == "atif":
+            with new_directory(path) as directory:
+                for trajectory in counted():
+                    if trajectory.played_steps:  # the format requires a step
+                        document = json.dumps(as_atif(trajectory, texts, model), ensure_ascii=False, indent=1)
+                        directory.write(f"{trajectory.trajectory.trajectory_id}.json", document.encode())
+            return count
+        with _replacing(path) as temporary:
+            records = (as_record(trajectory, texts, model) for trajectory in counted())
+            (_write_parquet if form == "parquet" else _write_lines)(temporary, records)
     return count
 
 
@@ -212,20 +194,11 @@ def read_files(path: Path) -> Iterator[RecordedTrajectory | LoggedConversation]:
         yield _read(row, where, path)
 
 
-def read_records(path: Path) -> Iterator[tuple[RecordedTrajectory, dict[str, Any]]]:
-    """Read each trajectory of a .jsonl file of `as_record`s, with its record. Raises as `read_files`, and for text."""
-    if path.suffix != ".jsonl" or not path.is_file():
-        raise ConfigError(f"{str(path)!r} is neither a run nor a .jsonl file with trajectories")
-    for where, row in _lines(path):
-        recorded = _read(row, where, path)
-        if not isinstance(recorded, RecordedTrajectory):
-            raise DataError(f"{where}: is text, without the sampled ids; treadle sft --from accepts it")
-        yield recorded, row
-
-
 def _read(row: Any, where: str, path: Path) -> RecordedTrajectory | LoggedConversation:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: must be a JSON object, got {row!r:.80}")
+    if "part" in row:
+        raise DataError(f"{where}: was written by an earlier treadle serve --record; export it with that version")
     try:
         if is_atif(row):
             return from_atif(row, where, path)
@@ -258,77 +231,10 @@ def _from_record(row: Mapping[str, Any], where: str) -> RecordedTrajectory:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the objects; parts of a `Recording` are combined at the position of the first one."""
-    places: dict[bytes, list[tuple[int, int]]] = {}  # trajectory in parts -> position and number of its lines
-    # bytes, because JSON may contain characters that text mode treats as line ends
-    with path.open("rb") as file, path.open("rb") as parts:
-        at = 0
+    with path.open("rb") as file:  # bytes, because JSON may contain characters that text mode treats as line ends
         for number, line in enumerate(file, 1):
-            if (part := _PART.match(line)) and not is_torn(line):
-                places.setdefault(part[1], []).append((at, number))
-            at += len(line)
-        file.seek(0)
-        for number, line in enumerate(file, 1):
-            if not line.strip() or is_torn(line):
-                continue
-            where = f"{path}:{number}"
-            if (part := _PART.match(line)) is None:
-                yield where, _parsed(line, where)
-            elif (own := places.get(part[1])) and number == own[0][1]:
-                rows = []
-                for at, beginning in own:
-                    parts.seek(at)
-                    rows.append(_parsed(parts.readline(), f"{path}:{beginning}"))
-                try:
-                    whole = _joined(rows)
-                except (LookupError, TypeError) as error:
-                    raise DataError(f"{where}: parts of a trajectory that cannot be put together: {error!r}") from error
-                if whole:
-                    yield where, whole
-
-
-_BEGINNING = b'{"part": '
-_PART = re.compile(rb'\{"part": (?:\d+|null), "trajectory_id": ("[^"]*")')
-
-
-def part(number: int | None, trajectory_id: str, facts: Mapping[str, Any]) -> bytes:
-    """Return an event of a trajectory as a line: `as_record` with a call, its `dropped`, or reward and status.
-
-    number: index of the call; None for facts about the whole trajectory. Later lines override earlier ones.
-    """
-    return json.dumps({"part": number, "trajectory_id": trajectory_id, **facts}).encode() + b"\n"
-
-
-def is_torn(line: bytes) -> bool:
-    """Return whether a line is a part truncated by a kill of its writer."""
-    if line.endswith(b"\n") or not (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
-        return False
-    try:
-        read_json(line.decode())
-    except ValueError:
-        return True
-    return False
-
-
-def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Combine the parts of a trajectory; None without a call."""
-    calls: dict[int, dict[str, Any]] = {}
-    facts: dict[str, Any] = {}
-    for row in parts:
-        number = row.pop("part")
-        if number is None:
-            facts |= row
-        elif "steps" in row:
-            calls[number] = row
-        elif number in calls:
-            calls[number]["steps"][0]["dropped"] = row["dropped"]
-    ordered = [calls[number] for number in sorted(calls)]
-    if not ordered:
-        return None
-    played = [row for row in ordered if row["steps"][0]["dropped"] not in NOT_PLAYED]
-    steps = [row["steps"][0] for row in ordered]
-    seconds = max(step["started"] + step["seconds"] for step in steps) - min(step["started"] for step in steps)
-    return {**(played or ordered)[-1], **facts, "seconds": seconds, "steps": steps}
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
 
 
 def _document(path: Path) -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,7 @@ def report_of(run: RunDirectory, track: Track = iter) -> dict[str, Any]:
     updates, state = [row for row in log.rows if row["kind"] == "update"], run.state()
     saved = latest[1].update if latest else 0
     return {
-        "run": run.recording_file.read_text() if state == "recorded" else str(run.path),
+        "run": str(run.path),
         "recipe": config["recipe"],
         "seed": config["seed"],
         "state": state,

@@ -104,7 +104,7 @@ def _no_update(version: int | None, attempts: Sequence[Attempt], state: str) -> 
         return f"an update of version {version} that metrics.jsonl does not name"
     ends = dict.fromkeys(end for attempt in attempts for end in attempt.states)
     if state == "recorded":
-        return "no update: trajectories of a file"
+        return "no update: recorded, not trained"
     if StepState.RECORDED in ends:
         return "no update yet" if state == "in progress" else "no update: the run stopped before it"
     reasons = [end.partition(": ")[2] for end in ends]

@@ -61,7 +61,7 @@ def _no_update(run: RecordedRun) -> str:
         if done:
             return f"metrics.jsonl names no update, but there is a checkpoint of update {done}: restore the file."
     if run.state() == "recorded":
-        return "Trajectories of a file, which has no updates."
+        return "Recorded trajectories, which are not trained."
     if run.state() == "in progress":
         return "No update yet; this page fills with the first one."
     return f"The run {'ended' if run.state() == 'finished' else 'was stopped'} before its first update."

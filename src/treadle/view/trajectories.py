@@ -76,7 +76,7 @@ def _calls(steps: Sequence[Step], texts: TokenTexts, trajectory: int = 0) -> lis
 
 def _texts(run: RecordedRun, steps: Iterable[Step]) -> tuple[TokenTexts, str | None]:
     """Return texts for some steps' tokens or messages, and the reason if ids are shown."""
-    return (MessageTexts(), None) if any(step.chat for step in steps) else run.texts()
+    return (MessageTexts(), None) if any(step.is_text for step in steps) else run.texts()
 
 
 def _tokens(
@@ -91,8 +91,8 @@ def _tokens(
     spans: list[list[Span]] = []
     views: list[Json] = []
     for number, (step, call, facts) in enumerate(zip(steps, calls, shown, strict=True)):
-        ids, relation, chat = call.token_ids.tolist(), facts["relation"], facts.pop("chat")
-        del facts["state_key"]  # any text
+        ids, relation = call.token_ids.tolist(), facts["relation"]
+        del facts["chat"], facts["state_key"]  # long, and any text
         base = spans[relation["base"]] if relation["base"] is not None else []
         spans.append(extended_spans(base, relation["shared"], ids, texts) if base else message_spans(ids, texts))
         views.append(
@@ -103,7 +103,7 @@ def _tokens(
                 "prompt_tokens": call.prompt_length,
                 "completion_tokens": len(ids) - call.prompt_length,
                 # A text-only call has pieces in place of tokens here: report the tokens counted by its server.
-                "counted": chat and {"read": chat["prompt_tokens"], "written": chat["completion_tokens"]},
+                "counted": {"read": step.prompt_tokens, "written": step.completion_tokens} if step.is_text else None,
                 "relation": _relation(relation),
                 "fate": fate(rows[number], row, group.update, step),
                 "spans": spans[-1],

@@ -21,11 +21,12 @@ def test_it_plays_as_in_process(servers: Servers, tmp_path: Path) -> None:
     subjects = {"own": ("--model", server.model), "url": ("--url", f"{server.url}/v1", "--model", "policy")}
     said: dict[str, list[list[str]]] = {}
     for name, subject in subjects.items():
-        dump = tmp_path / f"{name}.jsonl"
+        dump, file = tmp_path / name, tmp_path / f"{name}.jsonl"
         done = treadle("eval", "demo", *settings, *subject, "--dump", dump, "--json")
         assert done.status == 0, done.err
         assert json.loads(done.out)["result"]["failed"] == 0
-        rows = [json.loads(line) for line in dump.read_text().splitlines()]
+        assert treadle("export-traces", dump, file).status == 0
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
         said[name] = [
             [json.loads(s["chat"])["reply"]["content"] if s["chat"] else s["completion"] for s in row["steps"]]
             for row in rows
