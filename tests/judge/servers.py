@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from treadle.core.config import build
+from treadle.rollout.other_models import OtherModelConfig, UrlModel
+
 Script = Callable[[list[dict[str, str]]], "str | int | bytes | tuple[int, bytes] | None"]
 """From messages to a reply, a status, a body, both, or None: the call hangs."""
 
@@ -85,3 +88,8 @@ def judging(script: Script) -> Iterator[JudgeServer]:
         yield server
     finally:
         server.close()
+
+
+def at(url: str, **settings: Any) -> UrlModel:
+    """The model at a URL, as a recipe's `models` would name it."""
+    return UrlModel(build(OtherModelConfig, {"url": url, "model": "m", **settings}))

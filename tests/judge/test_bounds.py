@@ -9,26 +9,28 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 pytest.importorskip("httpx")
 
-from tests.judge.servers import judging
+from tests.judge.servers import at, judging
 from treadle.core.errors import Cause, EngineError, TrajectoryFailure
 from treadle.core.text import redacted, without_keys
 from treadle.core.types import Message, StopReason
 from treadle.engines.vllm.server import Server
-from treadle.judge import Criterion, Judge, Limits
+from treadle.judge import Criterion, Judge
+from treadle.rendering.chat import ChatRenderer
 from treadle.rollout import chat_endpoint
 from treadle.rollout.chat_endpoint import ChatEndpoint, JsonEndpoint
 from treadle.rollout.isolation.user_code import attributed, raised
-from treadle.rollout.other_models import RUN_MODELS
-from treadle.rollout.session import OtherReply
+from treadle.rollout.other_models import OPEN_MODELS, Chat, OnTry
+from treadle.rollout.session import Address, OtherReply
 
 NUMBER, KEY = Criterion("good", "Good?", "number"), "sk-Ab/12+cd.34-XyZ"
 
@@ -51,7 +53,7 @@ def in_turn(*answers: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("reason", ["length", "content_filter", "abort", "error", "max_tokens"])
 async def test_a_reply_that_was_cut_is_asked_for_again(reason: str, tmp_path: Path) -> None:
     with judging(in_turn(completion("ANSWER: 1", reason), completion("ANSWER: 10"))) as server:
-        judge = Judge(server.url, "m", [NUMBER], cache=tmp_path)
+        judge = Judge(at(server.url), [NUMBER], cache=tmp_path)
         assert (await judge.grade("Hello.")).components == {"good": 1.0}
         assert (await judge.grade("Hello.")).components == {"good": 1.0}  # of the cache
     assert len(server.requests) == 2
@@ -60,7 +62,7 @@ async def test_a_reply_that_was_cut_is_asked_for_again(reason: str, tmp_path: Pa
 @pytest.mark.parametrize("reason", ["stop", "tool_calls", "eos_token", None])
 async def test_a_reply_that_ended_by_itself_counts(reason: str | None) -> None:
     with judging(in_turn(completion("ANSWER: 1", reason))) as server:
-        assert (await Judge(server.url, "m", [NUMBER]).grade("Hello.")).components == {"good": 0.1}
+        assert (await Judge(at(server.url), [NUMBER]).grade("Hello.")).components == {"good": 0.1}
 
 
 async def test_replies_that_are_always_cut_are_no_reward() -> None:
@@ -70,7 +72,7 @@ async def test_replies_that_are_always_cut_are_no_reward() -> None:
     criterion = Criterion("c", "?", parse)
     refused = pytest.raises(TrajectoryFailure, match=r"c: the reply was cut \(length; max_tokens in the judge's")
     with judging(lambda m: completion("ANSWER: 1", "length")) as server, refused as caught:
-        await Judge(server.url, "m", [criterion], limits=Limits(tries=2)).grade("Hello.")
+        await Judge(at(server.url), [criterion], tries=2).grade("Hello.")
     assert (caught.value.cause, len(server.requests)) == (Cause.VERIFIER, 2)
 
 
@@ -122,7 +124,7 @@ async def test_usage_that_is_no_number_of_tokens_is_refused(usage: Any, monkeypa
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)  # no time for another call
     refused = pytest.raises(TrajectoryFailure, match=r"its usage reports|is not a chat completion")
     with judging(lambda m: completion(usage=usage)) as server, refused:
-        await Judge(server.url, "m", [NUMBER]).grade("Hello.")
+        await Judge(at(server.url), [NUMBER]).grade("Hello.")
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"1e999"])
@@ -130,7 +132,7 @@ async def test_usage_that_is_no_number_is_refused(number: bytes, monkeypatch: py
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)
     body = completion(usage={"total_tokens": 123}).replace(b"123", number)
     with judging(lambda m: body) as server, pytest.raises(TrajectoryFailure, match="is not a chat completion"):
-        await Judge(server.url, "m", [NUMBER]).grade("Hello.")
+        await Judge(at(server.url), [NUMBER]).grade("Hello.")
 
 
 async def test_an_answer_has_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +198,7 @@ async def test_a_key_that_the_server_repeats_is_in_no_error(echo: str, monkeypat
     for status in (401, 500, 200):
         answer = status, body.encode()
         with judging(in_turn(answer, answer)) as server, pytest.raises(TrajectoryFailure) as caught:
-            await Judge(server.url, "m", [NUMBER], api_key_env="MINE").grade("Hello.")
+            await Judge(at(server.url, api_key_env="MINE"), [NUMBER]).grade("Hello.")
         error: BaseException | None = caught.value
         while error is not None:
             text = (repr(error) + str(error)).replace(server.url, "")  # whose port may have those digits
@@ -208,7 +210,7 @@ async def test_a_key_that_is_no_header_is_in_no_error(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MINE", f"{KEY}\n")
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)
     with judging(lambda m: completion()) as server, pytest.raises(TrajectoryFailure, match="Illegal header") as caught:
-        await Judge(server.url, "m", [NUMBER], api_key_env="MINE").grade("Hello.")
+        await Judge(at(server.url, api_key_env="MINE"), [NUMBER]).grade("Hello.")
     error: BaseException | None = caught.value
     while error is not None:
         assert "sk-Ab" not in str(error)
@@ -227,8 +229,8 @@ async def test_the_password_of_a_url_is_in_no_error() -> None:
     sent = base64.b64encode(b"me:hunter22").decode()
     with judging(lambda m: (403, f"no {sent} hunter22".encode())) as server:
         url = server.url.replace("//", "//me:hunter22@")
-        with pytest.raises(TrajectoryFailure, match=r"//\[hidden\]@127.*no \[hidden\] \[hidden\]"):
-            await Judge(url, "m", [NUMBER]).grade("Hello.")
+        with pytest.raises(TrajectoryFailure, match=r"the judge \'m\': status 403: no \[hidden\] \[hidden\]"):
+            await Judge(at(url), [NUMBER]).grade("Hello.")
         vllm = Server(url)
         with pytest.raises(EngineError, match=r"//\[hidden\]@127.*no \[hidden\] \[hidden\]"):
             await vllm.post("/x", {"messages": []})
@@ -259,31 +261,38 @@ def test_what_is_no_key_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_keys("\\" * 10**5 + KEY, KEY) == "\\" * (10**5 - 4) + "[hidden]"
 
 
-# A judge without a URL
+# Models of a run
 
 
 class Cutting:
-    """Models of a run that cut their first reply. asked: the seeds."""
+    """A model that cuts its first reply. asked: the seeds."""
+
+    renderer: ChatRenderer | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+    source, has_draws = ("", "cutting"), True
 
     def __init__(self, reason: StopReason) -> None:
         self.reason, self.asked = reason, list[int]()
 
-    async def chat(self, model: str, messages: Any, options: Any, seed: int) -> OtherReply:
-        self.asked.append(seed)
-        reason = StopReason.STOP if len(self.asked) > 1 else self.reason
-        return OtherReply(Message(role="assistant", content=f"ANSWER: {len(self.asked)}"), 1, 1, reason)
+    async def open(self, began: Any) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def chat(self, session: str, address: Address, on_try: OnTry = lambda reply, seconds: None) -> Chat:
+        async def chat(messages: Any, tools: Any, options: Any) -> OtherReply:
+            self.asked.append(address.seed)
+            reason = StopReason.STOP if len(self.asked) > 1 else self.reason
+            return OtherReply(Message(role="assistant", content=f"ANSWER: {len(self.asked)}"), 1, 1, reason)
+
+        return chat
 
 
 @pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.ABORT])
-@pytest.mark.parametrize("policy", [True, False])
-async def test_a_cut_reply_of_a_model_of_the_run_is_asked_for_again(
-    policy: bool, reason: StopReason, tmp_path: Path
-) -> None:
-    models = Cutting(reason)
-    before = RUN_MODELS.set(models)
+async def test_a_cut_reply_of_a_model_of_the_run_is_asked_for_again(reason: StopReason) -> None:
+    model = Cutting(reason)
+    before = OPEN_MODELS.set({"judge": model})
     try:
-        judge = Judge(rubric=[NUMBER], policy=True) if policy else Judge(rubric=[NUMBER], path=tmp_path)
-        assert (await judge.grade("Hello.")).components == {"good": 0.2}
+        assert (await Judge("judge", [NUMBER]).grade("Hello.")).components == {"good": 0.2}
     finally:
-        RUN_MODELS.reset(before)
-    assert len(set(models.asked)) == 2
+        OPEN_MODELS.reset(before)
+    assert len(set(model.asked)) == 2

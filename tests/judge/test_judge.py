@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("httpx")
 
-from tests.judge.servers import TOKENS, judging
+from tests.judge.servers import TOKENS, at, judging
 from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
-from treadle.judge import Criterion, Judge, Limits
+from treadle.judge import Criterion, Judge
 from treadle.judge.prompt import messages, quote
 from treadle.rollout import chat_endpoint
 from treadle.rollout.isolation.user_code import UserCode
@@ -59,11 +59,12 @@ def test_replies_are_read_or_refused(parser: Any, reply: str, value: float | Non
     [
         (lambda: Criterion("c", "?", "poem"), "'poem'; it must be verdict, number, json or a function"),  # type: ignore[arg-type]
         (lambda: Criterion("c", "?", scale=(1, 1)), "must rise"),
-        (lambda: Judge("localhost", "m", [POLITE]), "'localhost' is not a judge's"),
-        (lambda: Judge("http://a", "m", [POLITE, POLITE]), "different names"),
-        (lambda: Judge("http://a", "m", [POLITE], votes=0), "at least 1"),
-        (lambda: Limits(concurrency=0), "concurrency=0"),
-        (lambda: Judge("http://a", "m", [POLITE], api_key_env="NO_SUCH_KEY"), "'NO_SUCH_KEY' is not set"),
+        (lambda: Judge("http://a/v1", [POLITE]), "Judge('judge', ...)"),
+        (lambda: Judge("judge", [POLITE, POLITE]), "different names"),
+        (lambda: Judge("judge", [POLITE], votes=0), "at least 1"),
+        (lambda: Judge("judge", [POLITE], tries=0), "at least 1"),
+        (lambda: Judge("policy", [POLITE], cache="replies"), "leave out its cache"),
+        (lambda: Judge("judge", [POLITE], options={"seed": 1}), "'seed' is none of max_tokens"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[[], object], message: str) -> None:
@@ -81,8 +82,8 @@ async def test_a_rubric_of_several_votes_is_a_reward_and_is_cached(
         cache, key, options = tmp_path / "cache", "KEY", {"temperature": 1.0}
 
         def make() -> Judge:
-            some: dict[str, Any] = {"cache": cache, "api_key_env": key, "options": options}
-            return Judge(server.url, "m", rubric, votes=4, limits=Limits(concurrency=2), **some)
+            model = at(server.url, api_key_env=key, options=options, concurrency=2)
+            return Judge(model, rubric, votes=4, cache=cache)
 
         expected = {"polite": 1.5, "good": 0.8}
         assert (await make().grade("Hello.", task="Greet!", reference="Hi.")).components == expected
@@ -101,7 +102,7 @@ async def test_calls_begin_at_the_rate_that_is_allowed() -> None:
     with judging(lambda m: YES) as server:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await Judge(server.url, "m", [POLITE], votes=4, limits=Limits(per_second=20)).grade("Hello.")
+        await Judge(at(server.url, per_second=20), [POLITE], votes=4).grade("Hello.")
         assert loop.time() - began >= 0.15
 
 
@@ -109,10 +110,10 @@ async def test_calls_begin_at_the_rate_that_is_allowed() -> None:
     ("answer", "options", "message"),
     [
         (500, {}, "no answer within 45 s, at last: status 500"),
-        (None, {"timeout": 0.05}, "no answer within 45 s, at last: none within 0.05 s"),
+        (None, {"try_timeout": 0.05}, "no answer within 45 s, at last: none within 0.05 s"),
         (b"<html>", {}, "'<html>' is not a chat completion"),
         (401, {}, "status 401"),
-        ("As a language model", {"tries": 2}, "polite: the last line is not a verdict, in 'As a language model'"),
+        ("As a language model", {}, "polite: the last line is not a verdict, in 'As a language model'"),
     ],
 )
 async def test_a_judge_that_fails_is_a_failure_of_the_verifier(
@@ -120,7 +121,7 @@ async def test_a_judge_that_fails_is_a_failure_of_the_verifier(
 ) -> None:
     monkeypatch.setattr(chat_endpoint, "FIRST_PAUSE", 60.0)  # no time for another call
     with judging(lambda m: answer) as server, pytest.raises(TrajectoryFailure, match=re.escape(message)) as caught:
-        await Judge(server.url, "m", [POLITE], limits=Limits(**options)).grade("Hello.")
+        await Judge(at(server.url, **options), [POLITE], tries=2).grade("Hello.")
     assert caught.value.cause is Cause.VERIFIER
 
 
@@ -133,7 +134,7 @@ async def test_a_question_that_waits_takes_no_place() -> None:
         return YES if any(asked) else 503
 
     with judging(script) as server:
-        judge = Judge(server.url, "m", [POLITE], limits=Limits(concurrency=1))
+        judge = Judge(at(server.url, concurrency=1), [POLITE])
         await asyncio.gather(judge.grade("first"), judge.grade("second"))
     assert asked == [False, True, False]
 
@@ -143,7 +144,7 @@ async def test_a_vote_that_is_missing_loses_none_of_the_others(tmp_path: Path) -
     answers: Iterator[str | int] = iter([503, YES])
     user = UserCode("code", Cause.ENVIRONMENT)
     with judging(lambda m: 400 if "Good?" in m[0]["content"] else next(answers)) as server:
-        judge = Judge(server.url, "m", [Criterion("good", "Good?"), POLITE], cache=tmp_path)
+        judge = Judge(at(server.url), [Criterion("good", "Good?"), POLITE], cache=tmp_path)
         with pytest.raises(TrajectoryFailure, match="status 400"):
             await user.call(judge.grade, "Hello.", what="finish", timeout=60)
     assert user.measured["judge_calls"] == server.answered == len(list(tmp_path.iterdir())) == 1
@@ -195,7 +196,7 @@ async def test_what_transcripts_try_has_the_outcome_of_the_page() -> None:
     rows = []
     for what, (transcript, script, outcome) in TRIES.items():
         with judging(script) as server:
-            reward = await Judge(server.url, "m", [POLITE]).grade(transcript, task=transcript)
+            reward = await Judge(at(server.url), [POLITE]).grade(transcript, task=transcript)
         assert reward.components["polite"] == (outcome == "deceived"), what
         rows.append(f"| {what} | {outcome} |")
     assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
@@ -212,7 +213,7 @@ def test_a_quotation_keeps_code_and_breaks_special_tokens() -> None:
 async def test_what_a_failed_judge_cost_is_counted() -> None:
     user = UserCode("code", Cause.ENVIRONMENT)
     with judging(lambda m: "no idea") as server:
-        judge = Judge(server.url, "m", [POLITE], limits=Limits(tries=3))
+        judge = Judge(at(server.url), [POLITE])
         with pytest.raises(TrajectoryFailure):
             await user.call(judge.grade, "Hello.", what="finish", timeout=60)
     counts = {name: user.measured[name] for name in user.measured if name != "judge_seconds"}

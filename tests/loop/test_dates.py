@@ -17,7 +17,7 @@ from treadle.api.sft import prepare
 from treadle.api.warm_start import learn_recorded
 from treadle.cli.serve import model_to_serve
 from treadle.models.chat import load_chat
-from treadle.plan.other_models import JudgingModels, make_models
+from treadle.plan.other_models import make_models
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.other_models import OtherModelConfig, open_models
 
@@ -93,15 +93,10 @@ def test_learning_from_the_recorded(run: Path, tmp_path: Path, monkeypatch: pyte
     assert [began and began.date() for began in seen] == [THEN.date()] * 2
 
 
-async def test_models_beside_the_policy_and_judges(run: Path, template: Path) -> None:
+async def test_models_beside_the_policy(run: Path, template: Path) -> None:
     config = tiny().model
     directory = run / "checkpoints/step-000001"
     renderer = ChatRenderer(load_chat(config, None)[0], (0,), began=THEN)
     async with open_models(make_models({"user": OtherModelConfig(path=str(directory))}), renderer.began) as models:
         model: Any = models["user"]
         assert model.renderer.began == THEN
-    judges = JudgingModels(Any, renderer, lock_step=True)  # type: ignore[arg-type]  # no policy is asked
-    asked = {"role": "user", "content": "1 + 1"}
-    await judges.chat(str(directory), [asked], {"max_tokens": 1}, seed=0)  # type: ignore[list-item]
-    assert judges._local[str(directory)].renderer.began == THEN  # type: ignore[union-attr]
-    await judges.close()

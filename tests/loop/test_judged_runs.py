@@ -22,7 +22,7 @@ from tests.worlds import ROOT, Vowels
 from treadle.core.metrics import Metric
 from treadle.core.types import Task
 from treadle.envs.base import EnvStep, Finish
-from treadle.judge import Criterion, Judge, Limits
+from treadle.judge import Criterion, Judge
 from treadle.rollout.isolation.user_code import RUNNING
 
 HERE = "tests.loop.test_judged_runs"
@@ -31,14 +31,7 @@ PROCESSES = ("first", "second")
 
 @cache
 def judge() -> Judge:
-    return Judge(
-        os.environ["JUDGE"],
-        "m",
-        [Criterion("vowels", "What is the share of vowels?", "number")],
-        limits=Limits(concurrency=64, timeout=15.0, patience=250.0),
-        cache=os.environ["CACHE"],
-        api_key_env="PROCESS",
-    )
+    return Judge("judge", [Criterion("vowels", "What is the share of vowels?", "number")], cache=os.environ["CACHE"])
 
 
 class Judged(Vowels):
@@ -71,6 +64,7 @@ def play(path: Path) -> None:
         *("training.tasks_per_update=16", "training.group_size=8", "training.min_group_size=1"),
         *("orchestration.updates=4", "orchestration.checkpoint_every=1", "engine.lock_step=false"),
         *("rollout.environment_timeout=300", "failures.max_failed_fraction=1"),
+        f"models.judge={{url: '{os.environ['JUDGE']}', model: m, try_timeout: 15, timeout: 250, api_key_env: PROCESS}}",
     )
 
 

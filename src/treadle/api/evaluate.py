@@ -260,7 +260,7 @@ async def _play(
     try:
         rewards = RewardsConfig(weights=config.rewards.weights)  # evaluations are not shaped
         async with (
-            judging_models(engine, renderer, section),
+            judging_models(inputs.players.models, engine, renderer, section),
             open_rollouts(engine, renderer, inputs.players, config.rollout, rewards, progress.log) as rollouts,
         ):
             shaper = RewardShaper(config.rewards, config.rollout.environment_timeout, renderer.decode)

@@ -138,7 +138,7 @@ class Run:
             played = budgeted(engine, spec.config, config.rollout.longest_call, config.placement.engines.count)
             self.status.sources.append(played.status)
             async with (
-                judging_models(engine, self.renderer, spec.config),
+                judging_models(players.models, engine, self.renderer, spec.config),
                 self.runtime.open_rollouts(
                     played, self.renderer, players, config.rollout, config.rewards, log, path
                 ) as runner,

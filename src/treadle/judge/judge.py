@@ -1,8 +1,6 @@
 """`Judge`: asks a model, and turns its answers into a reward.
 
-url     ChatEndpoint, over HTTP
-path    RunEndpoint -> RUN_MODELS -> a model directory, in the run's process
-policy  RunEndpoint -> RUN_MODELS -> the policy's engine
+Judge.grade -criterion, vote-> OPEN_MODELS[name].chat -> reply -Criterion.read-> mean of the votes -> Reward
 """
 
 from __future__ import annotations
@@ -11,113 +9,73 @@ import asyncio
 import hashlib
 import itertools
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from treadle.core.config import build
+from treadle.core.draws import Stream
 from treadle.core.errors import Cause, ConfigError, ContextExceeded, DataError, EngineError, TrajectoryFailure
 from treadle.core.metrics import Measures, Metric, Tally
 from treadle.core.rewards import Reward
-from treadle.core.types import StopReason
+from treadle.core.text import redacted
+from treadle.core.types import Message, StopReason
 from treadle.judge.prompt import TEMPLATE, Criterion, messages
-from treadle.rollout.chat_endpoint import ChatAnswer, ChatEndpoint
 from treadle.rollout.isolation.user_code import RUNNING
-from treadle.rollout.other_models import POLICY, RUN_MODELS, OtherModelConfig
+from treadle.rollout.other_models import OPEN_MODELS, POLICY, OtherModel, OtherModelConfig, PolicyCopy
+from treadle.rollout.session import Address, CallOptions, OtherReply
 
 CALLS = Metric("judge_calls", "trajectory", "sum", "calls", "calls that judges answered")
 ERRORS = Metric("judge_errors", "trajectory", "sum", "calls", "calls that judges did not answer, or with an error")
 VERDICTS = Metric("judge_verdicts", "trajectory", "sum", "votes", "votes that were counted, from the cache or not")
 TOKENS = Metric("judge_tokens", "trajectory", "sum", "tokens", "tokens that judges read and wrote, as they report")
+_NUMBERS = itertools.count()  # of sessions
 SECONDS = Metric("judge_seconds", "trajectory", "sum", "seconds", "time that calls of judges took")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on the calls of one judge, in this process. Raises ConfigError.
-
-    concurrency: number of concurrent calls. per_second: maximum number of calls begun per second. timeout: limit of a
-    call, in seconds. patience: seconds of calls and pauses before a question is given up; until then failed calls are
-    retried, with growing pauses. tries: replies requested per question until one can be read.
-    """
-
-    concurrency: int = 8
-    per_second: float = math.inf
-    timeout: float = 30.0
-    patience: float = 45.0
-    tries: int = 3
-
-    def __post_init__(self) -> None:
-        if min(self.concurrency, self.tries) < 1 or min(self.per_second, self.timeout, self.patience) <= 0:
-            raise ConfigError(f"{self}: concurrency and tries are at least 1, the others above 0")
 
 
 class Judge:
     """A model that judges by a rubric. Create it once; all attempts may share it.
 
-        judge = Judge("http://127.0.0.1:8000/v1", "qwen", [Criterion("polite", "Is the agent polite?")])
+        judge = Judge("grader", [Criterion("polite", "Is the agent polite?")])
         reward = await judge.grade(transcript)
 
-    Exactly one of url with model (its name there), path and policy is given. path: a model directory, loaded beside the
-    policy at the first call. policy: the policy itself, with its current weights; without a cache.
-    votes: replies per question. cache: directory for readable replies, which are never requested again.
-    api_key_env: environment variable with the key. options: request options, as `{"temperature": 1.0, "max_tokens":
-    500}`.
-
+    model: name of one of the recipe's `models`, or "policy", the policy itself with its current weights, without a
+    cache; in a script of your own a model, `UrlModel(OtherModelConfig(url=..., model=...))`.
+    votes: replies per question. tries: replies requested until one can be read. cache: directory for readable replies,
+    which are never requested again. options: sampling, in place of the model's: `{"max_tokens": 500}`.
 
     Raises ConfigError.
     """
 
     def __init__(
         self,
-        url: str | None = None,
-        model: str | None = None,
-        rubric: Sequence[Criterion] = (),
+        model: str | OtherModel,
+        rubric: Sequence[Criterion],
         *,
-        path: str | Path | None = None,
-        policy: bool = False,
         votes: int = 1,
-        limits: Limits = Limits(),
+        tries: int = 3,
         cache: str | Path | None = None,
-        api_key_env: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        if (url is not None) + (path is not None) + policy != 1:
-            raise ConfigError("a judge needs exactly one of url, path and policy")
-        if url is not None and (model is None or not url.startswith(("http://", "https://"))):
-            raise ConfigError(f"url {url!r} is not a judge's; write http://127.0.0.1:8000/v1, and the model's name")
-        if url is None and (model is not None or api_key_env is not None):
-            raise ConfigError("model and api_key_env belong to a judge's url; leave them out")
-        if path is not None and not Path(path).is_dir():
-            raise ConfigError(f"path {str(path)!r} of a judge is not a directory; name one with a model")
-        if policy and cache is not None:
+        if isinstance(model, str) and "/" in model:
+            raise ConfigError(
+                f"a judge asks a model by its name under models of the recipe, and {model!r} is none; write models: "
+                "{judge: {url: ..., model: ...}} or {judge: {path: ...}}, and Judge('judge', ...)"
+            )
+        if model == POLICY and cache is not None:
             raise ConfigError("a judge that is the policy changes with every update; leave out its cache")
         names = [criterion.name for criterion in rubric]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"a rubric needs criteria of different names, got {names}")
-        if votes < 1:
-            raise ConfigError(f"votes is {votes}; it must be at least 1")
-        if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ConfigError(f"api_key_env: the environment variable {api_key_env!r} is not set")
-        self._rubric, self._in_run = tuple(rubric), url is None
-        self._options = _sampling(options or {}) if url is None else dict(options or {})
-        self._votes, self._tries, self._cache = votes, limits.tries, cache and Path(cache)
-        self._endpoint = (RunEndpoint if url is None else ChatEndpoint)(
-            url or "",
-            model or (POLICY if path is None else str(Path(path).absolute())),
-            concurrency=limits.concurrency,
-            per_second=limits.per_second,
-            timeout=limits.timeout,
-            patience=limits.patience,
-            api_key_env=api_key_env,
-            options=self._options,
-            on_try=_count_try,
-        )
+        if min(votes, tries) < 1:
+            raise ConfigError(f"votes is {votes} and tries {tries}; they must be at least 1")
+        build(OtherModelConfig, {"path": ".", "options": dict(options)}, "options of a judge")
+        self._model, self._rubric, self._options = model, tuple(rubric), options
+        self._votes, self._tries, self._cache = votes, tries, cache and Path(cache)
 
     async def grade(self, transcript: str, *, task: str = "", reference: str = "") -> Reward:
         """Return the reward for a transcript: one component per criterion, its weight times the mean vote.
@@ -137,16 +95,17 @@ class Judge:
         return Reward({c.name: c.weight * fmean(vote.result() for vote in votes[c.name]) for c in self._rubric})
 
     async def _vote(self, criterion: Criterion, number: int, transcript: str, task: str, reference: str) -> float:
-        where = [self._endpoint.url, self._endpoint.model, self._options]
-        asked = [*where, TEMPLATE, criterion.prompt, criterion.form]
+        model = self._open_model()
+        asked = [*model.source, {**model.options, **self._options}, TEMPLATE, criterion.prompt, criterion.form]
         content = json.dumps([*asked, number, transcript, task, reference], sort_keys=True)
         file = self._cache and self._cache / f"{hashlib.sha256(content.encode()).hexdigest()}.txt"
         cached = [file.read_text("utf-8", "replace")] if file and file.is_file() else []
         for tried in range(len(cached) + self._tries):
             known = bool(cached)
-            seed = _seed(f"{tried} {content}") if self._in_run else None
-            request = messages(criterion, transcript, task, reference, seed)
-            answer = None if known else await self._ask(request, seed)
+            seed = _seed(f"{tried} {content}")
+            drawn = seed if model.has_draws else None
+            request = messages(criterion, transcript, task, reference, drawn)
+            answer = None if known else await self._ask(model, request, seed)
             reply = cached.pop() if answer is None else answer.message["content"]
             try:
                 # A truncated 10 would be read as 1.
@@ -162,47 +121,35 @@ class Judge:
             return value
         raise self._failure(problem)
 
-    async def _ask(self, request: list[dict[str, str]], seed: int | None) -> ChatAnswer:
-        draws = {} if seed is None else {"seed": seed}
+    async def _ask(self, model: OtherModel, request: Sequence[Message], seed: int) -> OtherReply:
         try:
-            return await self._endpoint.ask(request, **draws)
-        except EngineError as error:
+            chat = model.chat(f"judge#{next(_NUMBERS)}", Address(seed, Stream.OTHER_MODEL, 0, 0, 0), _count_try)
+            return await chat(request, (), CallOptions(sampling_overrides=self._options))
+        except (EngineError, ConfigError, DataError, ContextExceeded) as error:
             raise self._failure(str(error)) from error
 
-    def _failure(self, problem: str) -> TrajectoryFailure:
-        where = "" if self._in_run else f" at {self._endpoint.url}"
-        message = f"the judge {self._endpoint.model!r}{where}: {problem}"
-        return TrajectoryFailure(Cause.VERIFIER, self._endpoint.redacted(message))
-
-
-class RunEndpoint(ChatEndpoint):
-    """A model directory, or the policy, in the process of a run. Limits and record are as for any endpoint."""
-
-    async def _send(self, body: Mapping[str, Any]) -> ChatAnswer:
-        if (models := RUN_MODELS.get()) is None:
-            raise EngineError(
-                "only available in the process of a run, not to scripts or placement.rollout.workers; serve "
-                "the model (`treadle serve`) and give the judge its url"
+    def _open_model(self) -> OtherModel:
+        if not isinstance(self._model, str):
+            return self._model
+        model = OPEN_MODELS.get().get(self._model)
+        if model is None or isinstance(model, PolicyCopy):
+            known = ", ".join(sorted({POLICY, *OPEN_MODELS.get()}))
+            raise self._failure(
+                f"no such model is open here; name it under models in the recipe ({known}), await the judge in an "
+                "async function of a run or an evaluation, and give it a UrlModel in a script of your own"
             )
-        options = {name: value for name, value in body.items() if name not in ("model", "messages", "seed")}
-        try:
-            reply = await models.chat(self.model, body["messages"], options, body["seed"])
-        except (ConfigError, DataError, ContextExceeded) as error:
-            raise EngineError(str(error)) from error
-        return ChatAnswer(reply.message, reply.stop_reason, reply.prompt_tokens, reply.completion_tokens)
+        return model
 
-
-def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return validated sampling options. Raises ConfigError."""
-    sampling = build(OtherModelConfig, {"path": ".", "options": options}, "options of a judge").sampling
-    return {name: getattr(sampling, name) for name in options}
+    def _failure(self, problem: str) -> TrajectoryFailure:
+        name = self._model if isinstance(self._model, str) else self._model.source[1]
+        return TrajectoryFailure(Cause.VERIFIER, redacted(f"the judge {name!r}: {problem}"))
 
 
 def _seed(content: str) -> int:
     return int.from_bytes(hashlib.sha256(content.encode(errors="surrogatepass")).digest()[:7], "big")
 
 
-def _count_try(answer: ChatAnswer | None, seconds: float) -> None:
+def _count_try(answer: OtherReply | None, seconds: float) -> None:
     if answer is not None:
         _count(TOKENS, answer.prompt_tokens + answer.completion_tokens)
     _count(ERRORS if answer is None else CALLS, 1)

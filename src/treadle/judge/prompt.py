@@ -17,6 +17,7 @@ from typing import Any, Literal
 from treadle.core.errors import ConfigError
 from treadle.core.rewards import is_finite
 from treadle.core.text import read_json
+from treadle.core.types import Message
 from treadle.rendering.replies import THOUGHT_TAGS, Parser, harmony
 
 TEMPLATE = """\
@@ -118,7 +119,7 @@ def _object(reply: str) -> Any:
 
 def messages(
     criterion: Criterion, transcript: str, task: str, reference: str, seed: int | None = None
-) -> list[dict[str, str]]:
+) -> list[Message]:
     """Return a request to judge a transcript, with a fresh boundary. reference: additional knowledge for the judge.
 
     seed: seed of the boundary, derived from the transcript, which thus cannot contain it; None: random.
@@ -131,7 +132,7 @@ def messages(
     quotations = {"The task that the agent was given": task, "The agent's work": transcript}
     quoted = [f"{title}:\n{quote(text, boundary)}" for title, text in quotations.items() if text or text is transcript]
     end = f"The quotations have ended. Grade the agent's work by the criterion. {criterion.form}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join([*quoted, end])}]
+    return [Message(role="system", content=system), Message(role="user", content="\n\n".join([*quoted, end]))]
 
 
 def quote(text: str, boundary: str) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from functools import partial
-from itertools import count
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from treadle.core.draws import Stream
 from treadle.core.engine import Completion, ComponentStatus, Engine
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.registry import how_to_install
@@ -23,7 +24,18 @@ from treadle.models.model_files import require_model
 from treadle.plan.config import RunConfig
 from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import AUTO, ReplyParser, Tool, plain
-from treadle.rollout.other_models import POLICY, RUN_MODELS, Chat, MakeModel, OtherModelConfig, PolicyCopy, UrlModel
+from treadle.rollout.other_models import (
+    IN_PROCESS,
+    OPEN_MODELS,
+    POLICY,
+    Chat,
+    MakeModel,
+    OnTry,
+    OtherModelConfig,
+    PolicyCopy,
+    UrlModel,
+    open_models,
+)
 from treadle.rollout.session import Address, CallOptions, OtherReply, Session, SessionSpec
 
 _ANY_LENGTH = 2**31  # no limit of prompts here: the engine knows its context
@@ -66,9 +78,14 @@ class LocalModel:
     """A model in this process. Each call is computed separately, so that equal calls get the same bits."""
 
     renderer: ChatRenderer | None = None
+    has_draws = True
 
     def __init__(self, config: OtherModelConfig) -> None:
+        assert config.path is not None
         self._config = config
+        self.options: Mapping[str, Any] = config.options
+        path = str(Path(config.path).absolute()) if Path(config.path).is_dir() else config.path
+        self.source = IN_PROCESS, path if config.adapter is None else f"{path} with {config.adapter}"
         self._engine: Alone | None = None
         self._parse: ReplyParser = plain
         self._context = 0
@@ -80,7 +97,8 @@ class LocalModel:
         from treadle.training.make import load_model
 
         if self._engine is None:
-            config = ModelConfig(path=self._config.path)
+            self._loop = asyncio.get_running_loop()
+            config = ModelConfig(path=self._config.path, adapter=self._config.adapter)
             self.renderer = load_chat(config, began)[1]
             self._parse = self.renderer.parser(AUTO)
             options = TorchEngineOptions(self.renderer.stop_ids, max_batch=1, lock_step=False)
@@ -91,20 +109,12 @@ class LocalModel:
         if self._engine is not None:
             await self._engine.close()
 
-    def chat(self, session: str, address: Address) -> Chat:
-        opened: list[Session] = []
+    def chat(self, session: str, address: Address, on_try: OnTry = lambda reply, seconds: None) -> Chat:
+        return _chat(partial(self._open_session, session, address), on_try, close=False)
 
-        async def chat(messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
-            if not opened:
-                opened.append(await self.open_session(session, address))
-            reply = await opened[0].chat(messages, tools, options)
-            tokens = reply.prompt_tokens, reply.completion_tokens
-            return OtherReply(reply.message, *tokens, reply.stop_reason, reply.step, reply.stop)
-
-        return chat
-
-    async def open_session(self, name: str, address: Address) -> Session:
+    async def _open_session(self, name: str, address: Address) -> Session:
         await self.open()
+        _check_loop(self._loop)
         assert self._engine is not None and self.renderer is not None
         spec = SessionSpec(name, self._engine, self.renderer, self._config.sampling, self._context - 1, address)
         return Session(spec, self._parse, callers_sampling=True, context=self._context)
@@ -142,58 +152,78 @@ class Alone:
         await self._engine.close()
 
 
-class JudgingModels:
-    """Answers judges without a URL (`rollout.other_models.RunModels`).
+class PolicyModel:
+    """The policy, with the weights of the moment, for judges: its calls are in no trajectory.
 
-    engine: serves the policy. lock_step: whether it waits for all open sessions, so that a judge may not open one.
+    engine: serves the policy. lock_step: whether it waits for all open sessions; a judge then cannot open one.
     """
+
+    renderer: ChatRenderer | None = None
+    source, has_draws = (IN_PROCESS, POLICY), True
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, engine: Engine, renderer: ChatRenderer, lock_step: bool) -> None:
         self._engine, self._renderer, self._lock_step = engine, renderer, lock_step
-        self._local: dict[str, LocalModel] = {}
-        self._loop, self._numbers = asyncio.get_running_loop(), count()
+        self._loop = asyncio.get_running_loop()
 
-    async def chat(self, model: str, messages: Sequence[Message], options: Mapping[str, Any], seed: int) -> OtherReply:
-        if asyncio.get_running_loop() is not self._loop:
-            raise EngineError("it belongs to the run's event loop; await it in an async function")
-        name, address = f"judge#{next(self._numbers)}", Address(seed, Stream.OTHER_MODEL, 0, 0, 0)
-        if model == POLICY:
-            session = self._policy_session(name, address)
-        else:
-            if model not in self._local:
-                self._local[model] = LocalModel(OtherModelConfig(path=model))
-            await self._local[model].open(self._renderer.began)
-            session = await self._local[model].open_session(name, address)
-        try:
-            reply = await session.chat(messages, (), CallOptions(sampling_overrides=options))
-        finally:
-            session.close()
-        return OtherReply(reply.message, reply.prompt_tokens, reply.completion_tokens, reply.stop_reason)
+    async def open(self, began: datetime | None) -> None: ...
 
-    def _policy_session(self, name: str, address: Address) -> Session:
+    async def close(self) -> None: ...
+
+    def chat(self, session: str, address: Address, on_try: OnTry = lambda reply, seconds: None) -> Chat:
+        return _chat(partial(self._open_session, session, address), on_try, close=True)
+
+    async def _open_session(self, name: str, address: Address) -> Session:
+        _check_loop(self._loop)
         engine = self._engine
         if self._lock_step:
             if not isinstance(engine, ComputesAlone):
                 raise EngineError(
-                    "engines in separate processes, in lock-step, would wait for all open sessions before they "
+                    "engines in processes of their own, in lock-step, would wait for all open sessions before they "
                     "answer a judge; set engine.lock_step=false"
                 )
             engine = Alone(engine)
         spec = SessionSpec(name, engine, self._renderer, SamplingParams(), _ANY_LENGTH, address)
         return Session(spec, self._renderer.parser(AUTO), callers_sampling=True)
 
-    async def close(self) -> None:
-        for model in self._local.values():
-            await model.close()
+
+def _check_loop(loop: asyncio.AbstractEventLoop) -> None:
+    if asyncio.get_running_loop() is not loop:
+        raise EngineError("it is of the run's event loop; await it in an async function")
+
+
+def _chat(open_session: Callable[[], Awaitable[Session]], on_try: OnTry, close: bool) -> Chat:
+    """Return calls of a session, which the first one opens. close: the first one closes it, too."""
+    opened: list[Session] = []
+
+    async def chat(messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
+        began, answer = time.monotonic(), None
+        try:
+            session = opened[0] if opened else await open_session()
+            opened[:] = [session]
+            try:
+                reply = await session.chat(messages, tools, options)
+            finally:
+                if close:
+                    session.close()
+            tokens = reply.prompt_tokens, reply.completion_tokens
+            answer = OtherReply(reply.message, *tokens, reply.stop_reason, reply.step, reply.stop)
+            return answer
+        finally:
+            on_try(answer, time.monotonic() - began)
+
+    return chat
 
 
 @asynccontextmanager
-async def judging_models(engine: Engine, renderer: ChatRenderer, config: EngineConfig) -> AsyncIterator[None]:
-    """Let judges call model directories, and the policy served by the engine. config: configuration of the engine."""
-    models = JudgingModels(engine, renderer, config.kind != "vllm" and config.lock_step is not False)
-    before = RUN_MODELS.set(models)
-    try:
-        yield
-    finally:
-        RUN_MODELS.reset(before)
-        await models.close()
+async def judging_models(
+    make: Mapping[str, MakeModel], engine: Engine, renderer: ChatRenderer, config: EngineConfig
+) -> AsyncIterator[None]:
+    """Let judges ask the models that `make` makes, and the policy. engine: serves the policy; config: of the engine."""
+    lock_step = config.kind != "vllm" and config.lock_step is not False
+    async with open_models(make, renderer.began) as models:
+        before = OPEN_MODELS.set({**models, POLICY: PolicyModel(engine, renderer, lock_step)})
+        try:
+            yield
+        finally:
+            OPEN_MODELS.reset(before)

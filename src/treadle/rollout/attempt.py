@@ -31,7 +31,7 @@ from treadle.rollout.drivers.outcome import ATTEMPT_ERRORS, Outcome, outcome_of
 from treadle.rollout.gateway.shared import SharedGateway
 from treadle.rollout.isolation.event_loop import watched_event_loop
 from treadle.rollout.isolation.user_code import UserCode
-from treadle.rollout.other_models import AttemptModels, MakeModel, OtherModel, open_models
+from treadle.rollout.other_models import OPEN_MODELS, AttemptModels, MakeModel, OtherModel, open_models
 from treadle.rollout.replay import AnsweredCall, Replay
 from treadle.rollout.rewards import RewardsConfig, RewardShaper, with_measured
 from treadle.rollout.session import Address, Session, SessionSpec
@@ -173,6 +173,7 @@ class Rollouts:
 
         If it diverges from its recorded calls (`Replay.diverged_at`), it is played again without them.
         """
+        OPEN_MODELS.set({**OPEN_MODELS.get(), **self._models})  # in this attempt's task
         user = user_code(task, session.name)
         try:
             async with driver.place():

@@ -57,8 +57,7 @@ class Endpoint(Generic[Answer]):
 
     concurrency: number of concurrent calls, without pauses; per_second: maximum number of calls begun per second.
     timeout: limit of a call, in seconds. patience: seconds of calls and pauses before a failing call is given up.
-    api_key_env: environment variable with the key. largest: maximum size of an answer, in bytes. on_try: called after
-    each attempt, with its answer, if any, and its seconds.
+    api_key_env: environment variable with the key. largest: maximum size of an answer, in bytes.
 
     Invariant: the key is in no answer and no error, even if the server repeats it.
     """
@@ -73,10 +72,9 @@ class Endpoint(Generic[Answer]):
         patience: float,
         api_key_env: str | None = None,
         largest: int = _LARGEST,
-        on_try: Callable[[Answer | None, float], None] = lambda answer, seconds: None,
     ) -> None:
         self.url, self._concurrency, self._interval = url, concurrency, 1 / per_second
-        self._timeout, self._patience, self._key_env, self._on_try = timeout, patience, api_key_env, on_try
+        self._timeout, self._patience, self._key_env = timeout, patience, api_key_env
         self._largest = largest
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
         self._next_call = -math.inf
@@ -85,8 +83,10 @@ class Endpoint(Generic[Answer]):
         """Parse an answer. Raises ValueError."""
         raise NotImplementedError
 
-    async def post(self, body: Mapping[str, Any]) -> Answer:
-        """Return the answer to a request.
+    async def post(
+        self, body: Mapping[str, Any], on_try: Callable[[Answer | None, float], None] = lambda answer, seconds: None
+    ) -> Answer:
+        """Return the answer to a request. on_try: called after each try, with its answer, if any, and its seconds.
 
         Raises EngineError, with only the problem, for an outage longer than `patience`, for a refusal, and for an
         answer that is too large.
@@ -98,7 +98,7 @@ class Endpoint(Generic[Answer]):
                 began = max(loop.time(), self._next_call)
                 self._next_call = began + self._interval
                 await asyncio.sleep(began - loop.time())
-                answer, problem, least = await self._try(body, min(self._timeout, left))
+                answer, problem, least = await self._try(body, min(self._timeout, left), on_try)
             if answer is not None:
                 return answer
             wait = max(pause, least)
@@ -108,7 +108,9 @@ class Endpoint(Generic[Answer]):
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _try(self, body: Mapping[str, Any], timeout: float) -> tuple[Answer | None, str, float]:
+    async def _try(
+        self, body: Mapping[str, Any], timeout: float, on_try: Callable[[Answer | None, float], None]
+    ) -> tuple[Answer | None, str, float]:
         """Make one call: return the answer, or None, the problem and the server's requested delay in seconds."""
         began, answer = time.monotonic(), None
         try:
@@ -120,7 +122,7 @@ class Endpoint(Generic[Answer]):
         except _Passing as problem:
             return None, str(problem), problem.wait
         finally:
-            self._on_try(answer, time.monotonic() - began)
+            on_try(answer, time.monotonic() - began)
 
     async def _send(self, body: Mapping[str, Any]) -> Answer:
         """Return the answer to a request. Raises _Passing for a transient problem, EngineError for a refusal."""
@@ -185,9 +187,14 @@ class ChatEndpoint(Endpoint[ChatAnswer]):
         super().__init__(f"{url.rstrip('/')}/chat/completions", **limits)
         self.model, self._options = model, dict(options)
 
-    async def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatAnswer:
+    async def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        on_try: Callable[[ChatAnswer | None, float], None] = lambda answer, seconds: None,
+        **options: Any,
+    ) -> ChatAnswer:
         """Return the reply to a conversation. options: fields of this request. Raises EngineError as `post` does."""
-        return await self.post({"model": self.model, "messages": messages, **self._options, **options})
+        return await self.post({"model": self.model, "messages": messages, **self._options, **options}, on_try)
 
     def _read(self, text: str) -> ChatAnswer:
         return _read(text)

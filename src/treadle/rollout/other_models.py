@@ -8,6 +8,7 @@ A `PolicyCopy` is called by the attempt's session instead (`Session.copy`), in i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,7 +17,8 @@ from dataclasses import fields, replace
 from datetime import datetime
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field, model_validator
 
@@ -30,6 +32,9 @@ from treadle.rendering.chat import ChatRenderer
 from treadle.rendering.replies import Tool
 from treadle.rollout.drivers.outcome import AttemptError
 from treadle.rollout.session import Address, CallOptions, OtherReply, Session
+
+if TYPE_CHECKING:
+    from treadle.rollout.chat_endpoint import ChatAnswer
 
 POLICY = "policy"
 CALLS = Metric("model_*_calls", "trajectory", "sum", "calls", "calls that a model beside the policy answered")
@@ -52,11 +57,15 @@ class OtherModelConfig(Config):
         default_factory=dict,
         description="sampling: {temperature: 0.7, max_tokens: 200}; url: any field of its requests",
     )
+    adapter: str | None = Field(None, description="path: a LoRA adapter of it, a directory")
     timeout: float = Field(
         45.0,
         gt=0,
         description="url: seconds of retries before a call without an answer is given up",
     )
+    try_timeout: float | None = Field(None, gt=0, description="url: seconds for each try of a call; default: timeout")
+    concurrency: int = Field(64, ge=1, description="url: calls at a time")
+    per_second: float | None = Field(None, gt=0, description="url: calls begun in a second, at most")
 
     @model_validator(mode="after")
     def _one_source(self) -> OtherModelConfig:
@@ -72,6 +81,8 @@ class OtherModelConfig(Config):
             if unknown := sorted(self.options.keys() - (_SAMPLING - {"seed"})):
                 raise ValueError(f"options: {unknown[0]!r} is none of {', '.join(sorted(_SAMPLING - {'seed'}))}")
             _ = self.sampling
+        if self.adapter is not None and self.path is None:
+            raise ValueError("adapter belongs to a path; leave it out")
         if self.policy and (more := [name for name in ("model", "api_key_env", "options") if getattr(self, name)]):
             raise ValueError(f"{more[0]} is for other models, and rollout sets the policy's sampling; leave it out")
         return self
@@ -86,90 +97,114 @@ Chat = Callable[[Sequence[Message], Sequence[Tool], CallOptions], Awaitable[Othe
 """Answers a conversation. Raises EngineError, DataError or ContextExceeded."""
 
 
+OnTry = Callable[[OtherReply | None, float], None]
+"""Gets the reply to each try of a call, None for an error, and its seconds."""
+
+
+def _ignore(reply: OtherReply | None, seconds: float) -> None: ...
+
+
 class OtherModel(Protocol):
-    """A model beside the policy, shared by all attempts of a run. renderer: set if its tokens are known."""
+    """A model beside the policy, shared by all attempts and judges of a run.
+
+    renderer: set if its tokens are known. source: URL and name, which identify it in keys of caches and draws. options:
+    of each call. has_draws: whether its draws are keyed by the address of a call.
+    """
 
     renderer: ChatRenderer | None
+    source: tuple[str, str]
+    options: Mapping[str, Any]
+    has_draws: bool
 
     async def open(self, began: datetime | None) -> None:
         """Load it, unless already loaded. began: the run's date, for templates. Raises ConfigError."""
 
     async def close(self) -> None: ...
 
-    def chat(self, session: str, address: Address) -> Chat:
-        """Return a function for an attempt's calls of this model. address: key of the draws of these calls."""
+    def chat(self, session: str, address: Address, on_try: OnTry = _ignore) -> Chat:
+        """Return a function for calls of this model. address: key of the draws of these calls, in their order."""
 
 
 MakeModel = Callable[[], OtherModel]
 
+OPEN_MODELS: ContextVar[Mapping[str, OtherModel]] = ContextVar("treadle_open_models", default=MappingProxyType({}))
+"""Models that judges ask for by name in this task of a run, the policy among them; empty outside a run."""
+
+IN_PROCESS = "/chat/completions"  # in place of the URL of a server
+
 
 @asynccontextmanager
 async def open_models(make: Mapping[str, MakeModel], began: datetime | None) -> AsyncIterator[Mapping[str, OtherModel]]:
+    """Open models, but those that are open in this task already."""
     async with AsyncExitStack() as opened:
-        models = {name: one() for name, one in make.items()}
-        for model in models.values():
-            opened.push_async_callback(model.close)
-            await model.open(began)
+        shared = OPEN_MODELS.get()
+        models = {name: shared[name] if name in shared else one() for name, one in make.items()}
+        for name in models.keys() - shared.keys():
+            opened.push_async_callback(models[name].close)
+            await models[name].open(began)
         yield models
-
-
-class RunModels(Protocol):
-    """Models for judges without a URL: directories, and the policy."""
-
-    async def chat(self, model: str, messages: Sequence[Message], options: Mapping[str, Any], seed: int) -> OtherReply:
-        """Return the reply of a model, outside any trajectory. model: POLICY or a directory.
-
-        options: fields of SamplingParams. seed: key of the draws. Raises EngineError, ConfigError, DataError or
-        ContextExceeded.
-
-        """
-
-
-RUN_MODELS: ContextVar[RunModels | None] = ContextVar("treadle_run_models", default=None)
-"""Models of the current run; None outside a run."""
 
 
 class UrlModel:
     """A model behind a URL."""
 
     renderer: ChatRenderer | None = None
+    has_draws = False
 
     def __init__(self, config: OtherModelConfig) -> None:
         from treadle.rollout.chat_endpoint import ChatEndpoint  # httpx
 
         assert config.url is not None and config.model is not None
-        limit, key = config.timeout, config.api_key_env
         self._endpoint = ChatEndpoint(
-            config.url, config.model, timeout=limit, patience=limit, api_key_env=key, options=config.options
+            config.url,
+            config.model,
+            concurrency=config.concurrency,
+            per_second=config.per_second or math.inf,
+            timeout=config.try_timeout or config.timeout,
+            patience=config.timeout,
+            api_key_env=config.api_key_env,
+            options=config.options,
         )
+        self.options: Mapping[str, Any] = config.options
+        self.source = self._endpoint.url, config.model
 
     async def open(self, began: datetime | None) -> None: ...
 
     async def close(self) -> None: ...
 
-    def chat(self, session: str, address: Address) -> Chat:
-        return self._chat
+    def chat(self, session: str, address: Address, on_try: OnTry = _ignore) -> Chat:
+        def tried(answer: ChatAnswer | None, seconds: float) -> None:
+            on_try(None if answer is None else _as_reply(answer), seconds)
 
-    async def _chat(self, messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
-        asked = dict(options.sampling_overrides)
-        if unknown := sorted(asked.keys() - _SAMPLING):
-            raise DataError(f"{unknown[0]} is {asked[unknown[0]]}; write it into the recipe's models, or leave it out")
-        if tools:
-            asked |= {"tools": list(tools), "tool_choice": "auto" if options.tool_calls else "none"}
-        answer = await self._endpoint.ask(messages, **asked)
-        return OtherReply(answer.message, answer.prompt_tokens, answer.completion_tokens, answer.stop_reason)
+        async def chat(messages: Sequence[Message], tools: Sequence[Tool], options: CallOptions) -> OtherReply:
+            asked = dict(options.sampling_overrides)
+            if unknown := sorted(asked.keys() - _SAMPLING):
+                raise DataError(
+                    f"{unknown[0]} is {asked[unknown[0]]}; write it into the recipe's models, or leave it out"
+                )
+            if tools:
+                asked |= {"tools": list(tools), "tool_choice": "auto" if options.tool_calls else "none"}
+            return _as_reply(await self._endpoint.ask(messages, tried, **asked))
+
+        return chat
+
+
+def _as_reply(answer: ChatAnswer) -> OtherReply:
+    return OtherReply(answer.message, answer.prompt_tokens, answer.completion_tokens, answer.stop_reason)
 
 
 class PolicyCopy:
     """The policy itself in another role, named by the recipe; attempts call it by their own sessions."""
 
     renderer: ChatRenderer | None = None
+    source, has_draws = ("", ""), True
+    options: Mapping[str, Any] = MappingProxyType({})
 
     async def open(self, began: datetime | None) -> None: ...
 
     async def close(self) -> None: ...
 
-    def chat(self, session: str, address: Address) -> Chat:
+    def chat(self, session: str, address: Address, on_try: OnTry = _ignore) -> Chat:
         raise AssertionError("called by an attempt's session")
 
 

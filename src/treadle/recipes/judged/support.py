@@ -40,29 +40,19 @@ RUBRIC = (
 
 
 @cache
-def _judge(url: str, model: str, path: str | None, policy: bool, api_key_env: str | None, replies: str | None) -> Judge:
-    """Return a judge shared by all attempts, including its limits."""
-    if path is not None or policy:
-        return Judge(rubric=RUBRIC, path=path, policy=policy, api_key_env=api_key_env, cache=replies)
-    return Judge(url, model, RUBRIC, api_key_env=api_key_env, cache=replies)
+def _judge(model: str, replies: str | None) -> Judge:
+    """All attempts share one."""
+    return Judge(model, RUBRIC, cache=replies)
 
 
 class Support(Environment):
     """One reply to a customer, rewarded by the judge.
 
-    url and model, or path, or policy; api_key_env, cache: arguments of `Judge`.
+    judge: name of the judge under `models` of the recipe, or policy. cache: of the judge, see `Judge`.
     """
 
-    def __init__(
-        self,
-        url: str = "http://127.0.0.1:8010/v1",
-        model: str = "rules",
-        path: str | None = None,
-        policy: bool = False,
-        api_key_env: str | None = None,
-        cache: str | None = None,
-    ) -> None:
-        self._judge = _judge(url, model, path, policy, api_key_env, cache)
+    def __init__(self, judge: str = "judge", cache: str | None = None) -> None:
+        self._judge = _judge(judge, cache)
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._task = task
