@@ -172,6 +172,7 @@ def test_every_extra_that_is_mentioned_exists() -> None:
 
 # Where a module lies -> the extras that its users have installed; the longest path counts. Others need Treadle alone.
 EXTRAS = {
+    "api": "train",
     "algorithms": "train",
     "cli/retrieve.py": "search",
     "cli/serve.py": "view",
@@ -185,9 +186,12 @@ EXTRAS = {
     "integrations/skyrl_gym": "skyrl-gym",
     "judge": "train",
     "models": "train",
-    "orchestration": "train",
+    "loop": "train",
     "placement": "ray",
+    "plan": "train",
     "recipes": "train",
+    "record": "train",
+    "report": "train",
     "retrieval": "search",
     "retrieval/flat.py": "dense",
     "rollout/agents": "train",
