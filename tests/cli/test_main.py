@@ -24,7 +24,7 @@ from treadle.cli.main import main
 from treadle.core.files import write_atomically
 from treadle.models.model_cache import PACKAGED
 
-COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show", "docs")
+COMMANDS = ("train", "sft", "eval", "export", "recipes", "report", "show")
 
 
 def test_help_lists_the_commands_and_each_has_examples() -> None:
@@ -32,15 +32,6 @@ def test_help_lists_the_commands_and_each_has_examples() -> None:
     assert done.status == 0 and all(f"\n    {command} " in done.out for command in COMMANDS)
     for command in COMMANDS:
         assert f"\n  treadle {command}" in treadle(command, "--help").out.split("examples:")[1]
-
-
-def test_docs_shows_a_page_its_path_and_where_a_word_stands() -> None:
-    path = Path(treadle("docs", "settings", "--path").out.strip())
-    assert treadle("docs", "settings").out == path.read_text(encoding="utf-8")
-    assert treadle("docs").out.startswith("# Treadle\n")
-    assert re.search(r"^treadle docs environments +Group rewards$", treadle("docs", "rewards").out, re.MULTILINE)
-    wrong = treadle("docs", "enviroments")
-    assert wrong.status == 2 and "did you mean 'environments'?" in wrong.err
 
 
 @pytest.mark.parametrize("where", ["main._parse", "options.exit_status"])

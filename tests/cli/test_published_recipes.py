@@ -17,7 +17,7 @@ from tests.worlds import ROOT
 from treadle.core.types import Task
 from treadle.envs.gsm8k import INSTRUCTION
 from treadle.plan.config import load_recipe
-from treadle.plan.inputs import load_inputs
+from treadle.plan.inputs import load_data
 from treadle.plan.validation import check_settings
 
 ROW = {"question": "How many clips?", "answer": "24 + 48 = 1,072 clips.\n#### 1,072"}
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def first_task(recipe: str, *overrides: str) -> Task:
     config = load_recipe(recipe, overrides)
     check_settings(config)
-    inputs = load_inputs(config)
+    inputs = load_data(config)
     assert len(inputs.train) == len(inputs.held_out) == 1
     return inputs.train[0]
 

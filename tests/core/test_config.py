@@ -16,7 +16,6 @@ from pydantic import Field, model_validator
 
 import treadle
 from treadle.core.config import (
-    _ALIASES,
     REQUIRED,
     Config,
     FieldLine,
@@ -182,7 +181,7 @@ def test_other_libraries_names_lead_to_ours(theirs: str, ours: str) -> None:
 
 def test_what_other_libraries_names_stand_for_exists() -> None:
     ours = list(paths(RunConfig))
-    for name, alias in _ALIASES.items():
+    for name, alias in RunConfig.aliases.items():
         if not alias.startswith("("):
             assert len(_alias_paths(RunConfig, name)) >= len(alias.split(", ")), name
             same = {path for path in ours if path.rpartition(".")[2] == name}
@@ -386,25 +385,6 @@ def test_describe_opens_optional_configs_and_knows_the_parents_defaults() -> Non
         "evaluation": "absent: none",
     }
     assert not lines["training.steps"].is_default
-
-
-def test_a_key_that_is_gone_says_what_to_do_instead_wherever_its_section_stands() -> None:
-    class Section(Config):
-        removed_keys = {"momentum": "set betas"}  # noqa: RUF012
-
-    class Whole(Config):
-        removed_keys = {"one.speed": "leave it out"}  # noqa: RUF012
-        one: Section = Section()
-        several: tuple[Section, ...] = ()
-
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"one": {"momentum": 1}}, "'one.momentum' any more; set betas"),
-        ({"several": [{"momentum": 1}]}, "'several.0.momentum' any more; set betas"),
-        ({"one": {"speed": 1}}, "'one.speed' any more; leave it out"),
-    ]
-    for data, instead in cases:
-        with pytest.raises(ConfigError, match=instead):
-            build(Whole, data)
 
 
 # the library's own configs

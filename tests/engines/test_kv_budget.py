@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.kv import World, simulate
 from benchmarks.measure import Row
+from treadle.core.config import build
 from treadle.core.errors import ConfigError, EngineError
 from treadle.core.types import SamplingParams
 from treadle.engines.config import EngineConfig
@@ -170,6 +171,8 @@ def test_a_session_that_is_closed_while_it_waits_fails_and_makes_way() -> None:
 def test_the_setting() -> None:
     fake = FakeEngine(lambda prompt, sampling: [])
     assert budgeted(fake, EngineConfig(), 10) is fake
+    with pytest.raises(ConfigError, match="vLLM preempts episodes itself; leave it out"):
+        build(EngineConfig, {"kind": "vllm", "kv_budget": 5})
     assert isinstance(budgeted(fake, EngineConfig(kv_budget=5, lock_step=False), 10), BudgetedEngine)
     with pytest.raises(ConfigError, match=r"engine\.lock_step=false"):
         budgeted(fake, EngineConfig(kv_budget=5, lock_step=True), 10)

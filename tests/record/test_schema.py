@@ -1,6 +1,5 @@
 """Runs say which version of Treadle's format they have; those of other versions are refused."""
 
-import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,9 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from tests.runs import put_config, start
-from tests.worlds import tiny
 from treadle.core.config import Config
-from treadle.core.errors import ConfigError, RunError
+from treadle.core.errors import RunError
 from treadle.core.registry import names, resolve
 from treadle.engines.config import VLLMConfig
 from treadle.plan.config import RunConfig, config_of
@@ -42,12 +40,6 @@ def test_a_ledger_of_another_version_is_refused_in_one_sentence(tmp_path: Path) 
         LedgerReader(tmp_path / "ledger.sqlite").checkpoint_names()
     with pytest.raises(RunError, match=message):
         Ledger(tmp_path / "ledger.sqlite")
-
-
-@pytest.mark.parametrize(("old", "instead"), sorted(RunConfig.removed_keys.items()))
-def test_a_key_that_is_gone_says_what_to_do_instead(old: str, instead: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"there is no key {old!r} any more; {instead}")):
-        tiny(f"{old}=1")
 
 
 def keys(section: Any) -> Iterator[str]:

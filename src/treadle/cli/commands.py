@@ -212,14 +212,6 @@ _COMPLETION_EXAMPLES = """examples:
   treadle completion fish > ~/.config/fish/completions/treadle.fish
 """
 
-_DOCS_EXAMPLES = """examples:
-  treadle docs                      the start page: an overview
-  treadle docs environments         the page on environments; `treadle docs environments | less` as Markdown
-  treadle docs rewards              pages with this word in a heading, if no page has the name
-  treadle docs runs --path          where the page is installed
-  treadle docs algorithms --open    in the browser: of the site, if `make docs` has built one in this clone
-"""
-
 
 def add_commands(commands: Commands) -> None:
     """Add all commands, in the order of `treadle --help`."""
@@ -230,7 +222,6 @@ def add_commands(commands: Commands) -> None:
     _add_serve(commands)
     _add_recipes(commands)
     _add_completion(commands)
-    _add_documentation(commands)
 
 
 def _add_train(commands: Commands) -> None:
@@ -419,16 +410,6 @@ def _add_completion(commands: Commands) -> None:
     parser = add_command(commands, "completion", "completion:run_completion", what, _COMPLETION_EXAMPLES)
     parser.add_argument("shell", choices=["bash", "zsh", "fish"])
     parser.set_defaults(commands=commands)
-
-
-def _add_documentation(commands: Commands) -> None:
-    parser = add_command(
-        commands, "docs", "documentation:run_docs", "read the documentation of this version", _DOCS_EXAMPLES
-    )
-    parser.add_argument("page", nargs="?", default="index", metavar="PAGE", help="a page, or a word of a heading")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--path", action="store_true", help="print the path of the page's file")
-    how.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def run_argument(text: str) -> Path:

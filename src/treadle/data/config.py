@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -36,13 +35,6 @@ environment, agent and driver, the names of the row's player, are read only if s
 
 class SourceConfig(Config):
     """Configures a source of tasks."""
-
-    removed_keys = MappingProxyType(
-        {
-            "mixture": "write its list in the place of this section",
-            "weight": "every evaluation plays all held-out tasks; take less of a source by split: all[:500]",
-        }
-    )
 
     source: str = Field(
         min_length=1,

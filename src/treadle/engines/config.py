@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,15 +16,6 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 class VLLMConfig(Config):
     """Options of engine vllm: servers that already run, or that Treadle starts and stops."""
-
-    removed_keys = MappingProxyType(
-        {
-            "urls": "set servers to the URLs",
-            "start_timeout": "leave it out: a server that ends while it starts is noticed at once",
-            "shared_directory": "set transfer to collective for servers that do not see /dev/shm",
-            "transfer_address": "leave it out: it is the address from which this machine reaches the servers",
-        }
-    )
 
     servers: Annotated[int, Field(ge=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         1, description="number of servers to start, or URLs of running ones: [http://127.0.0.1:8000]"
@@ -99,7 +89,7 @@ class EngineConfig(Config):
         None,
         ge=1,
         description="capacity of one engine's KV cache in tokens: an episode starts only when its expected tokens fit "
-        "beside the others'; not for engines in lock-step. Default: unlimited",
+        "beside the others'; for engine.kind=torch without lock-step. Default: unlimited",
     )
 
     @model_validator(mode="after")
@@ -108,6 +98,8 @@ class EngineConfig(Config):
             raise ValueError(
                 "engine.own_process is for engine.kind=torch: vLLM's servers are separate processes; leave it out"
             )
+        if self.kv_budget is not None and self.kind == "vllm":
+            raise ValueError("engine.kv_budget is for engine.kind=torch: vLLM preempts episodes itself; leave it out")
         try:
             if self.kind in ("torch", "vllm"):
                 build_options(

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,7 +15,7 @@ from treadle.algorithms import estimators
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core import registry
 from treadle.core.config import Config, apply_overrides, build, load_yaml, merge
-from treadle.core.errors import Cause, ConfigError
+from treadle.core.errors import ConfigError
 from treadle.core.types import named_players
 from treadle.data.config import DataConfig, is_file
 from treadle.engines.config import Device, EngineConfig
@@ -24,6 +23,7 @@ from treadle.loop.config import EvaluationConfig, LoopPlan, OrchestrationConfig,
 from treadle.loop.failures import FailuresConfig
 from treadle.models.config import ModelConfig
 from treadle.models.model_files import is_adapter, located
+from treadle.plan.aliases import ALIASES
 from treadle.record.address import find_address
 from treadle.record.checkpoint_retention import Retention
 from treadle.record.run_directory import RunDirectory, without_version
@@ -34,49 +34,11 @@ from treadle.rollout.other_models import POLICY, OtherModelConfig
 from treadle.rollout.rewards import RewardsConfig
 from treadle.training.config import TrainerSpec, TrainingConfig, WarmStartConfig
 
-REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "orchestration.late": "set orchestration.stale_policy",
-        "orchestration.max_sampled": "set failures.max_sampled",
-        "orchestration.max_failed_fraction": "set failures.max_failed_fraction",
-        **{f"failures.{cause}": f"set failures.causes.{cause}" for cause in Cause},
-        **{
-            f"algorithm.{name}": f"set algorithm.advantage_options.{name.removeprefix('gigpo_')}"
-            for name in ("norm_by_std", "gamma", "gae_lambda", "gigpo_weight")
-        },
-        **{
-            f"algorithm.{name}": f"with algorithm.policy_loss={name}, set algorithm.policy_loss_options"
-            for name in ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
-        },
-        "warm_start.optimizer": "set warm_start.learning_rate; the rest of the schedule is fixed",
-        "warm_start.max_tokens_per_microbatch": "set training.max_tokens_per_microbatch",
-        "rollout.finish_timeout": "rollout.environment_timeout limits finish, too",
-        "algorithm.entropy_coef_end": "set algorithm.entropy_coef to [from, to]",
-        "placement.learner.device": "set device, which learner and engine share",
-        "placement.restarts": "leave it out: a run is restarted up to three times between two checkpoints",
-        "engine.vllm": "set engine.options, the options of engine.kind",
-        "evaluation.concurrency": "leave it out: it follows from the engines' capacity, or as many as "
-        "orchestration.max_concurrent_groups allows",
-        "orchestration.log_every": "leave it out: without a terminal, every update is a line",
-        "placement.learner.collective_timeout": "leave it out: a rank that ends is noticed immediately",
-        **{
-            f"placement.{name}.cpus": "leave it out: each process reserves one core"
-            for name in ("learner", "engines", "rollout")
-        },
-        **{f"data.{split}.mixture": f"set data.{split} to a list of sources" for split in ("train", "held_out")},
-        "failures.retry_share": "lower retries in failures.causes; failures.max_failed_fraction ends a run of failures",
-        "harbor": "set driver=harbor, and its settings in driver_options; tasks are data.train={source: harbor_tasks, "
-        "options: {path: DIR}}, trial_file is part of driver_options.trial, and limits of agent and verifier are "
-        "override_timeout_sec there",
-    }
-)
-"""Full path of a removed key -> advice for the error message."""
-
 
 class RunConfig(Config):
     """The configuration of a run."""
 
-    removed_keys = REMOVED_KEYS
+    aliases = ALIASES
 
     recipe: str = Field("custom", description="name of the recipe; run directories start with it")
     about: str = Field("", description="description of the recipe in one line")

@@ -64,13 +64,6 @@ _PLACE = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (\
 class WorkerConfig(Config):
     """Configures the processes that run a library in its own Python."""
 
-    removed_keys = MappingProxyType(
-        dict.fromkeys(
-            ("attempts", "output_limit", "heartbeat", "patience", "start_timeout", "cleanup_timeout"),
-            "leave it out: the limits of worker processes are fixed",
-        )
-    )
-
     processes: int = Field(1, ge=1, description="number of processes, each of which imports the library once")
     memory_limit: int = Field(
         8 * 2**30,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -24,19 +23,6 @@ REMEDY = (
 
 class HarborConfig(Config):
     """Configures Harbor's trials: agent, environment, and handling of problems."""
-
-    removed_keys = MappingProxyType(
-        {
-            **dict.fromkeys(("tasks", "held_out"), "set path in the options of data.train and data.held_out"),
-            "registry": "set it in the options of data.train and data.held_out",
-            "trial_file": "write its keys into trial",
-            "agent_timeout": "set agent.override_timeout_sec in trial",
-            "verifier_timeout": "set verifier.override_timeout_sec in trial",
-            "start_timeout": "set environment_build_timeout_multiplier and agent.override_setup_timeout_sec in trial",
-            "context_exceeded": "set rewards.overlong",
-            "sandbox_lifetime": "set rollout.trajectory_timeout, of which it is twice, or trial.environment.kwargs",
-        }
-    )
 
     agent: str = Field(
         "terminus-2",

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -34,14 +33,6 @@ _LOOK = 0.1  # seconds between checks whether the server listens
 
 class OpenEnvConfig(Config):
     """Configures the server of an environment, and the mapping of replies to actions."""
-
-    removed_keys = MappingProxyType(
-        {
-            "url": "set server to it",
-            "command": "set server to it",
-            "directory": "begin the command in server with [env, -C, DIR, ...]",
-        }
-    )
 
     server: str | tuple[str, ...] = Field(
         description="base URL of a running server, or the command to start one for the duration of the run; "
