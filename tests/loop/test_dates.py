@@ -13,7 +13,7 @@ from tests.runs import resume, start
 from tests.worlds import ROOT, Quiet, tiny
 from treadle.api.evaluate import evaluate_model, find_subject, held_out_inputs
 from treadle.api.export import export_checkpoint
-from treadle.api.sft import prepare
+from treadle.api.lesson import prepare
 from treadle.api.warm_start import learn_recorded
 from treadle.cli.serve import model_to_serve
 from treadle.models.chat import load_chat

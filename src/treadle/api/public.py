@@ -254,7 +254,8 @@ def sft(
     start: a recipe, run or model to start from; default: the first source's latest checkpoint. select: such as
     `"reward >= 1, best_of=2"`. settings: `{"warm_start.steps": 100}`. Raises ConfigError, DataError or RunError.
     """
-    from treadle.api.sft import learn, prepare  # pyarrow
+    from treadle.api.lesson import prepare  # pyarrow
+    from treadle.api.sft import learn
 
     names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     begin = None if start is None else str(start)
@@ -270,7 +271,7 @@ def load_run(source: str | Path) -> Trajectories:
 
     Raises RunError, DamageError, or DataError for a malformed file.
     """
-    from treadle.api.sft import read_source  # pyarrow
+    from treadle.api.lesson import read_source  # pyarrow
     from treadle.record.recorded import Trajectories
 
     return Trajectories(read_source(source))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from treadle.api.sft import Lesson
+from treadle.api.lesson import Lesson
 from treadle.core.errors import CheckpointError, DataError, RunError
 from treadle.core.files import Manifest, cache_directory
 from treadle.core.trainer import Conversation, Trainer

@@ -227,7 +227,8 @@ def _is_override(word: str) -> bool:
 
 
 def _learn_recorded(options: argparse.Namespace, start: str | None, overrides: Sequence[str]) -> int:
-    from treadle.api.sft import learn, prepare  # pyarrow
+    from treadle.api.lesson import prepare  # pyarrow
+    from treadle.api.sft import learn
 
     sources = [word for word in options.sources if not _is_override(word)]
     lesson = prepare(start, sources, options.select, overrides)
