@@ -116,7 +116,6 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "serve served --host 203.0.113.1": ("--host 203.0.113.1: cannot listen there: ",),
     "serve served --temperature -1": ("--temperature -1.0: must be",),
     "serve served --max-tokens 0": ("--max-tokens 0: must be at least 1",),
-    "serve served --record traces": ("--record traces: must be a file that ends in .jsonl",),
     "serve served engine.batch=0": ("engine.batch=0: got 0, expected greater than or equal to 1",),
     "sft tiny.yaml --out new warm_start.options={} warm_start.demonstrations=empty.jsonl": ("has no demonstrations",),
     "plot nowhere --output curves.jpg": ("--output 'curves.jpg' must end in one of .png, .pdf, .svg",),
@@ -137,6 +136,10 @@ OF_RUNS: dict[str, tuple[str, ...]] = {
     "eval /nowhere": ("'/nowhere' is not a run directory: there is nothing of that name in /",),
     "eval RUM@best": ("'RUM' is not a run directory: there is nothing of that name; did you mean 'RUN'?",),
     "train runs/none --resume": ("'runs/none' is not a run directory: there is nothing of that name in",),
+    "serve served --record RUN": (
+        "'RUN' is already in use; it has no checkpoint to resume: delete it, or choose another",
+    ),
+    "show broken.jsonl": ("'broken.jsonl' is a file, not a run directory; treadle sft --from and treadle.load_run",),
     "serve RUN": ("run 'RUN' has no checkpoint yet",),
     "train tiny.yaml model.build=null model.path=RUN": ("run 'RUN' has no checkpoint yet",),
     "eval RUN": ("run 'RUN' has no checkpoint yet",),

@@ -33,6 +33,7 @@ from treadle.plan.config import RunConfig
 from treadle.plan.inputs import IN_MEMORY
 from treadle.plan.validation import check_engine_config
 from treadle.record.address import began_of, find_address, model_path
+from treadle.record.run_directory import RunDirectory
 from treadle.rendering.replies import AUTO, parser_name, reply_parser
 from treadle.rollout.config import listen, url_of
 from treadle.rollout.gateway.gateway import Gateway
@@ -95,6 +96,8 @@ def model_to_serve(options: argparse.Namespace) -> tuple[ModelConfig, datetime |
 
 def _check(options: argparse.Namespace, engine: EngineConfig) -> None:
     require_template(options.chat_template, "--chat-template")
+    if options.record is not None and not (run := RunDirectory(options.record)).recording_file.is_file():
+        run.check_free()
     if not 0 <= options.temperature < math.inf:
         raise ConfigError(f"--temperature {options.temperature}: must be a number of at least 0")
     if options.max_tokens < 1:
