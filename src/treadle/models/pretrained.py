@@ -55,7 +55,7 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         if gguf_file is None and names_code(directory / "config.json"):
             raise ConfigError(
-                f"{field}: the model in {path!r} brings its own code (auto_map in config.json), never run; use an "
+                f"{field}: the model in {path!r} brings its own code (auto_map in config.json), which is never run; use "
                 "architecture of transformers, or register its classes from Python "
                 "(AutoConfig.register, AutoModelForCausalLM.register)"
             ) from error
