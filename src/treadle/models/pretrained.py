@@ -55,8 +55,8 @@ def load_pretrained(directory: Path, field: str, gguf_file: str | None = None, w
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         if gguf_file is None and names_code(directory / "config.json"):
             raise ConfigError(
-                f"{field}: the model in {path!r} brings its own code (auto_map in config.json), which is never run; use "
-                "architecture of transformers, or register its classes from Python "
+                f"{field}: the model in {path!r} brings its own code (auto_map in config.json), which is "
+                "never run; use an architecture of transformers, or register its classes from Python "
                 "(AutoConfig.register, AutoModelForCausalLM.register)"
             ) from error
         raise ConfigError(f"{field}: {gguf_file or path!r} cannot be loaded: {error}") from error
