@@ -32,9 +32,9 @@ from tests.worlds import user
 from treadle.api import public as api
 from treadle.api.evaluate import Subject
 from treadle.data.config import SourceConfig, sources_of
-from treadle.loop import evaluation
+from treadle.plan import inputs
 from treadle.plan.config import RunConfig, load_recipe
-from treadle.plan.inputs import IN_MEMORY, Inputs, Split, load_inputs
+from treadle.plan.inputs import IN_MEMORY, Inputs, Split, load_data
 from treadle.record import address
 from treadle.record.run_directory import RunDirectory
 
@@ -263,26 +263,28 @@ def of_recipe(block: Block, over: str) -> list[Seen]:
     path.write_text(f"extends: {over}\n{block.text}" if over else block.text, encoding="utf-8")
     config = load_recipe(str(path), ["callbacks=[]"])  # trackers would begin to write
     supply(config, block.text)
-    return [Seen(config, load_inputs(config))]
+    config = config.model_copy(update={"models": {}})  # they play nothing, and need their files
+    return [Seen(config, load_data(config))]
 
 
 def of_calls(page: Path, block: Block, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """Run the page's calls up to this one, each as far as its model would be loaded."""
     found: list[Seen] = []
 
-    def run(config: RunConfig, inputs: Inputs, *_: Any, **__: Any) -> dict[str, Any]:
-        found.append(Seen(config, inputs))
+    def run(config: RunConfig, loaded: Inputs, *_: Any, **__: Any) -> dict[str, Any]:
+        found.append(Seen(config, loaded))
         return defaultdict(float)
 
-    def evaluate(subject: Subject, inputs: Inputs, *_: Any) -> NoReturn:
-        found.append(Seen(subject.config, inputs))
+    def evaluate(subject: Subject, loaded: Inputs, *_: Any) -> NoReturn:
+        found.append(Seen(subject.config, loaded))
         raise Stopped
 
     checkpoint = SimpleNamespace(directory=Path("checkpoints/step-000010"))
     monkeypatch.setattr(address, "find_checkpoint", lambda run, name: checkpoint)
-    monkeypatch.setattr(evaluation, "check_subject", lambda subject: None)
-    monkeypatch.setattr(api, "check_config", supply)  # which wants the model
-    monkeypatch.setattr(api, "_run", run)
+    monkeypatch.setattr(api, "check_subject", lambda subject: None)
+    for place in (api, inputs):
+        monkeypatch.setattr(place, "check_config", supply)  # which wants the model
+    monkeypatch.setattr(api, "train_run", run)
     monkeypatch.setattr(api, "evaluate_model", evaluate)
     if page.name == "runs.md":  # goes on with what it trained before
         RunDirectory.create(Path("runs/sums"), load_recipe("sums.yaml")).close()
