@@ -151,6 +151,7 @@ PLAYS: dict[str, Plays] = {
     "integrations.md yaml 2": Plays("environment reasoning_gym", "reasoning_gym", "reasoning_gym"),
     "integrations.md yaml 3": Plays("driver verifiers", "verifiers", "verifiers"),
     "integrations.md yaml 4": Plays("driver openenv", "tasks.jsonl"),
+    "judges.md yaml 1": Plays(*DEMO, over="demo"),
     "long-episodes.md yaml 1": Plays("environment notes", "notes", "notes", over="notes-small"),
     "lora.md adapters.yaml": Plays(*DEMO),
     "models.md yaml 1": Plays(*DEMO, over="demo"),
@@ -281,7 +282,8 @@ def of_calls(page: Path, block: Block, monkeypatch: pytest.MonkeyPatch) -> list[
 
     checkpoint = SimpleNamespace(directory=Path("checkpoints/step-000010"))
     monkeypatch.setattr(address, "find_checkpoint", lambda run, name: checkpoint)
-    monkeypatch.setattr(api, "check_subject", lambda subject: None)
+    for where in ("public", "evaluate"):
+        monkeypatch.setattr(f"treadle.api.{where}.check_subject", lambda subject: None)
     for place in (api, inputs):
         monkeypatch.setattr(place, "check_config", supply)  # which wants the model
     monkeypatch.setattr(api, "train_run", run)

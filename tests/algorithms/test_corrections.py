@@ -179,7 +179,7 @@ def test_weights_count_trained_tokens_and_units_of_the_whole_update(groups: list
         ({"kl": {}}, "missing key 'kl.coef'"),
         ({"kl": {"coef": 0.1, "estimator": "k4"}}, "kl.estimator"),
         ({"advantage": "gae", "advantage_options": {"gamma": 0.0}}, "advantage_options: gamma"),
-        ({"eps_high": 0.1}, "did you mean 'policy_loss_options.eps_high'"),
+        ({"eps_high": 0.1}, "unknown key 'eps_high'"),
         ({"entropy_coef": -0.1}, "entropy_coef"),
         ({"epsilon": 0.2}, "epsilon"),
     ],

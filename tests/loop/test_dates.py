@@ -1,6 +1,5 @@
 """Templates that write the date: whatever loads a run's chat later renders the day on which the run began."""
 
-import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from treadle.api.warm_start import learn_recorded
 from treadle.cli.serve import model_to_serve
 from treadle.models.chat import load_chat
 from treadle.plan.other_models import make_models
+from treadle.record.recorded import read_run
 from treadle.rendering.chat import ChatRenderer
 from treadle.rollout.other_models import OtherModelConfig, open_models
 
@@ -64,10 +64,9 @@ def test_an_evaluation(run: Path, template: Path, tmp_path: Path, way: str) -> N
         subject = find_subject(str(run), [], tmp_path / "export")
     else:
         subject = find_subject(f"{run}@1" if way == "the run" else str(run / "checkpoints/step-000001"))
-    evaluate_model(subject, held_out_inputs(subject), Quiet(), tmp_path / "dump.jsonl")
+    evaluate_model(subject, held_out_inputs(subject), Quiet(), tmp_path / "dump")
     decode = load_chat(subject.model_config, None)[1].decode
-    lines = [json.loads(line) for line in (tmp_path / "dump.jsonl").read_text().splitlines()]
-    prompts = [decode(step["prompt_ids"]) for line in lines for step in line["steps"]]
+    prompts = [decode(step.prompt_ids) for played in read_run(tmp_path / "dump") for step in played.trajectory.steps]
     assert prompts and {year(prompt) for prompt in prompts} == {"1999"}
 
 

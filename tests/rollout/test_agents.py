@@ -462,7 +462,7 @@ def test_a_slow_engine_is_no_reward_of_0(call: Callable[[AsyncOpenAI, str, float
     for failure in failures:
         assert failure.cause is Cause.INFRASTRUCTURE
         assert "a call was not answered: its client gave it up after" in failure.message
-    assert "; raise its time limit, or an agent that does" in failures[0].message
+    assert "; raise its time limit, or an agent that continues" in failures[0].message
     assert failures[1].message.startswith("the agent raised ") and "Timeout" in failures[1].message
 
 

@@ -364,7 +364,7 @@ async def test_a_server_that_took_the_place_of_a_lost_one_is_watched_and_replace
         listening[number][0].close()  # which the health checks find
         await until(lambda: servers[0] is started[number + 1])  # noqa: B023
         assert engine._least_busy() is started[number + 1]
-    assert [line.rpartition(" ")[2] for line in said] == ["again"] * 4
+    assert [line.rpartition(" ")[2] for line in said] == ["it", "restarted"] * 2
     publication._give_up("made up")
     with pytest.raises(EngineError, match=r"no server is left: .* is lost: made up"):
         async with asyncio.timeout(CEILING):

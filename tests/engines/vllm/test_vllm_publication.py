@@ -249,7 +249,7 @@ async def test_a_first_publication_that_fails_refuses_the_engine(connect: Connec
     model = sized("qwen3", 0)
 
     async with connect("tied", probe=Probe(PROBE, 1e-4)) as engine:
-        with pytest.raises(EngineError, match=r"version 0 failed, and the engine is refused: .*otherwise"):
+        with pytest.raises(EngineError, match=r"version 0 failed, and the engine is refused: .*differently"):
             await publish(engine, unique_weights(model), 0)
         with pytest.raises(EngineError, match=r"no server is left: .*there is no earlier publication to fall back to"):
             await start(engine, 1, 4)[0]

@@ -62,7 +62,7 @@ def worker_of(run: int) -> int:
     def is_below(pid: int) -> bool:
         return pid == run or (pid in parents and is_below(parents[pid]))
 
-    return next(int(pid) for pid, _, command in rows if "worker/child.py" in command and is_below(int(pid)))
+    return next(int(pid) for pid, _, command in rows if "foreign_child.py" in command and is_below(int(pid)))
 
 
 def sandboxes() -> list[str]:
