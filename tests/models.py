@@ -3,12 +3,13 @@
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -513,3 +514,14 @@ def full(array: Any) -> NDArray[np.float64]:
     if isinstance(array, Tensor):
         array = array.detach().cpu().numpy()
     return np.asarray(array, np.float64)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """transformers tells on standard error which faster kernels it lacks."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)

@@ -307,6 +307,13 @@ def test_tasks_made_in_python_are_evaluated_as_the_run_did(tmp_path: Path) -> No
         treadle.evaluate(run, Short, [], progress=Quiet())
 
 
+def test_an_evaluation_whose_dump_is_taken_is_refused_before_it_plays(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").touch()
+    with pytest.raises(RunError, match="taken"):
+        treadle.evaluate(tmp_path / "no such run", dump=tmp_path / "taken")
+
+
 def test_a_checkpoint_of_a_run_is_a_model_to_train(tmp_path: Path) -> None:
     train(tmp_path / "run", settings={"rewards.weights": {"style": 1}})
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"

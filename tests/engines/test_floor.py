@@ -1,7 +1,7 @@
 """Models whose layers cannot use the engine's cache are sampled call by call, with one of their own, and as exactly."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from tests.engines.test_torch_engine import (
     texts,
 )
 from tests.models import ROW_FAMILIES, exact, random_groups, tiny
+from tests.models import quiet as quiet
 from tests.sources import publish
 from treadle.algorithms.config import AlgorithmConfig
 from treadle.core.types import Step
@@ -59,17 +60,6 @@ REASONS = {
     "xlstm": "2 of 2 layers of xLSTMForCausalLM did not read the engine's cache",
 }
 WITHOUT = {"recurrent-gemma", "xlstm"}  # states in the layers themselves; a cache of other widths than these layers
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers tells on standard error which faster kernels it lacks."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 def gap(model: PreTrainedModel, played: Sequence[Sequence[Step]]) -> float:

@@ -2,7 +2,6 @@
 
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,9 @@ from tests.models import (
     step_logprobs,
     tiny,
     weights_of,
+)
+from tests.models import (
+    quiet as quiet,
 )
 from tests.rollout import families
 from tests.rollout.families import WRITING_TOOLS
@@ -230,17 +232,6 @@ def rows_learner(family: str, *args: Any, **training: Any) -> Learner:
         learner = make_learner(exact(family), *args, **training)
     assert len(record) == 1
     return learner
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers tells on standard error which faster kernels it lacks."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    yield
-    logging.set_verbosity(before)
 
 
 @pytest.mark.quick(3)

@@ -11,7 +11,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from treadle.api.evaluate import Evaluation, check_subject, evaluate_model, find_subject, held_out_inputs
+from treadle.api.evaluate import Evaluation, check_dump, check_subject, evaluate_model, find_subject, held_out_inputs
 from treadle.api.export import export_checkpoint
 from treadle.api.train import train_run
 from treadle.core.config import apply_overrides, build
@@ -205,10 +205,12 @@ def evaluate(
 
     run_or_recipe: `RUN`, `RUN@best`, `RUN@40`; or a recipe. environment, tasks: replace its own, as for `train`;
     required for a run with tasks made in Python. model: another model, or a run's; required for a recipe.
-    dump: a .jsonl file for all trajectories. Raises ConfigError, DataError or RunError.
+    dump: a new run directory for all trajectories. Raises ConfigError, DataError or RunError.
     """
     if (environment is None) != (tasks is None):
         raise ConfigError("environment and tasks go together; give both, or neither for the run's held-out tasks")
+    if dump is not None:
+        check_dump(Path(dump))
     overrides, other = _overrides(settings), None if model is None else str(model)
     if environment is None:
         subject = find_subject(str(run_or_recipe), overrides, other)

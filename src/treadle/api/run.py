@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -174,7 +174,12 @@ def open_run(
         trainer = cleanup.enter_context(_closing(runtime.make_trainer(replace(config.trainer, began=began))))
         threads = use_threads(config.training.threads, trainer.model.parameters, ranks, config.device)
         config = _with_threads(config, threads)
-        directory = origin.open(cleanup, path, config, inputs, renderer, trainer, progress)
+        if isinstance(origin, _Resumed):
+            directory = origin.report(config, inputs, progress)
+        else:
+            _check_start(config, inputs, renderer, trainer.model.context, progress.log)
+            directory = cleanup.enter_context(closing(RunDirectory.create(path, config)))
+            _record_start(directory, config, inputs, renderer, progress.log)
         if embedded and (line := unused_gpus(config.device, config.engine, ranks)):
             progress.log(line)
 
@@ -189,37 +194,35 @@ def open_run(
         yield Run(config, inputs, directory, renderer, trainer, runtime, callbacks, status, progress, origin)
 
 
+def _check_start(
+    config: RunConfig, inputs: Inputs, renderer: ChatRenderer, context: int, log: Callable[[str], None]
+) -> None:
+    """Raise errors that would otherwise occur after the warm start or in every attempt. context: the model's."""
+    check_first_prompts(inputs, renderer, config, context, log)
+    check_demonstrations(config, inputs, renderer)
+    check_drivers(inputs.players, renderer, config, log)
+
+
+def _record_start(
+    directory: RunDirectory, config: RunConfig, inputs: Inputs, renderer: ChatRenderer, log: Callable[[str], None]
+) -> None:
+    """Record tasks and code of a new run, and log what is not used."""
+    record_data(directory, inputs)
+    record_code(directory, inputs.players)
+    log(f"run directory: {directory.path} ({_describe(config)})")
+    for part in unused_parts(config.model, config.rollout.model_dump()):
+        log(f"not used of {base_directory(config.model)}: {part}")
+    problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
+    if inputs.players.agents and problem:
+        log(f"agents' calls with tools will be refused: {problem}")
+
+
 class _New:
     """Start of a new run, with weights from the configuration and its warm start."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.state = config, LoopState(began=datetime.now().isoformat(timespec="seconds"))
         self._clock = Clock()
-
-    def open(
-        self,
-        cleanup: ExitStack,
-        path: Path,
-        config: RunConfig,
-        inputs: Inputs,
-        renderer: ChatRenderer,
-        trainer: Trainer,
-        progress: Progress,
-    ) -> RunDirectory:
-        """Raise errors that would otherwise occur after the warm start or in every attempt, then make the directory."""
-        check_first_prompts(inputs, renderer, config, trainer.model.context, progress.log)
-        check_demonstrations(config, inputs, renderer)
-        check_drivers(inputs.players, renderer, config, progress.log)
-        directory = cleanup.enter_context(closing(RunDirectory.create(path, config)))
-        record_data(directory, inputs)
-        record_code(directory, inputs.players)
-        progress.log(f"run directory: {path} ({_describe(config)})")
-        for part in unused_parts(config.model, config.rollout.model_dump()):
-            progress.log(f"not used of {base_directory(config.model)}: {part}")
-        problem = renderer.tools_problem(parse=renderer.parser(config.rollout.reply_parser))
-        if inputs.players.agents and problem:
-            progress.log(f"agents' calls with tools will be refused: {problem}")
-        return directory
 
     async def load(self, run: Run) -> dict[str, Any] | None:
         """Train on demonstrations, if configured; return the report, which is recorded from now on."""
@@ -253,19 +256,10 @@ class _Resumed:
     warm_start: dict[str, Any] | None
     clock: Clock
 
-    def open(
-        self,
-        cleanup: ExitStack,
-        path: Path,
-        config: RunConfig,
-        inputs: Inputs,
-        renderer: ChatRenderer,
-        trainer: Trainer,
-        progress: Progress,
-    ) -> RunDirectory:
-        """Log what is resumed, and what changed."""
+    def report(self, config: RunConfig, inputs: Inputs, progress: Progress) -> RunDirectory:
+        """Log what is resumed, and what changed; return its directory."""
         updates = f"{self.state.update} of {config.orchestration.updates} updates"
-        progress.log(f"resuming {path} after {updates} ({_describe(config)})")
+        progress.log(f"resuming {self.directory.path} after {updates} ({_describe(config)})")
         _report_changes(self.before, config, self.state.update, progress)
         if line := renew_code(self.directory, inputs.players):
             progress.log(line)

@@ -246,7 +246,6 @@ class RunConfig(Config):
     @property
     def loop(self) -> LoopPlan:
         section, batch = self.orchestration, self.training.updates_between_publications
-        best = section.keep_best
         return LoopPlan(
             seed=self.seed,
             updates=section.updates,
@@ -261,7 +260,9 @@ class RunConfig(Config):
             engine_capacity=self.engine_capacity,
             evaluated_together=self.evaluated_together,
             checkpoint_every=section.checkpoint_every,
-            retention=Retention(section.keep_last, section.keep_every, best, batch, self.evaluation.temperature),
+            retention=Retention(
+                section.keep_last, section.keep_every, section.keep_best, batch, self.evaluation.temperature
+            ),
             shuffle=self.data.shuffle,
             table_by=self.data.table_by,
             algorithm=self.algorithm,
