@@ -517,7 +517,7 @@ def test_a_program_plays_an_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ("rest", "message"),
     [
         ("print('no such luck', file=sys.stderr)\nsys.exit(3)", "exited with status 3: no such luck"),
-        ("os.kill(os.getpid(), 9)", "exited with status -9"),
+        ("os.kill(os.getpid(), 9)", "was killed by signal 9"),
         ("print(0.5)", """the last line of its output must be its reward, as in {"reward": 0.5}; it is '0.5'"""),
         ("", "it is ''"),
         ('print(\'{"reward": "1"}\')', "the agent returned '1'"),

@@ -46,7 +46,6 @@ class Program:
         environment: Mapping[str, str],
         stdin: int | None = None,
         directory: Path | None = None,
-        user_namespace: bool = False,
         grace: float = reaper.GRACE,
         log: int | None = None,
         shared_memory: bool = False,
@@ -61,11 +60,11 @@ class Program:
         )
         self.pid = self._process.pid
         self._result: Future[Result | None] = Future()
-        order: dict[str, Any] = {"stdin": stdin, "log": log, "grace": grace, "shared_memory": shared_memory}
-        order |= {"environment": dict(environment), "user_namespace": user_namespace}
+        order: dict[str, Any] = {"words": list(words), "environment": dict(environment), "stdin": stdin, "log": log}
+        order |= {"directory": directory and str(directory), "grace": grace, "shared_memory": shared_memory}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it was killed, which `result` tells
-            self._process.stdin.write(_order(words, directory, **order))
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
         # at once: a full pipe would keep it from ending
         threading.Thread(target=self._read, name="treadle-program", daemon=True).start()
@@ -103,19 +102,6 @@ def inherited_variables(more: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment variables that a program gets. more: names or patterns beside `INHERITED`."""
     patterns = (*INHERITED, *more)
     return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
-
-
-def no_user_namespace() -> str:
-    """Return why a program cannot have a user namespace of its own; "" if it can."""
-    rest: dict[str, Any] = {"stdin": None, "log": None, "grace": 0, "shared_memory": False, "environment": {}}
-    order = _order(["true"], None, user_namespace=True, **rest)
-    done = subprocess.run(_REAPER, input=order, capture_output=True, check=False)
-    return str(json.loads(done.stdout).get("error", ""))
-
-
-def _order(words: Sequence[str], directory: Path | None, **order: Any) -> bytes:
-    order |= {"words": list(words), "directory": None if directory is None else str(directory)}
-    return json.dumps(order).encode() + b"\n"
 
 
 def how_it_ended(result: Result | None) -> str:

@@ -25,7 +25,6 @@ from typing import Any
 TAIL = 2**16  # bytes kept of each output
 GRACE = 2.0  # default seconds between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_CLONE_NEWUSER = 0x10000000  # linux/sched.h
 _PROCESSES = Path("/proc")
 _CHILDREN = _PROCESSES / "thread-self" / "children"
 _TRACKER = b"multiprocessing.resource_tracker"  # in the command of what removes semaphores once all others have ended
@@ -53,8 +52,6 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     log: int | None = order["log"]
     try:
-        if order["user_namespace"]:
-            _enter_user_namespace()
         program = subprocess.Popen(
             order["words"],
             env=order["environment"],
@@ -206,28 +203,9 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
     return set()
 
 
-def _enter_user_namespace() -> None:
-    """Enter a user namespace, into which processes of sibling namespaces cannot look. Raises OSError if not permitted.
-
-    Its only user has the number of the present one.
-    """
-    user, group = os.geteuid(), os.getegid()
-    _system_call("unshare", _CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        Path("/proc/self", name).write_text(text)
-
-
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        with suppress(OSError):
-            _system_call("prctl", option, value)
-
-
-def _system_call(name: str, *arguments: int) -> None:
-    """Call a function of the C library. Raises OSError."""
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from treadle.core.errors import Cause, ConfigError, TrajectoryFailure
 from treadle.core.types import Task
 from treadle.rollout.agents.agent import Recovered
 from treadle.rollout.agents.clients import anthropic_base_url
-from treadle.workers.program import Program, inherited_variables, no_user_namespace
+from treadle.workers.program import Program, how_it_ended, inherited_variables
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -39,8 +39,6 @@ class Command:
     words: program and arguments, run without a shell. environment: additional variables. directory: working directory
     (default: the run's).
     inherit: names of further variables to pass on from the run, beside `INHERITED`; patterns such as "AWS_*".
-    user_namespace: run it in its own Linux user namespace, so that neither it nor other programs of the run can read
-    each other's keys and memory in /proc, nor it the run's. It contains no other user: no sudo, no rootless containers.
 
     When the program ends or times out, or the run stops or is killed, all processes it started are killed; on systems
     other than Linux, its process group (`workers.reaper`). Only the end of its output is kept.
@@ -50,13 +48,10 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
     inherit: Sequence[str] = ()
-    user_namespace: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.words, str):
             raise ConfigError(f"Command: {self.words!r} is one text; give words: {shlex.split(self.words)!r}")
-        if self.user_namespace and (problem := no_user_namespace()):
-            raise ConfigError(f"Command: user_namespace is not possible here ({problem}); leave it out")
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> float | Recovered:
         """Run the program and return its reward. Raises TrajectoryFailure (agent)."""
@@ -66,18 +61,13 @@ class Command:
             stdin.write(json.dumps(row, default=dict).encode() + b"\n")
             stdin.seek(0)
             variables = self._variables(client)
-            program = Program(self.words, variables, stdin.fileno(), self.directory, self.user_namespace)
+            program = Program(self.words, variables, stdin.fileno(), self.directory)
             try:
                 result = await program.result()
             finally:
                 await program.stop()
-        if result is None:
-            raise TrajectoryFailure(Cause.AGENT, f"the supervisor of {self.words[0]} was killed")
-        if "error" in result:
-            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]!r} cannot be run: {result['error']}")
-        if status := result["status"]:
-            last = (result["stderr"].strip() or result["stdout"].strip()).rpartition("\n")[2]
-            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]} exited with status {status}: {last[-500:]}")
+        if result is None or "error" in result or result["status"]:
+            raise TrajectoryFailure(Cause.AGENT, f"{self.words[0]} {how_it_ended(result)}")
         return _reward(result["stdout"])
 
     def _variables(self, client: AsyncOpenAI) -> dict[str, str]:
