@@ -31,12 +31,8 @@ def test_bash_completes_commands_options_recipes_and_keys(line: list[str], expec
         assert all(word.startswith(line[-1]) for word in found)
 
 
-def test_zsh_runs_the_script_of_bash_and_fish_has_a_line_for_each() -> None:
-    bash, zsh, fish = (treadle("completion", shell).out for shell in ("bash", "zsh", "fish"))
-    assert zsh.endswith(bash) and zsh.startswith("autoload -U +X bashcompinit")
-    train = "complete -c treadle -n '__fish_seen_subcommand_from train'"
-    assert f"{train} -l dry-run" in fish.splitlines()
-    assert any(
-        line.startswith(f"{train} -a '") and " seed= " in line and " demo " in line for line in fish.splitlines()
-    )
-    assert all(line.startswith("complete -c treadle -n ") for line in fish.splitlines())
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_know_commands_options_recipes_and_keys(shell: str) -> None:
+    script = treadle("completion", shell).out
+    for word in ("train", "dry-run", "smollm2-tools", "training.lora.rank="):
+        assert word in script

@@ -73,7 +73,7 @@ def functions(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def test_what_runs_each_command_is_there() -> None:
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers())
+    add_commands(parser)
     found = [*functions(parser)]
     assert len(found) > len(COMMANDS) and all(callable(load_command(run)) for run in found)
 

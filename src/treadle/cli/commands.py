@@ -213,15 +213,16 @@ _COMPLETION_EXAMPLES = """examples:
 """
 
 
-def add_commands(commands: Commands) -> None:
+def add_commands(whole: argparse.ArgumentParser) -> None:
     """Add all commands, in the order of `treadle --help`."""
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_models(commands)
     _add_report(commands)
     _add_show(commands)
     _add_serve(commands)
     _add_recipes(commands)
-    _add_completion(commands)
+    _add_completion(commands, whole)
 
 
 def _add_train(commands: Commands) -> None:
@@ -405,11 +406,11 @@ def _add_recipes(commands: Commands) -> None:
     add_shared(parser, "recipe", "overrides", "--runs")
 
 
-def _add_completion(commands: Commands) -> None:
+def _add_completion(commands: Commands, whole: argparse.ArgumentParser) -> None:
     what = "print a script that completes commands, recipes and keys"
     parser = add_command(commands, "completion", "completion:run_completion", what, _COMPLETION_EXAMPLES)
     parser.add_argument("shell", choices=["bash", "zsh", "fish"])
-    parser.set_defaults(commands=commands)
+    parser.set_defaults(commands=commands, parser=whole)
 
 
 def run_argument(text: str) -> Path:

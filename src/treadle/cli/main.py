@@ -62,8 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="`treadle COMMAND --help` has examples. A first run, minutes on a CPU: treadle train demo",
     )
     parser.add_argument("--version", action="version", version=f"treadle {treadle.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_commands(commands)
+    add_commands(parser)
     words = sys.argv[1:] if arguments is None else arguments
     options, rest = parser.parse_known_args(words or ["--help"])
     unknown = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
